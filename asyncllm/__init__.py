@@ -1,0 +1,1 @@
+"""asyncllm: an LLM inference engine and server in one asyncio process."""

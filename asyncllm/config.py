@@ -1,0 +1,293 @@
+"""Configuration: `EngineArgs` is what a user types, `EngineConfig` what the engine obeys.
+
+`EngineArgs` fields are the command-line flags with underscores, under vLLM's names where they mean
+the same. `EngineArgs.create_engine_config()` validates once, in one place; what comes out is frozen.
+No torch here. Sizes that need the device (pages, context that fits) are settled by the worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from transformers import AutoConfig, PretrainedConfig
+
+from asyncllm.errors import ModelLoadError
+
+BUILTIN_MODELS = {
+    "tiny": Path(__file__).parent / "assets" / "tiny",
+    "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
+}
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+MAX_NUM_SEQS_LIMIT = 4096
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The facts of one Hugging Face model folder that the engine above the model needs."""
+
+    path: Path
+    architecture: str
+    hf_config: PretrainedConfig
+    vocab_size: int
+    max_position_embeddings: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_name: str
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, path: Path) -> ModelConfig:
+        """Read `config.json`. Raises `ModelLoadError` naming the file and what is wrong in it."""
+        file = path / "config.json"
+        if not file.is_file():
+            raise ModelLoadError(f"{path} is no model folder: it has no config.json")
+        try:
+            hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (ValueError, KeyError, OSError, TypeError) as error:
+            raise ModelLoadError(f"{file}: {error}") from error
+        architectures = hf.architectures or []
+        if not architectures:
+            raise ModelLoadError(f"{file}: 'architectures' is missing")
+        eos = hf.eos_token_id
+        num_heads = hf.num_attention_heads
+        return cls(
+            path=path,
+            architecture=architectures[0],
+            hf_config=hf,
+            vocab_size=hf.vocab_size,
+            max_position_embeddings=hf.max_position_embeddings,
+            num_layers=hf.num_hidden_layers,
+            num_kv_heads=getattr(hf, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // num_heads,
+            dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What one engine obeys, validated. Byte sizes are bytes, lengths are tokens."""
+
+    model: ModelConfig
+    tokenizer_path: Path
+    served_model_names: tuple[str, ...]
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    load_format: LoadFormat
+    seed: int
+    max_model_len: int | None  # None: as much as the model and the KV cache allow
+    block_size: int
+    num_gpu_blocks_override: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    swap_space_bytes: int
+    enable_prefix_caching: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    scheduling_policy: SchedulingPolicy
+    preemption_mode: PreemptionMode
+    async_scheduling: bool
+    attention_backend: AttentionBackendName
+    enforce_eager: bool
+    cuda_graph_sizes: tuple[int, ...]
+    max_logprobs: int
+    generation_config: str
+    chat_template: str | None
+    max_queued_requests: int
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Rows of the device state: one per running sequence and the padding slot 0."""
+        return self.max_num_seqs + 1
+
+
+@dataclass
+class EngineArgs:
+    """The engine's flags. `help` in a field's metadata is the flag's help text."""
+
+    model: str = field(default="tiny", metadata={"help": "model folder, or the built-in 'tiny'"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder, default: the model's"})
+    served_model_name: list[str] | None = field(
+        default=None, metadata={"help": "names clients may use, the first is reported"}
+    )
+    dtype: DType = field(
+        default="auto", metadata={"help": "auto: the checkpoint's on CUDA, float32 on CPU"}
+    )
+    device: DeviceName = field(default="auto", metadata={"help": "auto: CUDA where there is one"})
+    load_format: LoadFormat = field(
+        default="auto", metadata={"help": "dummy: random weights, for benchmarks"}
+    )
+    seed: int = field(default=0, metadata={"help": "for requests without a seed of their own"})
+    max_model_len: int | None = field(
+        default=None,
+        metadata={"help": "context window in tokens, default: what model and KV allow"},
+    )
+    block_size: int = field(default=16, metadata={"help": "tokens per KV page"})
+    num_gpu_blocks_override: int | None = field(
+        default=None, metadata={"help": "KV pages, instead of profiling"}
+    )
+    kv_cache_memory_bytes: int | None = field(
+        default=None, metadata={"help": "bytes for the KV cache, instead of profiling"}
+    )
+    gpu_memory_utilization: float = field(
+        default=0.9,
+        metadata={"help": "share of device memory the engine may use (CPU: see README)"},
+    )
+    swap_space: float = field(default=4.0, metadata={"help": "CPU memory for swapped pages, GiB"})
+    enable_prefix_caching: bool = field(default=True, metadata={"help": "share equal prefixes"})
+    max_num_seqs: int = field(default=256, metadata={"help": "sequences that run at once"})
+    max_num_batched_tokens: int | None = field(
+        default=None, metadata={"help": "tokens per step, default 8192 on CUDA, 2048 on CPU"}
+    )
+    scheduling_policy: SchedulingPolicy = field(
+        default="fcfs", metadata={"help": "priority: lower numbers first"}
+    )
+    preemption_mode: PreemptionMode = field(
+        default="auto", metadata={"help": "auto: what is cheaper for the sequence"}
+    )
+    async_scheduling: bool = field(
+        default=True, metadata={"help": "launch each step before the one before is known"}
+    )
+    attention_backend: AttentionBackendName = field(
+        default="auto", metadata={"help": "auto: FlashInfer on CUDA, torch on CPU"}
+    )
+    enforce_eager: bool = field(default=False, metadata={"help": "no CUDA graphs"})
+    cuda_graph_sizes: list[int] | None = field(
+        default=None, metadata={"help": "decode batch sizes to capture"}
+    )
+    max_logprobs: int = field(default=20, metadata={"help": "most logprobs a request may ask for"})
+    generation_config: str = field(
+        default="auto", metadata={"help": "auto: the model's defaults; vllm: none; or a folder"}
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Jinja template, a file or the text itself"}
+    )
+    max_queued_requests: int = field(
+        default=4096, metadata={"help": "requests that may wait; more are refused"}
+    )
+
+    def create_engine_config(self) -> EngineConfig:
+        """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
+        self._check()
+        path = resolve_model_path(self.model)
+        model = ModelConfig.from_folder(path)
+        device = _resolve_device(self.device)
+        limit = model.max_position_embeddings
+        if self.max_model_len is not None and self.max_model_len > limit:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is over the model's window of {limit} tokens"
+            )
+        dtype: Any = self.dtype
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else model.dtype_name
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype {dtype} of {path} is not supported: pass --dtype")
+        names = self.served_model_name or [self.model]
+        return EngineConfig(
+            model=model,
+            tokenizer_path=resolve_model_path(self.tokenizer) if self.tokenizer else path,
+            served_model_names=tuple(names),
+            device=device,
+            dtype=dtype,
+            load_format=self.load_format,
+            seed=self.seed,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            swap_space_bytes=int(self.swap_space * GIB),
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=(
+                self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
+            ),
+            scheduling_policy=self.scheduling_policy,
+            preemption_mode=self.preemption_mode,
+            async_scheduling=self.async_scheduling,
+            attention_backend=self.attention_backend,
+            enforce_eager=self.enforce_eager,
+            cuda_graph_sizes=_graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
+            max_logprobs=self.max_logprobs,
+            generation_config=self.generation_config,
+            chat_template=self.chat_template,
+            max_queued_requests=self.max_queued_requests,
+        )
+
+    def _check(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_logprobs", self.max_logprobs, 0)
+        _at_least("max_queued_requests", self.max_queued_requests, 1)
+        _at_least("swap_space", self.swap_space, 0)
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_gpu_blocks_override",
+            "kv_cache_memory_bytes",
+        ):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.max_num_seqs > MAX_NUM_SEQS_LIMIT:
+            raise ValueError(f"max_num_seqs {self.max_num_seqs} is over {MAX_NUM_SEQS_LIMIT}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        _one_of("dtype", self.dtype, get_args(DType))
+        _one_of("device", self.device, get_args(DeviceName))
+        _one_of("load_format", self.load_format, get_args(LoadFormat))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
+        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackendName))
+
+
+def resolve_model_path(name: str) -> Path:
+    """A built-in model's name or a folder, as an absolute path. Raises `ModelLoadError`."""
+    path = BUILTIN_MODELS.get(name) or Path(name).expanduser()
+    if not path.is_dir():
+        raise ModelLoadError(
+            f"model {name!r} is neither a folder nor built in ({', '.join(BUILTIN_MODELS)})"
+        )
+    return path.resolve()
+
+
+def _resolve_device(name: str) -> Literal["cpu", "cuda"]:
+    if name == "auto":
+        import torch  # the one question that only torch can answer
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if name == "cuda" else "cpu"
+
+
+def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
+    """Decode batch sizes to capture, ascending, the last one max_num_seqs."""
+    if sizes is None:
+        sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 513, 32)]
+        sizes = [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 512)]
+    if any(size < 1 or size > max_num_seqs for size in sizes):
+        raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")
+    return tuple(sorted(set(sizes)))
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,96 @@
+"""Reference-counted pages of one memory (the device's, or the host's for swapped pages).
+
+It knows neither sequences nor tokens. A page is used (count > 0) or free; a free page that was
+published under a hash keeps its content and can be found again until it is taken. Free pages are
+taken in the order of their freeing, those without a hash first. The surprising decision: eviction
+needs no policy of its own, it falls out of the order of `_free` (least recently freed first).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class PagePool:
+    """Pages `first` .. `first + num_pages - 1`, all free at the start."""
+
+    def __init__(self, num_pages: int, first: int = 0) -> None:
+        self.num_pages = num_pages
+        self._first = first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, first + num_pages))
+        self._counts = [0] * (first + num_pages)
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def is_free(self, page: int) -> bool:
+        return self._counts[page] == 0
+
+    def is_shared(self, page: int) -> bool:
+        return self._counts[page] > 1
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The page that holds this block, used or free; None where none does."""
+        return self._page_of.get(block_hash)
+
+    def hash_of(self, page: int) -> bytes | None:
+        return self._hash_of.get(page)
+
+    def take(self) -> int:
+        """The least recently freed page, for new content. Count 1, its old hash forgotten."""
+        assert self._free, "take() from an empty pool: the caller must check num_free"
+        page, _ = self._free.popitem(last=False)
+        self._forget_hash(page)
+        self._counts[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more user of `page`, with its content."""
+        if self._counts[page] == 0:
+            del self._free[page]
+        self._counts[page] += 1
+
+    def release(self, page: int) -> None:
+        """One user less. The last one frees it; content under a hash stays findable."""
+        assert self._counts[page] > 0, f"page {page} released more often than taken"
+        self._counts[page] -= 1
+        if self._counts[page] == 0:
+            self._free[page] = None
+            if page not in self._hash_of:
+                self._free.move_to_end(page, last=False)
+
+    def publish(self, page: int, block_hash: bytes) -> None:
+        """Make `page` findable. Where another page holds the same block, that one stays the one."""
+        assert self._counts[page] > 0, f"page {page} published while free"
+        if block_hash not in self._page_of:
+            self._forget_hash(page)
+            self._page_of[block_hash] = page
+            self._hash_of[page] = block_hash
+
+    def forget_all(self) -> None:
+        """Forget every hash (the content of all pages became worthless)."""
+        self._page_of.clear()
+        self._hash_of.clear()
+
+    def _forget_hash(self, page: int) -> None:
+        block_hash = self._hash_of.pop(page, None)
+        if block_hash is not None:
+            del self._page_of[block_hash]
+
+    def check_integrity(self, users: dict[int, int]) -> None:
+        """Assert that counts match `users` (page -> number of holders) and all maps agree."""
+        for page in range(self._first, self._first + self.num_pages):
+            count = users.get(page, 0)
+            assert self._counts[page] == count, (
+                f"page {page}: counted {self._counts[page]}, held by {count}"
+            )
+            assert (page in self._free) == (count == 0), f"page {page}: free list disagrees"
+        assert all(page >= self._first for page in users), "a reserved page is in use"
+        assert {page: h for h, page in self._page_of.items()} == self._hash_of, "hash maps differ"

@@ -1,0 +1,61 @@
+"""The time structure of the engine: when each verb of a step is called, and nothing of what it does.
+
+    one ahead     host   | plan N+1 | launch N+1 | wait N ... HTTP ... | finish N | plan N+2 | ...
+                  device |        step N         |          step N+1              | step N+2
+
+`run_ahead` launches step N+1 before step N's tokens are known on the host, so the device never
+waits for Python; `run_synchronous`, its twin, finishes each step before it plans the next. They must
+give the same tokens. Both are tested with a fake device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from asyncllm.types import StepPlan, StepResult
+
+
+class Launched(Protocol):
+    """A step that the device has been given."""
+
+    async def wait(self) -> StepResult:
+        """Its tokens. Never blocks the event loop; raises what the device raised."""
+        ...
+
+
+class Steps(Protocol):
+    """The verbs of one step, in the order of their use."""
+
+    def plan(self) -> StepPlan | None: ...
+    def launch(self, plan: StepPlan) -> Launched: ...
+    def finish(self, plan: StepPlan, result: StepResult) -> None: ...
+    async def idle(self) -> None:
+        """Return when there may be something to plan."""
+        ...
+
+
+async def run_ahead(steps: Steps) -> None:
+    """Run for ever, one step ahead. Ends by cancellation or by what a verb raises."""
+    in_flight: tuple[StepPlan, Launched] | None = None
+    while True:
+        plan = steps.plan()
+        launched = (plan, steps.launch(plan)) if plan is not None else None
+        if in_flight is not None:
+            before, device_work = in_flight
+            steps.finish(before, await device_work.wait())
+        elif launched is None:
+            await steps.idle()
+        in_flight = launched
+        await asyncio.sleep(0)  # even where the device is never behind, HTTP gets its turn
+
+
+async def run_synchronous(steps: Steps) -> None:
+    """Run for ever, one step at a time: the oracle for `run_ahead`."""
+    while True:
+        plan = steps.plan()
+        if plan is None:
+            await steps.idle()
+            continue
+        steps.finish(plan, await steps.launch(plan).wait())
+        await asyncio.sleep(0)

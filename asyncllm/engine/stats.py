@@ -1,0 +1,68 @@
+"""What the engine tells its observers, once per finished step and never per token.
+
+The records carry vLLM's meanings; `server/metrics.py` turns them into Prometheus series.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asyncllm.outputs import FinishReasonText
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Gauges and running totals, read at any time."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_pages: int = 0  # the padding page not counted
+    num_used_pages: int = 0
+    num_host_pages: int = 0
+    num_used_host_pages: int = 0
+    prefix_cache_queries: int = 0  # tokens asked for, total
+    prefix_cache_hits: int = 0  # tokens found, total
+    num_preemptions_swap: int = 0
+    num_preemptions_recompute: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.num_used_pages / self.num_pages if self.num_pages else 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class FinishedRequestStats:
+    """One request at its end. Times in seconds; None where the stage was never reached."""
+
+    request_id: str
+    finish_reason: FinishReasonText  # of its first sequence
+    num_prompt_tokens: int
+    num_generation_tokens: int  # all sequences
+    num_cached_tokens: int
+    max_tokens: int
+    n: int
+    e2e_time: float
+    queue_time: float | None
+    prefill_time: float | None  # first scheduled to first token
+    decode_time: float | None  # first to last token
+    time_to_first_token: float | None
+    time_per_output_token: float | None  # decode_time / (tokens of the first sequence - 1)
+
+
+@dataclass(slots=True)
+class IterationStats:
+    """What one step brought."""
+
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    time_to_first_tokens: list[float] = field(default_factory=list)
+    inter_token_latencies: list[float] = field(default_factory=list)
+    finished: list[FinishedRequestStats] = field(default_factory=list)
+
+
+class StatLogger(Protocol):
+    """An observer; it must neither block nor raise."""
+
+    def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None: ...

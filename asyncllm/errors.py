@@ -1,0 +1,40 @@
+"""The errors that cross the public border, each with what a client needs to act on it.
+
+They name the request, the limit and the value. HTTP turns `param`, `code` and `status` into the
+four-key error body; Python callers catch them as the built-in exceptions that they derive from.
+"""
+
+
+class InvalidRequestError(ValueError):
+    """A request that can never be served as it is; nothing of it was queued.
+
+    `param` is the offending field as the client spelt it, `code` a stable machine-readable word.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and requested output do not fit the context window."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class QueueFullError(RuntimeError):
+    """The waiting queue is at its named limit; try again later."""
+
+
+class RequestFailedError(RuntimeError):
+    """One request ended with an error inside the engine; the engine goes on."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine stopped, closed or failed, and takes no more work."""
+
+
+class ModelLoadError(RuntimeError):
+    """A model folder that cannot be loaded; the message names the file and the key."""

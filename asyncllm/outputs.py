@@ -1,0 +1,68 @@
+"""What a request gives back: vLLM's `RequestOutput`, `CompletionOutput` and their parts.
+
+Plain records: no reference into the engine, safe to keep for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReasonText = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's natural log-probability under the raw distribution; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# For each position: token id -> Logprob, the sampled (or prompt) token first.
+SampleLogprobs = list[dict[int, Logprob]]
+PromptLogprobs = list[dict[int, Logprob] | None]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds of `time.monotonic()`; None until it happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` answers. In delta outputs `text`, `token_ids`, `logprobs` are the news only."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: SampleLogprobs | None = None
+    finish_reason: FinishReasonText | None = None
+    stop_reason: int | str | None = None  # the stop token id or string that ended it
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request; `finished` when every completion has its finish_reason."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None  # why finish_reason is "error"

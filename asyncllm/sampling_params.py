@@ -1,0 +1,188 @@
+"""What a request may ask of the sampler: vLLM's names, defaults and ranges, checked once.
+
+This is the one validator: HTTP and Python both end here. It knows no model, so limits that depend
+on the vocabulary or the context window are checked by the input processor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from asyncllm.errors import InvalidRequestError
+
+GREEDY_BELOW_TEMPERATURE = 1e-5
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_SEED = 2**63 - 1
+
+
+class RequestOutputKind(Enum):
+    """What each yielded `RequestOutput` holds: all so far, the news only, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """Sampling parameters of one request, checked when made.
+
+    Raises `InvalidRequestError` (a `ValueError`) naming the field that is out of range.
+    `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off.
+    `max_tokens=None` means up to the end of the context window. `logprobs=k` returns the k most
+    likely tokens and the sampled one, as natural logarithms of the raw distribution (before
+    temperature, penalties and filters). A `seed` makes a request's tokens independent of what
+    else is in its batch. Source: vllm.SamplingParams.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self._check_types()
+        self._check_ranges()
+        self._check_lists()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    def _check_types(self) -> None:
+        for name in ("n", "top_k", "min_tokens"):
+            _require_int(name, getattr(self, name))
+        optional = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+        for name in optional:
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name))
+        for name in (
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "temperature",
+            "top_p",
+            "min_p",
+        ):
+            _require_finite(name, getattr(self, name))
+
+    def _check_ranges(self) -> None:
+        _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty,
+                 "between -2 and 2")  # fmt: skip
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty,
+                 "between -2 and 2")  # fmt: skip
+        _require(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty,
+                 "above 0 and at most 10")  # fmt: skip
+        _require(0 <= self.temperature <= 100, "temperature", self.temperature,
+                 "between 0 and 100")  # fmt: skip
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or at least 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        if self.seed is not None:
+            _require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", self.seed, "a 64-bit integer")
+        if self.max_tokens is not None:
+            _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
+                     f"at most max_tokens ({self.max_tokens})")  # fmt: skip
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, name, value, "at least 0")
+        if self.truncate_prompt_tokens is not None:
+            _require(self.truncate_prompt_tokens >= 1 or self.truncate_prompt_tokens == -1,
+                     "truncate_prompt_tokens", self.truncate_prompt_tokens,
+                     "-1 (the context window) or at least 1")  # fmt: skip
+
+    def _check_lists(self) -> None:
+        stop = self.stop or []
+        _require(len(stop) <= MAX_STOP_STRINGS, "stop", f"{len(stop)} strings",
+                 f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
+        for text in stop:
+            _require(isinstance(text, str) and 0 < len(text) <= MAX_STOP_STRING_CHARS, "stop",
+                     text, f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")  # fmt: skip
+        if stop and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True", "stop")
+        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        words = self.bad_words or []
+        _require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words",
+                 f"at most {MAX_BAD_WORDS} words")  # fmt: skip
+        for word in words:
+            _require(isinstance(word, str) and word != "", "bad_words", word, "non-empty strings")
+        self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        if not self.logit_bias:
+            return
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias",
+                 f"{len(self.logit_bias)} entries",
+                 f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip
+        checked: dict[int, float] = {}
+        for key, bias in self.logit_bias.items():
+            try:
+                token_id = int(key)
+            except (TypeError, ValueError):
+                raise InvalidRequestError(
+                    f"logit_bias keys must be token ids, got {key!r}", "logit_bias"
+                ) from None
+            _require_finite("logit_bias", bias)
+            _require(token_id >= 0, "logit_bias", token_id, "token ids of at least 0")
+            _require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
+            checked[token_id] = float(bias)
+        self.logit_bias = checked
+
+
+def _require(ok: bool, param: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{param} must be {wanted}, got {value!r}", param)
+
+
+def _require_int(param: str, value: object) -> None:
+    _require(isinstance(value, int) and not isinstance(value, bool), param, value, "an integer")
+
+
+def _require_finite(param: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
+
+
+def _check_token_ids(param: str, ids: list[int] | None, most: int | None) -> None:
+    for token_id in ids or []:
+        _require_int(param, token_id)
+        _require(token_id >= 0, param, token_id, "token ids of at least 0")
+    if most is not None:
+        _require(len(ids or []) <= most, param, f"{len(ids or [])} ids", f"at most {most} ids")

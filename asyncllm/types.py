@@ -1,0 +1,224 @@
+"""The vocabulary: what the scheduler, the pipeline, the worker and the outputs say to each other.
+
+No torch and nothing of ours but the public records. The words, used one way everywhere:
+
+  page (block)  `block_size` consecutive token positions of one sequence's KV cache
+  slot          a sequence's row in the device-resident state, held while it runs; 0 is padding
+  row           one sequence's share of a step
+  prefill       a row whose input tokens come from the host (prompt, or recomputed output)
+  decode        a row whose one input token is already on the device, in its slot
+  chunk         the part of a prefill that one step computes
+  in flight     launched, its tokens not yet known on the host
+
+A `StepPlan` is immutable. A `Sequence` is mutable and owned by the scheduler, except `token_ids`
+and `num_in_flight`, which move only in `Scheduler.finish_step`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asyncllm.outputs import RequestMetrics
+from asyncllm.sampling_params import SamplingParams
+
+PADDING_SLOT = 0
+PADDING_PAGE = 0
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = enum.auto()  # owns nothing, or (preempted, to be recomputed) only its tokens
+    SWAPPED = enum.auto()  # its pages are in CPU memory
+    RUNNING = enum.auto()  # owns a slot and pages
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A validated, tokenised request.
+
+    `max_tokens` is resolved (never None) and prompt + max_tokens fits the window. `stop_token_ids`
+    are those that end a sequence, EOS included unless ignored. `bad_words_ids` are token sequences.
+    `cache_key` separates prefix caches (salt, adapter); `rope_key` is set where KV depends on the
+    whole prompt's length (dynamic RoPE past its window).
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    metrics: RequestMetrics
+    priority: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    cache_key: bytes = b""
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def needs_known_tokens(self) -> bool:
+        """Its next sampling depends on output tokens on the host, so it cannot run a step ahead."""
+        return any(len(word) > 1 for word in self.bad_words_ids)
+
+    @property
+    def finished(self) -> bool:
+        return all(s.status is SequenceStatus.FINISHED for s in self.sequences)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's `n` answers in the making.
+
+    token_ids      prompt, then the output tokens known on the host
+    num_in_flight  output tokens sampled by launched steps, not yet known on the host (0 or 1
+                   between turns, one more while a step is planned ahead)
+    num_computed   positions whose KV is written by launched steps
+    num_prefill    tokens known when it was admitted: it decodes once num_computed has reached them
+    """
+
+    seq_id: int
+    request: Request
+    index: int
+    seed: int
+    token_ids: list[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = PADDING_SLOT
+    num_in_flight: int = 0
+    num_computed: int = 0
+    num_prefill: int = 0
+    num_cached_tokens: int = 0  # of the prompt, served by the prefix cache at first admission
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known on the host."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+
+@dataclass(slots=True, frozen=True)
+class SlotInit:
+    """A sequence takes a slot: everything the device must know of it, written before the step."""
+
+    seq: Sequence
+    slot: int
+    block_ids: list[int]
+    num_computed: int
+    token_ids: list[int]  # all known tokens, a copy: the sequence may grow before the step runs
+
+
+class PageAppend(NamedTuple):
+    """Page `block_id` becomes entry `block_index` of the slot's block table."""
+
+    slot: int
+    block_index: int
+    block_id: int
+
+
+@dataclass(slots=True, frozen=True)
+class PrefillRow:
+    """`token_ids` at positions start .. start+len-1 of the sequence in `slot`.
+
+    `samples`: sequences that sample their next token from the last position: empty for a chunk
+    that is not the last; the row's own sequence, and with n > 1 its forks, for the last.
+    """
+
+    seq: Sequence
+    slot: int
+    start: int
+    token_ids: list[int]
+    block_ids: list[int]  # pages that cover positions 0 .. start+len-1
+    samples: tuple[Sequence, ...]
+
+
+class DecodeRow(NamedTuple):
+    """One token at `position`; its id is in the slot on the device. It always samples."""
+
+    seq: Sequence
+    slot: int
+    position: int
+
+
+@dataclass(slots=True, frozen=True)
+class StepPlan:
+    """All that a step does, in the order of its fields from `swap_out` on, then forward, sample.
+
+    Sampled tokens come back in the order of `sampled`: the decodes, then each prefill's samples.
+    """
+
+    step_id: int
+    decodes: tuple[DecodeRow, ...]
+    prefills: tuple[PrefillRow, ...]
+    swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
+    page_copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
+    slot_inits: tuple[SlotInit, ...] = ()
+    page_appends: tuple[PageAppend, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(len(row.token_ids) for row in self.prefills)
+
+    @property
+    def sampled(self) -> tuple[Sequence, ...]:
+        own = tuple(row.seq for row in self.decodes)
+        return own + tuple(seq for row in self.prefills for seq in row.samples)
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one position: of the token itself, its rank, and the top few."""
+
+    logprob: float
+    rank: int
+    top_ids: SequenceOf[int]
+    top_logprobs: SequenceOf[float]
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """A finished step. `token_ids[i]` belongs to `plan.sampled[i]`.
+
+    `logprobs[i]` is None for a row that did not ask. `prompt_logprobs[seq_id]` holds, for a
+    prefill row that asked, one entry per prompt position start+1 .. start+len that is inside the
+    prompt (the logprob of that position's token given all before it).
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class TokenUpdate:
+    """What `Scheduler.finish_step` made of one sampled token: the news for the output processor."""
+
+    seq: Sequence
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCost:
+    """Measured by the worker at start; decides between swapping and recomputing a sequence."""
+
+    seconds_per_page: float  # one page, one way
+    seconds_per_token: float  # of prefill

@@ -1,0 +1,97 @@
+"""Every tensor that outlives a step, in one class. All are indexed by slot; slot 0 is padding.
+
+Readers and writers are device work on the one compute stream, in step order, so no tensor here needs
+an event. Shapes: S = slots (running sequences + 1), P = pages per sequence, V = vocabulary.
+
+  tensor           dtype  shape   written by                    read by
+  last_tokens      int32  [S]     init, sampler                 the next decode's embedding
+  positions        int32  [S]     init, sampler                 decode: RoPE, KV write, lengths, RNG
+  prompt_lens      int32  [S]     init                          dynamic RoPE
+  block_tables     int32  [S, P]  init, page appends            attention
+  temperatures ..  f32    [S]     init                          sampler
+  top_ks           int32  [S]     init                          sampler
+  seeds            int64  [S]     init                          sampler
+  output_counts    int32  [S, V]  init, sampler (if penalised)  penalties
+  in_prompt        bool   [S, V]  init (if penalised)           repetition penalty
+  allowed          bool   [S, V]  init (if restricted)          sampler; made on first use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+FLOAT_PARAMS = (
+    "temperatures",
+    "top_ps",
+    "min_ps",
+    "presence_penalties",
+    "frequency_penalties",
+    "repetition_penalties",
+)
+
+
+class DeviceState:
+    def __init__(
+        self, num_slots: int, pages_per_sequence: int, vocab_size: int, device: torch.device
+    ) -> None:
+        def int32(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.last_tokens = int32(num_slots)
+        self.positions = int32(num_slots)
+        self.prompt_lens = int32(num_slots)
+        self.block_tables = int32(num_slots, pages_per_sequence)
+        # One tensor, so that a slot's parameters arrive in one copy; the views name its rows.
+        self.float_params = torch.zeros(len(FLOAT_PARAMS), num_slots, device=device)
+        self.temperatures, self.top_ps, self.min_ps = self.float_params[:3]
+        self.presence_penalties, self.frequency_penalties = self.float_params[3:5]
+        self.repetition_penalties = self.float_params[5]
+        self.top_ks = int32(num_slots)
+        self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.output_counts = int32(num_slots, vocab_size)
+        self.in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
+        self.allowed: torch.Tensor | None = None
+
+    def apply(self, changes: Mapping[str, torch.Tensor]) -> None:
+        """Write a step's changes: new slots (`init_*`), then block table entries (`table_*`)."""
+        if "init_slots" in changes:
+            slots = changes["init_slots"]
+            self.last_tokens[slots] = changes["init_last_tokens"]
+            self.positions[slots] = changes["init_positions"]
+            self.prompt_lens[slots] = changes["init_prompt_lens"]
+            self.top_ks[slots] = changes["init_top_ks"]
+            self.seeds[slots] = changes["init_seeds"]
+            self.float_params[:, slots] = changes["init_floats"]
+        if "table_slots" in changes:
+            entry = (changes["table_slots"], changes["table_indices"])
+            self.block_tables[entry] = changes["table_pages"]
+        if "penalty_slots" in changes:
+            self._init_penalties(changes)
+        if "allowed_slots" in changes:
+            self._init_allowed(changes)
+
+    def _init_penalties(self, changes: Mapping[str, torch.Tensor]) -> None:
+        slots = changes["penalty_slots"]
+        self.in_prompt[slots] = False
+        self.output_counts[slots] = 0
+        prompt = (changes["prompt_slots"], changes["prompt_tokens"])
+        self.in_prompt[prompt] = True
+        output = (changes["output_slots"], changes["output_tokens"])
+        ones = torch.ones_like(changes["output_tokens"])
+        self.output_counts.index_put_(output, ones, accumulate=True)
+
+    def _init_allowed(self, changes: Mapping[str, torch.Tensor]) -> None:
+        if self.allowed is None:
+            self.allowed = torch.zeros_like(self.in_prompt)
+        self.allowed[changes["allowed_slots"]] = False
+        self.allowed[changes["allowed_row_slots"], changes["allowed_tokens"]] = True
+
+    def advance(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Each slot's sampled token, and the position that it will be computed at.
+
+        Padding rows all write slot 0, whose position stays 0.
+        """
+        self.last_tokens[slots] = tokens
+        self.positions[slots] = torch.where(slots == 0, 0, positions)

@@ -1,0 +1,103 @@
+"""Where a step's device work runs and how its end is awaited; nothing of what the work is.
+
+`submit(work)` gives the device one step. `work()` does the step and returns `collect`, which reads the
+results once the device is done. Steps run in the order of their submission, always: that order is
+what makes slots and pages reusable at once (see scheduler.py).
+
+  ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
+  StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from asyncllm.types import StepResult
+
+Collect = Callable[[], StepResult]
+Work = Callable[[], Collect]
+
+
+class LaunchedStep(Protocol):
+    async def wait(self) -> StepResult: ...
+
+
+class Executor(Protocol):
+    def submit(self, work: Work) -> LaunchedStep: ...
+
+    def drain(self) -> None:
+        """Block until everything submitted is done; raises what a lost device raises."""
+        ...
+
+    def close(self) -> None:
+        """Drain and end the threads; nothing may be submitted afterwards."""
+        ...
+
+
+class _ThreadStep:
+    def __init__(self, future: Future[StepResult]) -> None:
+        self._future = future
+
+    async def wait(self) -> StepResult:
+        return await asyncio.wrap_future(self._future)
+
+
+class ThreadExecutor:
+    """The CPU as a device with one stream."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-cpu")
+
+    def submit(self, work: Work) -> LaunchedStep:
+        return _ThreadStep(self._thread.submit(lambda: _run(work)))
+
+    def drain(self) -> None:
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+@torch.inference_mode()
+def _run(work: Work) -> StepResult:
+    return work()()
+
+
+class _EventStep:
+    def __init__(self, done: torch.cuda.Event, collect: Collect, waiter: ThreadPoolExecutor):
+        self._done, self._collect, self._waiter = done, collect, waiter
+
+    async def wait(self) -> StepResult:
+        if not self._done.query():
+            # Blocks a thread in the driver without the GIL: the loop stays free, no core spins.
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._waiter, self._done.synchronize)
+        return self._collect()
+
+
+class StreamExecutor:
+    """One CUDA stream, and one thread that only ever waits for events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-wait")
+
+    @torch.inference_mode()
+    def submit(self, work: Work) -> LaunchedStep:
+        with torch.cuda.stream(self.stream):
+            collect = work()
+            done = torch.cuda.Event(blocking=True)
+            done.record(self.stream)
+        return _EventStep(done, collect, self._waiter)
+
+    def drain(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        self._waiter.shutdown(wait=True)
+        self.stream.synchronize()

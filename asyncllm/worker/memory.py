@@ -1,0 +1,134 @@
+"""How many pages fit, how long a context may be, what moving a page costs.
+
+On CUDA a profiling run of the largest step shows what activations need; what is left of the allowed
+share is KV cache. On the CPU the KV cache gets a default share of the machine's memory, and no more
+than all sequences could ever use.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.config import GIB, EngineConfig
+from asyncllm.models.base import CausalLM
+from asyncllm.types import SwapCost
+from asyncllm.worker.sampler import TopKTopP
+
+CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
+PROFILE_TOKENS_CPU = 64  # enough to time a token of prefill
+GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a largest step took. `peak_bytes` is 0 on the CPU."""
+
+    peak_bytes: int
+    seconds_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    num_pages: int  # usable, the padding page not counted
+    num_host_pages: int
+    max_model_len: int
+
+
+def profile_step(
+    model: CausalLM, config: EngineConfig, device: torch.device, top_k_top_p: TopKTopP
+) -> Profile:
+    """Run the largest step without its attention; twice, for the time of the second."""
+    cuda = device.type == "cuda"
+    num_tokens = config.max_num_batched_tokens
+    if not cuda:
+        num_tokens = min(num_tokens, PROFILE_TOKENS_CPU)
+    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    prompt_lens = tokens + 1 if model.uses_prompt_lens else None
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        hidden = model.forward(tokens, tokens, prompt_lens, _no_attention)
+        if cuda:
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    if not cuda:
+        return Profile(0, seconds / num_tokens)
+    rows = min(config.max_num_seqs, num_tokens)
+    logits = model.compute_logits(hidden[:rows]).float()
+    keep_all = torch.ones(rows, dtype=torch.int32, device=device)
+    top_k_top_p(logits, keep_all, keep_all.float())
+    torch.cuda.synchronize(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device) - before
+    del hidden, logits
+    torch.cuda.empty_cache()
+    return Profile(peak_bytes, seconds / num_tokens)
+
+
+def _no_attention(
+    layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    return torch.zeros_like(q).flatten(1)
+
+
+def plan_memory(
+    config: EngineConfig, page_bytes: int, profile: Profile, device: torch.device
+) -> MemoryPlan:
+    """Pages on the device and the host, and the context window that they allow.
+
+    Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
+    """
+    model_len = config.max_model_len or config.model.max_position_embeddings
+    num_pages = _num_pages(config, page_bytes, profile, device, model_len)
+    fits = num_pages * config.block_size
+    if num_pages < 1:
+        raise ValueError(
+            f"no KV page of {page_bytes} bytes fits: raise gpu_memory_utilization "
+            f"({config.gpu_memory_utilization}) or kv_cache_memory_bytes"
+        )
+    if config.max_model_len is not None and config.max_model_len > fits:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} needs more KV cache than there is: {num_pages} "
+            f"pages hold {fits} tokens; lower it, or raise gpu_memory_utilization or "
+            "kv_cache_memory_bytes"
+        )
+    return MemoryPlan(num_pages, config.swap_space_bytes // page_bytes, min(model_len, fits))
+
+
+def _num_pages(
+    config: EngineConfig, page_bytes: int, profile: Profile, device: torch.device, model_len: int
+) -> int:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // page_bytes - 1
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = total * config.gpu_memory_utilization - (total - free)
+        return int(allowed - profile.peak_bytes - GRAPH_RESERVE_BYTES) // page_bytes - 1
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = config.max_num_seqs * -(-model_len // config.block_size)
+    return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
+
+
+def measure_swap_cost(cache: KVCache, profile: Profile) -> SwapCost | None:
+    """Time a round trip of the padding page; None where there are no host pages."""
+    if cache.host.shape[0] == 0:
+        return None
+    seconds = 0.0
+    for _ in range(2):  # the second is warm
+        start = time.perf_counter()
+        cache.swap_out([(0, 0)])
+        cache.swap_in([(0, 0)])
+        if cache.layers[0].device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return SwapCost(seconds / 2, profile.seconds_per_token)

@@ -1,0 +1,174 @@
+"""From logits to tokens, on the device, per row of one batch.
+
+Two ways, by what the step's rows need (known on the host):
+
+  plain  greedy and temperature: one argmax over logits / T + Gumbel noise, no sort, capturable
+  full   raw logprobs, logit edits, allowed tokens, penalties, temperature, min-p, top-k, top-p
+
+Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
+seeded request samples the same tokens whatever else is in its batch, and after any preemption.
+Order of the full way as in vLLM: edits, penalties, temperature, min-p, top-k, top-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.step_inputs import Feature
+
+MASK32 = 0xFFFFFFFF
+
+# (logits [rows, V] any float dtype, temperatures, seeds, positions [rows]) -> int32 [rows]
+PlainSample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (logits f32 [rows, V], top_ks int32, top_ps f32 [rows]) -> logits with the filtered at -inf
+TopKTopP = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Raw log-probabilities of `rows` positions, on the device."""
+
+    logprobs: torch.Tensor  # f32 [rows], of the chosen token
+    ranks: torch.Tensor  # int64 [rows], 1 = most likely
+    top_ids: torch.Tensor  # int64 [rows, k]
+    top_logprobs: torch.Tensor  # f32 [rows, k]
+
+
+class Sampler:
+    def __init__(self, state: DeviceState, plain: PlainSample, top_k_top_p: TopKTopP) -> None:
+        self._state = state
+        self._plain = plain
+        self._top_k_top_p = top_k_top_p
+
+    def plain(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """int32 [rows]. positions: those of the tokens to be sampled."""
+        state = self._state
+        return self._plain(logits, state.temperatures[slots], state.seeds[slots], positions)
+
+    def full(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        features: Feature,
+        edits: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """int32 [rows], with every feature that any row of the step asks for."""
+        state = self._state
+        logits = logits.float().clone()
+        if features & Feature.ALLOWED:
+            logits = self._mask_disallowed(logits, slots)
+        if features & Feature.EDIT:
+            where = (edits["edit_rows"], edits["edit_tokens"])
+            logits.index_put_(where, edits["edit_values"], accumulate=True)
+        if features & Feature.PENALTY:
+            logits = self._penalise(logits, slots)
+        temperatures = state.temperatures[slots]
+        if features & Feature.FILTER:
+            # The same scaled values decide the filter and the draw; greedy rows pass unchanged.
+            random = temperatures > 0
+            scaled = logits / torch.where(random, temperatures, 1.0).unsqueeze(1)
+            filtered = self._filter(scaled, slots)
+            logits = torch.where(random.unsqueeze(1), filtered, logits)
+            temperatures = random.float()
+        tokens = self._plain(logits, temperatures, state.seeds[slots], positions)
+        if features & Feature.PENALTY:
+            ones = torch.ones_like(tokens)
+            state.output_counts.index_put_((slots, tokens), ones, accumulate=True)
+        return tokens
+
+    def _mask_disallowed(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        assert self._state.allowed is not None
+        allowed = self._state.allowed[slots]
+        unrestricted = ~allowed.any(dim=1, keepdim=True)
+        return logits.masked_fill(~(allowed | unrestricted), float("-inf"))
+
+    def _penalise(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Repetition over prompt and output; frequency and presence over output (as vLLM)."""
+        state = self._state
+        counts = state.output_counts[slots]
+        seen = state.in_prompt[slots] | (counts > 0)
+        repetition = state.repetition_penalties[slots].unsqueeze(1)
+        factor = torch.where(logits > 0, 1.0 / repetition, repetition)
+        logits = torch.where(seen, logits * factor, logits)
+        logits -= state.frequency_penalties[slots].unsqueeze(1) * counts
+        logits -= state.presence_penalties[slots].unsqueeze(1) * (counts > 0)
+        return logits
+
+    def _filter(self, scaled: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        state = self._state
+        min_p = state.min_ps[slots].unsqueeze(1)
+        # p >= min_p * p_max, in logits; log(0) = -inf keeps everything.
+        floor = scaled.amax(dim=1, keepdim=True) + min_p.log()
+        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
+        return self._top_k_top_p(scaled, state.top_ks[slots], state.top_ps[slots])
+
+
+def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
+    """Log-probabilities under logits [rows, V] of one token per row, and of the `num_top` best."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens.long().unsqueeze(1))
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    top_logprobs, top_ids = logprobs.topk(num_top, dim=1)
+    return LogprobTensors(chosen.squeeze(1), ranks, top_ids, top_logprobs)
+
+
+def plain_sample_torch(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """The reference `PlainSample`: argmax of logits / T + Gumbel(seed, position, token)."""
+    random = (temperatures > 0).unsqueeze(1)
+    scale = torch.where(random, temperatures.unsqueeze(1), 1.0)
+    noise = gumbel_noise(seeds, positions, logits.shape[1])
+    return (logits.float() / scale + torch.where(random, noise, 0.0)).argmax(dim=1).int()
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """f32 [rows, vocab_size] standard Gumbel noise, a pure function of its arguments.
+
+    -log(E) with E = -log(1 - u) exponential; u in (0, 1) from 32 hashed bits. Small u keep their
+    relative precision in float32, and it is they that make the large noise that decides.
+    """
+    low, high = seeds & MASK32, (seeds >> 32) & MASK32
+    key = _mix(low ^ _mix(high ^ _mix(positions.long() & MASK32))).unsqueeze(1)
+    token = torch.arange(vocab_size, device=seeds.device).unsqueeze(0)
+    bits = _mix(_mix((token + key) & MASK32) ^ _mix(key ^ 0x9E3779B9))
+    u = (bits.float() + 0.5) * 2.0**-32
+    exponential = torch.where(u < 1e-3, u + 0.5 * u * u, -torch.log(1.0 - u))
+    return -torch.log(exponential)
+
+
+def _mix(h: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's 32-bit finaliser on int64 tensors that hold 32-bit values."""
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & MASK32
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & MASK32
+    return h ^ (h >> 16)
+
+
+def top_k_top_p_torch(
+    logits: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor
+) -> torch.Tensor:
+    """The reference `TopKTopP`, by sorting: top-k first, top-p over what is left.
+
+    Ties at the k-th value all stay. The most likely token always stays.
+    """
+    sorted_logits, order = logits.sort(dim=1, descending=True)
+    vocab_size = logits.shape[1]
+    k = torch.where(top_ks > 0, top_ks.clamp(max=vocab_size), vocab_size).long()
+    kth = sorted_logits.gather(1, (k - 1).unsqueeze(1))
+    sorted_logits = sorted_logits.masked_fill(sorted_logits < kth, float("-inf"))
+    probs = sorted_logits.softmax(dim=1)
+    before = probs.cumsum(dim=1) - probs
+    drop = (before >= top_ps.unsqueeze(1)) & (top_ps < 1).unsqueeze(1)
+    drop[:, 0] = False
+    sorted_logits = sorted_logits.masked_fill(drop, float("-inf"))
+    return torch.empty_like(logits).scatter_(1, order, sorted_logits)

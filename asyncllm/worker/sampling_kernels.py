@@ -1,0 +1,100 @@
+"""CUDA kernels of the sampler: the same functions as their torch references in sampler.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from asyncllm.attention.flashinfer_import import flashinfer
+
+BLOCK = (
+    4096  # logits per program: a row of 128k is 32 programs, enough for one row to fill the card
+)
+
+
+@triton.jit
+def _mix(h):
+    """MurmurHash3's 32-bit finaliser, as `sampler._mix`."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _best_of_block(
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, values_ptr, tokens_ptr,
+    vocab_size, row_stride, num_blocks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best noisy logit of one block of one row."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    mask = token < vocab_size
+    x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + token, mask, other=float("-inf"))
+    x = x.to(tl.float32)
+    temperature = tl.load(temperatures_ptr + row)
+    if temperature > 0:
+        seed = tl.load(seeds_ptr + row)
+        low = (seed & 0xFFFFFFFF).to(tl.uint32)
+        high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        position = tl.load(positions_ptr + row).to(tl.uint32)
+        key = _mix(low ^ _mix(high ^ _mix(position)))
+        bits = _mix(_mix(token.to(tl.uint32) + key) ^ _mix(key ^ 0x9E3779B9))
+        u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+        exponential = tl.where(u < 1e-3, u + 0.5 * u * u, -tl.log(1.0 - u))
+        x = x / temperature - tl.log(exponential)
+        x = tl.where(mask, x, float("-inf"))
+    best, index = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(values_ptr + row * num_blocks + block, best)
+    tl.store(tokens_ptr + row * num_blocks + block, block * BLOCK + index)
+
+
+@triton.jit
+def _best_of_row(values_ptr, tokens_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr):
+    """The best of a row's blocks; the first among equals, as argmax."""
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    mask = block < num_blocks
+    values = tl.load(values_ptr + row * num_blocks + block, mask, other=float("-inf"))
+    _, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(out_ptr + row, tl.load(tokens_ptr + row * num_blocks + index))
+
+
+def plain_sample_triton(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """`PlainSample` without a sort: int32 [rows] from logits [rows, V]."""
+    num_rows, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    device = logits.device
+    values = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
+    tokens = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=device)
+    _best_of_block[(num_rows, num_blocks)](
+        logits, temperatures, seeds, positions, values, tokens,
+        vocab_size, logits.stride(0), num_blocks, BLOCK=BLOCK,
+    )  # fmt: skip
+    _best_of_row[(num_rows,)](
+        values, tokens, out, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
+    )
+    return out
+
+
+def top_k_top_p_flashinfer(
+    logits: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor
+) -> torch.Tensor:
+    """`TopKTopP` by FlashInfer's radix kernels, without a sort. f32 [rows, V]."""
+    vocab_size = logits.shape[1]
+    limits = torch.where(top_ks > 0, top_ks.clamp(max=vocab_size), vocab_size)
+    masked = flashinfer.sampling.top_k_mask_logits(logits, limits)
+    logits = torch.where((top_ks > 0).unsqueeze(1), masked, logits)
+    probs = flashinfer.sampling.top_p_renorm_probs(
+        logits.softmax(dim=1), top_ps, is_deterministic=True
+    )
+    keep = (probs > 0) | (top_ps >= 1).unsqueeze(1)
+    return logits.masked_fill(~keep, float("-inf"))

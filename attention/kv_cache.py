@@ -1,0 +1,95 @@
+"""The KV cache: one tensor per layer on the device, one pinned tensor on the host for swapped pages.
+
+    layers[i]  [num_pages, 2 (key, value), block_size, num_kv_heads, head_dim]
+    host       [num_host_pages, num_layers, 2, block_size, num_kv_heads, head_dim]
+
+This is the one layout ("NHD" to FlashInfer) that all backends read. A host page holds all layers of
+its block, so that a swap is one contiguous copy per page. Page 0 is padding: anything may write it.
+Zeroed at the start: attention over padded rows multiplies by 0, and 0 times garbage could be NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+SWAP_CHUNK_PAGES = 32  # pages gathered per copy: bounds the temporary on the device
+
+
+class KVCache:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_pages: int = 0,
+    ) -> None:
+        """`num_pages` counts the padding page."""
+        self.block_size = block_size
+        self.num_pages = num_pages
+        page = (2, block_size, num_kv_heads, head_dim)
+        self.layers = [
+            torch.zeros((num_pages, *page), dtype=dtype, device=device) for _ in range(num_layers)
+        ]
+        self.host = torch.zeros(
+            (num_host_pages, num_layers, *page), dtype=dtype, pin_memory=device.type == "cuda"
+        )
+
+    @staticmethod
+    def page_bytes(
+        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of one page over all layers."""
+        return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Plain-torch write of [tokens, kv_heads, head_dim] to flat positions page * block + i."""
+        cache = self.layers[layer]
+        page, offset = slots // self.block_size, slots % self.block_size
+        cache[page, 0, offset] = k
+        cache[page, 1, offset] = v
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(from, to) on the device, all reads before all writes."""
+        if pairs:
+            source, target = (
+                self._indices([a for a, _ in pairs]),
+                self._indices([b for _, b in pairs]),
+            )
+            for cache in self.layers:
+                cache[target] = cache[source]
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(device page, host page), on the current stream."""
+        for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
+            chunk = pairs[start : start + SWAP_CHUNK_PAGES]
+            pages = self._indices([page for page, _ in chunk])
+            gathered = torch.stack([cache[pages] for cache in self.layers], dim=1)
+            for i, (_, host_page) in enumerate(chunk):
+                self.host[host_page].copy_(gathered[i], non_blocking=True)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(host page, device page), on the current stream."""
+        for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
+            chunk = pairs[start : start + SWAP_CHUNK_PAGES]
+            pages = self._indices([page for _, page in chunk])
+            staged = torch.empty(
+                (len(chunk), *self.host.shape[1:]),
+                dtype=self.host.dtype,
+                device=self.layers[0].device,
+            )
+            for i, (host_page, _) in enumerate(chunk):
+                staged[i].copy_(self.host[host_page], non_blocking=True)
+            for layer, cache in enumerate(self.layers):
+                cache[pages] = staged[:, layer]
+
+    def _indices(self, pages: list[int]) -> torch.Tensor:
+        device = self.layers[0].device
+        indices = torch.tensor(pages, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return indices.to(device, non_blocking=True)  # pinned, so nothing waits

@@ -1,0 +1,110 @@
+"""Attention in plain torch: the CPU's backend, and the reference for every other.
+
+It gathers each row's pages and calls scaled_dot_product_attention: decodes as one padded batch,
+prefills row by row. Clear before fast; no kernel of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows
+from asyncllm.attention.kv_cache import KVCache
+
+
+class TorchAttention:
+    supports_graphs = False
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def decode(self, rows: DecodeRows) -> Attend:
+        write_slots = rows.write_slots(self._cache.block_size)
+
+        def attend(
+            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> torch.Tensor:
+            self._cache.write(layer.index, write_slots, k, v)
+            return self._attend_decodes(layer, q, rows).flatten(1)
+
+        return attend
+
+    def mixed(
+        self, decodes: DecodeRows | None, prefills: PrefillRows, write_slots: torch.Tensor
+    ) -> Attend:
+        num_decodes = 0
+        if decodes is not None:
+            num_decodes = decodes.positions.shape[0]
+            write_slots = torch.cat([decodes.write_slots(self._cache.block_size), write_slots])
+        page_tensor = torch.from_numpy(prefills.pages).to(write_slots.device)
+
+        def attend(
+            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> torch.Tensor:
+            self._cache.write(layer.index, write_slots, k, v)
+            parts = []
+            if decodes is not None:
+                parts.append(self._attend_decodes(layer, q[:num_decodes], decodes))
+            for row in range(len(prefills.kv_lens)):
+                start, end = prefills.query_indptr[row : row + 2].tolist()
+                first, last = prefills.page_indptr[row : row + 2].tolist()
+                parts.append(
+                    self._attend_prefill(
+                        layer,
+                        q[num_decodes + start : num_decodes + end],
+                        page_tensor[first:last],
+                        int(prefills.kv_lens[row]),
+                    )
+                )
+            return torch.cat(parts).flatten(1)
+
+        return attend
+
+    def _attend_decodes(
+        self, layer: AttentionLayer, q: torch.Tensor, rows: DecodeRows
+    ) -> torch.Tensor:
+        """q [rows, heads, dim] over each row's pages, padded to the longest: [rows, heads, dim]."""
+        tables = rows.block_tables
+        if rows.max_len is not None:
+            tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
+        # [rows, pages, 2, block, kv_heads, dim] -> keys, values [rows, kv_heads, length, dim]
+        gathered = self._cache.layers[layer.index][tables]
+        keys = gathered[:, :, 0].flatten(1, 2).transpose(1, 2)
+        values = gathered[:, :, 1].flatten(1, 2).transpose(1, 2)
+        position = rows.positions.unsqueeze(1)
+        index = torch.arange(keys.shape[2], device=q.device)
+        seen = index <= position
+        if layer.window is not None:
+            seen &= index > position - layer.window
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(2),
+            keys,
+            values,
+            attn_mask=seen[:, None, None],
+            scale=layer.scale,
+            enable_gqa=True,
+        )
+        return out.squeeze(2)
+
+    def _attend_prefill(
+        self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
+    ) -> torch.Tensor:
+        """q [tokens, heads, dim], the last `tokens` of kv_len positions: [tokens, heads, dim]."""
+        gathered = self._cache.layers[layer.index][pages]  # [pages, 2, block, kv_heads, dim]
+        keys = gathered[:, 0].flatten(0, 1)[:kv_len].transpose(0, 1)
+        values = gathered[:, 1].flatten(0, 1)[:kv_len].transpose(0, 1)
+        position = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(1)
+        index = torch.arange(kv_len, device=q.device)
+        seen = index <= position
+        if layer.window is not None:
+            seen &= index > position - layer.window
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=seen,
+            scale=layer.scale,
+            enable_gqa=True,
+        )
+        return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,75 @@
+"""Captured decode steps: one CUDA graph per batch size, all in one memory pool.
+
+A graph reads the slots of its rows from one static tensor and everything else from tensors indexed by
+slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are padding:
+slot 0. Graphs share memory: the outputs of a replay hold until the next one on the same stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncllm.types import PADDING_SLOT
+
+# slots int32 [rows] -> outputs, tensors of `rows` rows
+DecodeStep = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+class DecodeGraphs:
+    """`step` is captured for each of `sizes` (ascending) by `capture`."""
+
+    def __init__(self, step: DecodeStep, sizes: Sequence[int], device: torch.device) -> None:
+        self._step = step
+        self._sizes = list(sizes)
+        self.slots = torch.zeros(max(sizes), dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
+        self._pool: Any = None
+        self._held: np.ndarray | None = None  # what `slots` holds, as the host knows
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, size: int) -> None:
+        """Capture one size on the current stream; largest first saves memory."""
+        slots = self.slots[:size]
+        self._step(slots)  # lazily made workspaces and compiled kernels must exist before capture
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another engine's thread may allocate pinned memory meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
+            outputs = self._step(slots)
+        self._pool = self._pool or graph.pool()
+        self._graphs[size] = (graph, outputs)
+
+    def padded_slots(self, slots: np.ndarray) -> np.ndarray | None:
+        """`slots` int32 [rows] padded to the smallest captured size; None where none is as large."""
+        place = bisect_left(self._sizes, len(slots))
+        if place == len(self._sizes) or self._sizes[place] not in self._graphs:
+            return None
+        padded = np.full(self._sizes[place], PADDING_SLOT, np.int32)
+        padded[: len(slots)] = slots
+        return padded
+
+    def holds(self, padded: np.ndarray) -> bool:
+        """Whether the static slots are these already, so that nothing needs to be copied."""
+        return self._held is not None and np.array_equal(self._held, padded)
+
+    def set_slots(self, padded: np.ndarray, uploaded: torch.Tensor) -> None:
+        """The next replay's rows, uploaded to the device from `padded`."""
+        self.slots[: len(padded)].copy_(uploaded)
+        self._held = padded
+
+    def replay(self, padded: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Run the step; its outputs have len(padded) rows and hold until the next replay."""
+        assert self.holds(padded), "replay with other rows than set_slots was given"
+        graph, outputs = self._graphs[len(padded)]
+        graph.replay()
+        return outputs

@@ -1,0 +1,56 @@
+"""What the engine asks of a model: one forward pass over the step's tokens, whatever they are.
+
+A model knows no sequences, pages, batches or sampling. It never waits for the device, and its
+shapes depend only on the number of tokens, so a step may be captured in a CUDA graph; where a
+backend cannot be captured, the graph breaks at `attend`, called exactly once per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from asyncllm.attention.base import Attend, AttentionLayer
+
+
+class CausalLM(Protocol):
+    """A decoder with its weights on one device. T is the number of tokens in the step."""
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """In order; `layer.index` is the place in this list."""
+        ...
+
+    @property
+    def uses_prompt_lens(self) -> bool:
+        """Whether `forward` needs `prompt_lens`: KV then depends on the whole prompt's length."""
+        ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names a checkpoint may hold besides `checkpoint_tensors`, each a copy of another."""
+        ...
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_lens: torch.Tensor | None,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, [T, hidden_size], for `compute_logits`.
+
+        token_ids, positions: int32 or int64 [T], positions below max_model_len. prompt_lens: the
+        same, the prompt length of each token's sequence; None where `uses_prompt_lens` is False.
+        """
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size] in the model's dtype, of the rows that sample."""
+        ...
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the checkpoint, view to copy it into) for all weights, each exactly once."""
+        ...

@@ -1,0 +1,115 @@
+"""The safetensors files of a model folder, as one table of tensors by name.
+
+Opening reads headers only. Tensors are views of the memory-mapped files. Only safetensors: a
+pickled checkpoint (.bin) is never opened, because reading one runs its code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from asyncllm.errors import ModelLoadError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_LISTED_KEYS = 5
+
+
+class Checkpoint:
+    """Opens `model.safetensors` or, without it, all shards of `model.safetensors.index.json`.
+
+    Raises `ModelLoadError` naming the file: none there, a shard missing, truncated or corrupt, a
+    key that the index promises and the shard lacks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.source = folder / SINGLE_FILE  # the file to blame for a key that is nowhere
+        if self.source.is_file():
+            self._handles = {self.source: _open(self.source)}
+        else:
+            self.source = folder / INDEX_FILE
+            self._handles = _open_shards(self.source)
+        self._files = {
+            name: file for file, handle in self._handles.items() for name in _names(handle)
+        }
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    @property
+    def num_files(self) -> int:
+        return len(self._handles)
+
+    def file(self, name: str) -> Path:
+        """Where a tensor is, or should be."""
+        return self._files.get(name, self.source)
+
+    def header(self, name: str) -> tuple[list[int], str]:
+        """Shape and safetensors dtype ("F32", "BF16", ...), without reading the tensor."""
+        entry = self._handles[self._files[name]].get_slice(name)
+        return list(entry.get_shape()), entry.get_dtype()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU, mapped: its bytes are read from the file when they are used."""
+        return self._handles[self._files[name]].get_tensor(name)
+
+
+def list_keys(names: Collection[str]) -> str:
+    """The first few names in order and how many more there are."""
+    listed = ", ".join(sorted(names)[:MAX_LISTED_KEYS])
+    more = len(names) - MAX_LISTED_KEYS
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+
+
+def _names(handle: Any) -> set[str]:
+    return set(handle.keys())
+
+
+def _open_shards(index_file: Path) -> dict[Path, Any]:
+    """Every shard that the index names, checked to hold the keys that the index says it holds."""
+    keys_by_shard: dict[str, set[str]] = {}
+    for name, shard in _read_weight_map(index_file).items():
+        keys_by_shard.setdefault(shard, set()).add(name)
+    handles = {}
+    for shard, keys in sorted(keys_by_shard.items()):
+        file = index_file.parent / shard
+        if not file.is_file():
+            raise ModelLoadError(
+                f"{file}: missing, {index_file.name} names it for {list_keys(keys)}"
+            )
+        handles[file] = _open(file)
+        if absent := keys - _names(handles[file]):
+            raise ModelLoadError(
+                f"{file}: lacks what {index_file.name} promises: {list_keys(absent)}"
+            )
+    return handles
+
+
+def _read_weight_map(index_file: Path) -> dict[str, str]:
+    """Tensor name -> shard's file name."""
+    if not index_file.is_file():
+        raise ModelLoadError(f"{index_file.parent}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    try:
+        weight_map = json.loads(index_file.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{index_file}: no weight_map: {error!r}") from error
+    if not isinstance(weight_map, dict):
+        raise ModelLoadError(f"{index_file}: weight_map is no object")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise ModelLoadError(f"{index_file}: {name}: {shard!r} is no file name")
+    return weight_map

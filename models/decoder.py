@@ -1,0 +1,119 @@
+"""The dense pre-norm decoder that the Llama-like families share.
+
+A family states its differences in a `DecoderSpec`; nothing here asks which family it is.
+
+The residual stream is one tensor, updated in place by each norm: `norm.add(x, residual)` adds what
+the last sublayer made and leaves the next one's input in x. So a layer's input norm runs at the end
+of the layer before it, and the final norm at the end of the last:
+
+    residual = embed    x = norm0(residual)
+    layer i:            x = attention(x)    post_norm.add    x = mlp(x)    norm[i+1].add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.attention.base import Attend, AttentionLayer
+from asyncllm.config import ModelConfig
+from asyncllm.models.layers.attention import Attention
+from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.embedding import Embedding, LMHead
+from asyncllm.models.layers.mlp import MLP
+from asyncllm.models.layers.norm import RMSNorm
+from asyncllm.models.layers.rotary import build_rotary
+from asyncllm.models.supported import check_dense_decoder
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """What may differ between families. `windows`: tokens each layer sees, None for all."""
+
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class DecoderLayer:
+    def __init__(self, index: int, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
+        hf = config.hf_config
+        name = f"model.layers.{index}"
+        window = spec.windows[index]
+        layer = AttentionLayer(
+            index=index,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            # A window that holds the whole context hides nothing; kernels are faster without.
+            window=window if window is not None and window < build.max_model_len else None,
+        )
+        self.input_norm = RMSNorm(f"{name}.input_layernorm", hf.hidden_size, hf.rms_norm_eps, build)
+        self.attention = Attention(
+            f"{name}.self_attn",
+            layer,
+            hf.hidden_size,
+            qkv_bias=spec.qkv_bias,
+            output_bias=spec.output_bias,
+            qk_norm_eps=hf.rms_norm_eps if spec.qk_norm else None,
+            build=build,
+        )
+        self.post_attention_norm = RMSNorm(
+            f"{name}.post_attention_layernorm", hf.hidden_size, hf.rms_norm_eps, build
+        )
+        self.mlp = MLP(f"{name}.mlp", hf.hidden_size, hf.intermediate_size, spec.mlp_bias, build)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for child in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
+            yield from child.checkpoint_tensors()
+
+
+class DenseDecoder:
+    """A `CausalLM`; see there for shapes."""
+
+    def __init__(self, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
+        check_dense_decoder(config)
+        hf = config.hf_config
+        self._embed_tokens = Embedding("model.embed_tokens", hf.vocab_size, hf.hidden_size, build)
+        self._layers = [
+            DecoderLayer(index, config, spec, build) for index in range(config.num_layers)
+        ]
+        self._norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, build)
+        self._lm_head = LMHead("lm_head", self._embed_tokens, hf.tie_word_embeddings, build)
+        self._rotary = build_rotary(config, build)
+        self._input_norms = [*(layer.input_norm for layer in self._layers), self._norm]
+        self.attention_layers = [layer.attention.layer for layer in self._layers]
+        self.uses_prompt_lens = self._rotary.uses_prompt_lens
+        self.aliases = self._lm_head.aliases
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_lens: torch.Tensor | None,
+        attend: Attend,
+    ) -> torch.Tensor:
+        rows, cos_sin = self._rotary.cos_sin(positions, prompt_lens)
+        residual = self._embed_tokens(token_ids)  # [T, hidden_size]
+        x = self._input_norms[0](residual)
+        for layer, next_norm in zip(self._layers, self._input_norms[1:], strict=True):
+            x = layer.attention(x, rows, cos_sin, attend)
+            layer.post_attention_norm.add(x, residual)
+            x = layer.mlp(x)
+            next_norm.add(x, residual)
+        return x
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._lm_head(hidden)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._embed_tokens.checkpoint_tensors()
+        for layer in self._layers:
+            yield from layer.checkpoint_tensors()
+        yield from self._norm.checkpoint_tensors()
+        yield from self._lm_head.checkpoint_tensors()

@@ -1,0 +1,45 @@
+"""The elementwise kernels a dense decoder needs besides matrix products and attention.
+
+A model is written once against `Ops`; `TorchOps` is the reference and the CPU path, a CUDA
+implementation calls fused kernels. All run without a host synchronisation and with shapes that
+depend only on their inputs' shapes, so they may be captured in a CUDA graph.
+
+In the shapes below T is the number of tokens in the step. Tensors share the model's dtype unless
+said otherwise, and their last dimension is contiguous; rows may be strided.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Ops(Protocol):
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor.
+
+        x: [T, size], or [T, heads, size] for a norm per head; weight: [size].
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
+        """In place: residual += x, then x = rms_norm(residual). Both [T, size], no overlap."""
+        ...
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> None:
+        """In place: rotary embedding of the first rotary_dim entries of each head, NeoX style.
+
+        Entry i is paired with entry i + rotary_dim / 2.
+        q: [T, heads, head_dim]; k: [T, kv_heads, head_dim]; positions: int32 or int64 [T], rows of
+        cos_sin: float32 [rows, rotary_dim], the cosines in the first half, the sines in the second.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, [T, size], from the merged projection [T, 2 * size], gate first."""
+        ...

@@ -1,0 +1,46 @@
+"""Which architecture of a config.json is built by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from asyncllm.config import ModelConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
+from asyncllm.models.layers.ops import Ops
+from asyncllm.models.llama import build_llama
+from asyncllm.models.mistral import build_mistral
+from asyncllm.models.qwen2 import build_qwen2
+from asyncllm.models.qwen3 import build_qwen3
+
+ARCHITECTURES: dict[str, Callable[[ModelConfig, Build], CausalLM]] = {
+    "LlamaForCausalLM": build_llama,
+    "MistralForCausalLM": build_mistral,
+    "Qwen2ForCausalLM": build_qwen2,
+    "Qwen3ForCausalLM": build_qwen3,
+}
+
+
+def build_model(
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    max_model_len: int,
+) -> CausalLM:
+    """The model with its weights allocated and uninitialised: `load_weights` fills them.
+
+    Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
+    """
+    build_architecture = ARCHITECTURES.get(model_config.architecture)
+    if build_architecture is None:
+        raise ModelLoadError(
+            f"{model_config.path / 'config.json'}: architecture {model_config.architecture!r} is "
+            f"not supported, only {', '.join(ARCHITECTURES)}"
+        )
+    linear_method = UnquantizedLinearMethod(dtype, device)
+    return build_architecture(model_config, Build(dtype, device, ops, linear_method, max_model_len))
