@@ -1,1 +1,68 @@
-"""asyncllm: an LLM inference engine and server in one asyncio process."""
+"""asyncllm: an LLM inference engine and OpenAI-compatible server in one asyncio process.
+
+The public names are imported on first use, so that `import asyncllm` costs nothing and the parts
+without torch (scheduler, block manager) can be used without it.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncllm.config import EngineArgs
+    from asyncllm.engine.async_engine import AsyncLLMEngine
+    from asyncllm.engine.llm import LLM
+    from asyncllm.errors import (
+        ContextLengthError,
+        EngineDeadError,
+        InvalidRequestError,
+        ModelLoadError,
+        QueueFullError,
+        RequestFailedError,
+    )
+    from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+
+__version__ = version("asyncllm")
+
+_HOMES = {
+    "LLM": "engine.llm",
+    "AsyncLLMEngine": "engine.async_engine",
+    "CompletionOutput": "outputs",
+    "ContextLengthError": "errors",
+    "EngineArgs": "config",
+    "EngineDeadError": "errors",
+    "InvalidRequestError": "errors",
+    "Logprob": "outputs",
+    "ModelLoadError": "errors",
+    "QueueFullError": "errors",
+    "RequestFailedError": "errors",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
+    "SamplingParams": "sampling_params",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "ContextLengthError",
+    "EngineArgs",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "Logprob",
+    "ModelLoadError",
+    "QueueFullError",
+    "RequestFailedError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'asyncllm' has no attribute {name!r}")
+    return getattr(import_module(f"asyncllm.{_HOMES[name]}"), name)

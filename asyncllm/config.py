@@ -42,6 +42,7 @@ class ModelConfig:
     hf_config: PretrainedConfig
     vocab_size: int
     max_position_embeddings: int
+    context_window: int  # as far as the RoPE variant stretches it
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -56,7 +57,7 @@ class ModelConfig:
             raise ModelLoadError(f"{path} is no model folder: it has no config.json")
         try:
             hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, TypeError) as error:
+        except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
             raise ModelLoadError(f"{file}: {error}") from error
         architectures = hf.architectures or []
         if not architectures:
@@ -69,6 +70,7 @@ class ModelConfig:
             hf_config=hf,
             vocab_size=hf.vocab_size,
             max_position_embeddings=hf.max_position_embeddings,
+            context_window=_context_window(hf),
             num_layers=hf.num_hidden_layers,
             num_kv_heads=getattr(hf, "num_key_value_heads", None) or num_heads,
             head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // num_heads,
@@ -185,7 +187,7 @@ class EngineArgs:
         path = resolve_model_path(self.model)
         model = ModelConfig.from_folder(path)
         device = _resolve_device(self.device)
-        limit = model.max_position_embeddings
+        limit = model.context_window
         if self.max_model_len is not None and self.max_model_len > limit:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is over the model's window of {limit} tokens"
@@ -253,6 +255,17 @@ class EngineArgs:
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _one_of("attention_backend", self.attention_backend, get_args(AttentionBackendName))
+
+
+def _context_window(hf: PretrainedConfig) -> int:
+    """max_position_embeddings, stretched where the RoPE variant stretches it (as vLLM does)."""
+    rope = getattr(hf, "rope_parameters", None) or {}
+    window = hf.max_position_embeddings
+    if rope.get("rope_type") == "yarn":
+        window = rope.get("original_max_position_embeddings") or window
+    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+        window = int(window * rope.get("factor", 1))
+    return int(window)
 
 
 def resolve_model_path(name: str) -> Path:

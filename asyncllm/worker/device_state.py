@@ -73,11 +73,10 @@ class DeviceState:
             self._init_allowed(changes)
 
     def _init_penalties(self, changes: Mapping[str, torch.Tensor]) -> None:
-        slots = changes["penalty_slots"]
-        self.in_prompt[slots] = False
-        self.output_counts[slots] = 0
-        prompt = (changes["prompt_slots"], changes["prompt_tokens"])
-        self.in_prompt[prompt] = True
+        slots = changes["penalty_slots"].long()
+        self.in_prompt.index_fill_(0, slots, False)  # `[slots] = False` would synchronise
+        self.output_counts.index_fill_(0, slots, 0)
+        _set_true(self.in_prompt, changes["prompt_slots"], changes["prompt_tokens"])
         output = (changes["output_slots"], changes["output_tokens"])
         ones = torch.ones_like(changes["output_tokens"])
         self.output_counts.index_put_(output, ones, accumulate=True)
@@ -85,8 +84,8 @@ class DeviceState:
     def _init_allowed(self, changes: Mapping[str, torch.Tensor]) -> None:
         if self.allowed is None:
             self.allowed = torch.zeros_like(self.in_prompt)
-        self.allowed[changes["allowed_slots"]] = False
-        self.allowed[changes["allowed_row_slots"], changes["allowed_tokens"]] = True
+        self.allowed.index_fill_(0, changes["allowed_slots"].long(), False)
+        _set_true(self.allowed, changes["allowed_row_slots"], changes["allowed_tokens"])
 
     def advance(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Each slot's sampled token, and the position that it will be computed at.
@@ -95,3 +94,8 @@ class DeviceState:
         """
         self.last_tokens[slots] = tokens
         self.positions[slots] = torch.where(slots == 0, 0, positions)
+
+
+def _set_true(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    """table[rows, columns] = True, without a scalar that would have to travel to the device."""
+    table.index_put_((rows, columns), torch.ones_like(columns, dtype=torch.bool))

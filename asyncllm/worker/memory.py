@@ -86,7 +86,7 @@ def plan_memory(
 
     Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
     """
-    model_len = config.max_model_len or config.model.max_position_embeddings
+    model_len = config.max_model_len or config.model.context_window
     num_pages = _num_pages(config, page_bytes, profile, device, model_len)
     fits = num_pages * config.block_size
     if num_pages < 1:

@@ -43,7 +43,7 @@ class Worker:
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
-        model_len = config.max_model_len or config.model.max_position_embeddings
+        model_len = config.max_model_len or config.model.context_window
         kernels = select_kernels(self.device, dtype)
 
         with self._phase("load"):
@@ -107,6 +107,7 @@ class Worker:
         try:
             self._executor.close()
         finally:
+            self.runner.graphs = None  # they hold the runner's decode_step: break the circle
             del self.runner
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

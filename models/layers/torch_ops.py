@@ -30,15 +30,12 @@ class TorchOps:
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> None:
         half = cos_sin.shape[-1] // 2
-        cos, sin = (
-            cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
-        )  # [T, 1, half]
+        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # [T, 1, 2 * half]
         for heads in (q, k):
-            first, second = heads[..., :half], heads[..., half : 2 * half]
-            first32, second32 = first.float(), second.float()  # views of `heads` if it is float32
-            rotated = first32 * cos - second32 * sin
-            second.copy_(second32 * cos + first32 * sin)
-            first.copy_(rotated)
+            rotated = heads[..., : 2 * half]
+            x = rotated.float()
+            rotated.copy_((x * cos).addcmul_(x.roll(half, dims=-1), sin))
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

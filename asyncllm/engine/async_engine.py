@@ -1,0 +1,218 @@
+"""The engine's public face inside an asyncio application; `EngineCore` does the work.
+
+One process, one event loop: every method is called on the loop that ran `start`. It starts no
+process, installs no signal handler, and leaves no thread and no device memory behind after `aclose`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Self
+
+from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.engine.engine_core import EngineCore, in_own_thread
+from asyncllm.engine.generation import Generation, Sink
+from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.stats import SchedulerStats, StatLogger
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.errors import EngineDeadError
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.types import Request
+from asyncllm.worker.worker import Worker
+
+
+class AsyncLLMEngine:
+    """An inference engine inside an asyncio application.
+
+    `AsyncLLMEngine(model, **fields of EngineArgs)`, then `await start()` or `async with engine`;
+    `generate` starts it on first use. Raises `ValueError` or `ModelLoadError` for what cannot run.
+    """
+
+    def __init__(self, model: str = "tiny", **engine_args: Any) -> None:
+        self._setup(EngineArgs(model=model, **engine_args))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        engine = cls.__new__(cls)
+        engine._setup(args)
+        return engine
+
+    def _setup(self, args: EngineArgs) -> None:
+        self.config: EngineConfig = args.create_engine_config()
+        self.stat_loggers: list[StatLogger] = []
+        self.show_progress = False
+        self._request_ids = itertools.count()
+        self._starting = asyncio.Lock()
+        self._core: EngineCore | None = None
+        self._closed = False
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model, size its memory, capture its graphs. A second call does nothing."""
+        async with self._starting:
+            if self._closed:
+                raise EngineDeadError("the engine is closed")
+            if self._core is None:
+                self._core = await self._load()
+
+    async def _load(self) -> EngineCore:
+        """Tokenizer and worker side by side, off the loop."""
+        config = self.config
+        tokenizer = asyncio.create_task(
+            in_own_thread(Tokenizer.from_folder, config.tokenizer_path, config.chat_template)
+        )
+        try:
+            worker = await in_own_thread(partial(Worker, config, progress=self.show_progress))
+        finally:
+            await asyncio.wait([tokenizer])
+        try:
+            return EngineCore(config, worker, tokenizer.result(), self.stat_loggers)
+        except BaseException:
+            worker.close()
+            raise
+
+    async def aclose(self) -> None:
+        """End all requests with an error, stop the engine and give its memory back. Idempotent."""
+        async with self._starting:
+            self._closed = True
+            core, self._core = self._core, None
+            if core is not None:
+                await core.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Await the result for the final output, or iterate over it for the outputs on the way.
+
+        prompt: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or chat messages.
+        Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
+        `priority` values run first under --scheduling-policy priority.
+        Raises, when awaited or iterated, `InvalidRequestError` (a ValueError naming the field),
+        `QueueFullError`, `EngineDeadError`, `RequestFailedError`.
+        """
+        name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
+        submitted = False
+
+        async def submit(sink: Sink) -> None:
+            nonlocal submitted
+            await self.start()
+            params = sampling_params or self.input_processor.default_params({})
+            await self.add_request(
+                name, prompt, params, sink, priority=priority, cache_salt=cache_salt
+            )
+            submitted = True
+
+        def abort() -> None:
+            if submitted and self._core is not None:
+                self.abort(name)
+
+        kind = (sampling_params or SamplingParams()).output_kind
+        return Generation(submit, abort, kind)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
+
+        The sink is called on the loop and must neither block nor raise. The last delta is
+        `finished`. Raises as `generate`; a refused request owns nothing.
+        """
+        return await self._running().add_request(
+            request_id, prompt, params, sink, priority, cache_salt
+        )
+
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests at once, wherever they are; unknown ids are ignored."""
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        if self._core is not None:
+            for name in names:
+                self._core.abort(name)
+
+    # --- views -------------------------------------------------------------------------------
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        return self._running().input_processor
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._running().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The context window in tokens, settled by `start`."""
+        return self._running().worker.memory.max_model_len
+
+    @property
+    def startup(self) -> dict[str, Any]:
+        """What the start found and took; phases in seconds."""
+        worker = self._running().worker
+        return {
+            "model": str(self.config.model.path),
+            "architecture": self.config.model.architecture,
+            "device": self.config.device,
+            "dtype": self.config.dtype,
+            "attention_backend": worker.backend_name,
+            "max_model_len": worker.memory.max_model_len,
+            "kv_pages": worker.memory.num_pages,
+            "host_pages": worker.memory.num_host_pages,
+            "decode_graphs": worker.num_graphs,
+            "seconds": {name: round(seconds, 3) for name, seconds in worker.phases.items()},
+        }
+
+    def health(self) -> str | None:
+        """None when requests are served, else why not."""
+        if self._closed:
+            return "closed"
+        if self._core is None:
+            return "loading"
+        return self._core.dead
+
+    def stats(self) -> SchedulerStats:
+        return self._running().scheduler.stats()
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of pages, slots and queues; for tests and debugging."""
+        self._running().scheduler.check_integrity()
+
+    def check_idle(self) -> None:
+        """Assert that nothing is left of any request."""
+        core = self._running()
+        core.scheduler.check_empty()
+        core.outputs.check_empty()
+
+    def reset_prefix_cache(self) -> None:
+        self._running().scheduler.blocks.reset_prefix_cache()
+
+    def _running(self) -> EngineCore:
+        if self._core is None:
+            raise EngineDeadError(
+                "the engine is closed" if self._closed else "the engine is not started"
+            )
+        return self._core

@@ -1,0 +1,94 @@
+"""OpenAI chat messages made ready for a chat template.
+
+Templates are written for plain data: content as one string, tool arguments as an object. This turns
+what clients send into that and refuses what a text model cannot take. It never changes its input.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from asyncllm.errors import InvalidRequestError
+
+ChatMessage = dict[str, Any]
+
+PARAM = "messages"
+# Where each kind of text part keeps its text.
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def normalize_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Copies with string content and parsed tool arguments. Raises `InvalidRequestError`."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError("messages must be a list of at least one message", PARAM)
+    return [_normalize(message, index) for index, message in enumerate(messages)]
+
+
+def _normalize(message: ChatMessage, index: int) -> ChatMessage:
+    if not isinstance(message, dict):
+        raise _error(index, f"must be an object, got {type(message).__name__}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _error(index, f"role must be a non-empty string, got {role!r}")
+    # Many templates print a None or fail on it, and take a missing key well.
+    result = {key: value for key, value in message.items() if value is not None}
+    result["content"] = _flatten(message.get("content"), index)
+    tool_calls = result.pop("tool_calls", None)
+    if tool_calls:
+        result["tool_calls"] = _parse_tool_calls(tool_calls, index)
+    return result
+
+
+def _flatten(content: object, index: int) -> str:
+    """One string; text parts are joined by newlines, as vLLM does."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _error(index, f"content must be a string or a list, got {type(content).__name__}")
+    return "\n".join(_part_text(part, index) for part in content)
+
+
+def _part_text(part: object, index: int) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise _error(index, f"content parts must be objects, got {type(part).__name__}")
+    kind = part.get("type")
+    key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise _error(index, f"has a part of type {kind!r}, but this model takes text only")
+    text = part.get(key)
+    if not isinstance(text, str):
+        raise _error(index, f"has a {kind} part whose {key!r} is not a string")
+    return text
+
+
+def _parse_tool_calls(calls: object, index: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise _error(index, f"tool_calls must be a list, got {type(calls).__name__}")
+    return [_parse_tool_call(call, index) for call in calls]
+
+
+def _parse_tool_call(call: object, index: int) -> dict[str, Any]:
+    """The call with its arguments as an object: OpenAI sends them as a JSON string."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise _error(index, "each of tool_calls must be an object with a 'function'")
+    if not isinstance(function.get("name"), str):
+        raise _error(index, "each of tool_calls must name its function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise _error(index, f"has tool_calls arguments that are no JSON: {error}") from None
+    if not isinstance(arguments, dict | list):
+        raise _error(index, "has tool_calls arguments that are no JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _error(index: int, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"messages[{index}] {what}", PARAM)

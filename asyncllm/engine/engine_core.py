@@ -1,0 +1,193 @@
+"""A started engine: the parts, the verbs of its steps, and the task that runs them.
+
+    add_request -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
+
+A step that fails ends the requests that were live, each with an error, and the engine goes on; if
+the device is lost with it, the engine is dead and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.generation import Sink
+from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.output_processor import OutputProcessor
+from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.stats import StatLogger
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.types import FinishReason, Request, StepPlan, StepResult
+from asyncllm.worker.worker import Worker
+
+logger = logging.getLogger("asyncllm")
+
+T = TypeVar("T")
+
+
+class EngineCore:
+    """Implements `pipeline.Steps`. Made on the loop that it runs on."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        stat_loggers: list[StatLogger],
+    ) -> None:
+        memory = worker.memory
+        self.worker = worker
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            BlockManager(
+                memory.num_pages,
+                config.block_size,
+                memory.num_host_pages,
+                config.enable_prefix_caching,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            preemption_mode=config.preemption_mode,
+            swap_cost=worker.swap_cost,
+        )
+        self.input_processor = InputProcessor(
+            config,
+            tokenizer,
+            memory.max_model_len,
+            max_kv_tokens=memory.num_pages * config.block_size,
+        )
+        self.outputs = OutputProcessor(tokenizer)
+        self.dead: str | None = None
+        self._config = config
+        self._stat_loggers = stat_loggers
+        self._work = asyncio.Event()
+        self._aborts_while_emitting: list[str] | None = None
+        self._task = asyncio.create_task(self._run(), name="asyncllm engine")
+
+    # --- requests ----------------------------------------------------------------------------
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        sink: Sink,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Request:
+        self._check_open(request_id)
+        request = await self.input_processor.process_async(
+            request_id, prompt, params, time.monotonic(), priority, cache_salt
+        )
+        self._check_open(request_id)  # things may have changed while a long prompt was tokenised
+        self.outputs.add(request, sink)
+        self.scheduler.add(request)
+        self._work.set()
+        return request
+
+    def _check_open(self, request_id: str) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self.scheduler.has_request(request_id):
+            raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
+        if len(self.scheduler.waiting) >= self._config.max_queued_requests:
+            raise QueueFullError(
+                f"request {request_id}: {len(self.scheduler.waiting)} requests wait already, "
+                f"max_queued_requests is {self._config.max_queued_requests}"
+            )
+
+    def abort(self, request_id: str) -> None:
+        if self._aborts_while_emitting is not None:  # called by a sink, amid the outputs' loop
+            self._aborts_while_emitting.append(request_id)
+        elif self.scheduler.abort(request_id) is not None:
+            self.outputs.abort(request_id, time.monotonic())
+
+    # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        for init in plan.slot_inits if plan is not None else ():
+            metrics = init.seq.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = time.monotonic()
+        return plan
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return self.worker.launch(plan)
+
+    def finish(self, plan: StepPlan, result: StepResult) -> None:
+        """Take the step's tokens, then tell the clients."""
+        updates = self.scheduler.finish_step(plan, result)
+        self._aborts_while_emitting = []
+        stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
+        aborts, self._aborts_while_emitting = self._aborts_while_emitting, None
+        for stop in stops:
+            self.scheduler.finish(stop.seq, stop.reason, stop.stop_string)
+        for request_id in aborts:
+            self.abort(request_id)
+        if self._stat_loggers:
+            iteration = self.outputs.take_iteration_stats()
+            iteration.num_prompt_tokens = sum(len(row.token_ids) for row in plan.prefills)
+            for stat_logger in self._stat_loggers:
+                stat_logger.record(self.scheduler.stats(), iteration)
+
+    async def idle(self) -> None:
+        """Until a request arrives."""
+        self._work.clear()
+        if not self.scheduler.waiting:
+            await self._work.wait()
+
+    async def _run(self) -> None:
+        loop = run_ahead if self._config.async_scheduling else run_synchronous
+        while self.dead is None:
+            try:
+                await loop(self)
+            except Exception as error:
+                logger.exception("a step failed; its requests end with an error")
+                await self._recover(error)
+
+    # --- failure and end ---------------------------------------------------------------------
+
+    async def _recover(self, error: Exception) -> None:
+        """End all live requests; go on if the device still answers, else be dead."""
+        self._aborts_while_emitting = None
+        self._fail_all(f"the engine failed in a step: {error}")
+        try:
+            await in_own_thread(self.worker.drain)
+        except Exception as lost:
+            logger.critical("the device is lost: %s", lost)
+            self.dead = f"the device is lost: {lost}"
+        # Pages may have been published for steps that never ran.
+        self.scheduler.blocks.reset_prefix_cache()
+
+    def _fail_all(self, message: str) -> None:
+        for request in self.scheduler.requests():
+            self.scheduler.abort(request.request_id, FinishReason.ERROR)
+            self.outputs.fail(request, message, time.monotonic())
+
+    async def close(self) -> None:
+        self.dead = "the engine is closed"
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._fail_all(self.dead)
+        self.input_processor.close()
+        await in_own_thread(self.worker.close)
+
+
+async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
+    """Run a blocking call in a thread that ends with it: the application's loop keeps none of ours."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
+    finally:
+        thread.shutdown(wait=False)

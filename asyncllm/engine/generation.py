@@ -1,0 +1,107 @@
+"""What `engine.generate()` returns: to be awaited for the end, or iterated for the way there.
+
+It is both because an application wants either, and it aborts its request when it is dropped: leaving
+an `async for` early, or losing the last reference, frees the request's pages within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from asyncllm.engine.output_processor import OutputCollector
+from asyncllm.errors import RequestFailedError
+from asyncllm.outputs import RequestOutput
+from asyncllm.sampling_params import RequestOutputKind
+
+Sink = Callable[[RequestOutput], None]
+
+
+class _Mailbox:
+    """Where the engine leaves a request's outputs. Apart from `Generation`, which the engine must
+    not hold: its end is how we learn that nobody wants the outputs any more."""
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self.kind = kind
+        self.ready: deque[RequestOutput] = deque()
+        self.arrived = asyncio.Event()
+        self.finished = False
+        self._collector = OutputCollector()
+
+    def receive(self, delta: RequestOutput) -> None:
+        """The sink: called by the engine on the loop, once per step with news."""
+        self.finished = delta.finished
+        if self.kind is RequestOutputKind.DELTA:
+            self.ready.append(delta)
+        elif self.kind is RequestOutputKind.CUMULATIVE:
+            self.ready.clear()  # a slow reader needs only the newest
+            self.ready.append(self._collector.merge(delta))
+        else:
+            self._collector.add(delta)
+            if delta.finished and (output := self._collector.output) is not None:
+                self.ready.append(output)
+        self.arrived.set()
+
+
+class Generation:
+    """One request's outputs. The request is submitted when first awaited or iterated.
+
+    Awaiting gives the final `RequestOutput`, with everything in it. Iterating gives an output per
+    step with news, cumulative, deltas or only the last by the request's `output_kind`.
+    Raises what submitting raises, and `RequestFailedError` where the request fails later.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Sink], Coroutine[Any, Any, None]],
+        abort: Callable[[], None],
+        kind: RequestOutputKind,
+    ) -> None:
+        self._submit = submit
+        self._abort = abort
+        self._kind = kind
+        self._mailbox: _Mailbox | None = None  # None until submitted
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return self._final().__await__()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        mailbox = self._mailbox
+        if mailbox is None:
+            mailbox = self._mailbox = _Mailbox(self._kind)
+            await self._or_abort(self._submit(mailbox.receive))
+        while not mailbox.ready:
+            if mailbox.finished:
+                raise StopAsyncIteration
+            mailbox.arrived.clear()
+            await self._or_abort(mailbox.arrived.wait())
+        output = mailbox.ready.popleft()
+        if output.error is not None:
+            raise RequestFailedError(f"request {output.request_id}: {output.error}")
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request if it is still running."""
+        if self._mailbox is not None and not self._mailbox.finished:
+            self._abort()
+
+    async def _final(self) -> RequestOutput:
+        self._kind = RequestOutputKind.FINAL_ONLY
+        return await anext(self)
+
+    async def _or_abort(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Await; cancelled or refused, leave nothing running."""
+        try:
+            await work
+        except BaseException:
+            self._abort()
+            raise
+
+    def __del__(self) -> None:
+        if self._mailbox is not None and not self._mailbox.finished:
+            self._abort()

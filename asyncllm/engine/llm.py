@@ -1,0 +1,163 @@
+"""`LLM`: the same engine for batches, from synchronous code.
+
+It runs an `AsyncLLMEngine` on an event loop in one thread of its own, so that it works in a script, a
+REPL and a notebook (whose thread already runs a loop). `close()`, or the end of a `with`, ends both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+from tqdm import tqdm
+
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.prompt import PromptInput
+from asyncllm.outputs import RequestOutput
+from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+
+T = TypeVar("T")
+Message = dict[str, Any]
+
+
+class LLM:
+    """Offline generation: `LLM(model, **fields of EngineArgs).generate(prompts, params)`.
+
+    Raises `ValueError` or `ModelLoadError` for what cannot run.
+    """
+
+    def __init__(self, model: str = "tiny", **engine_args: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="asyncllm-llm", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.engine = AsyncLLMEngine(model, **engine_args)
+            self.engine.show_progress = True
+            self._call(self.engine.start())
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Final outputs in the order of the prompts: one prompt or a list, in any of its forms.
+
+        `sampling_params` and `priority`: one for all, or one each. The first prompt that is refused
+        ends the call: raises `InvalidRequestError` (a ValueError) naming the field.
+        """
+        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        return self._call(self._generate(batch, sampling_params, priority, use_tqdm))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or a list of them, through the chat template."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations: list[Any] = [messages] if single else list(messages)
+        tokenizer = self.engine.tokenizer
+        prompts: list[PromptInput] = []
+        for conversation in conversations:
+            text = tokenizer.render_chat(
+                list(conversation),
+                tools,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template_kwargs or {},
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+        if self._thread.is_alive():
+            try:
+                self._call(self.engine.aclose())
+            finally:
+                self._stop_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- inside ------------------------------------------------------------------------------
+
+    async def _generate(
+        self,
+        prompts: list[PromptInput],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        default = self.engine.input_processor.default_params({})
+        every_params = _one_each("sampling_params", params or default, len(prompts))
+        every_priority = _one_each("priority", priority, len(prompts))
+        done: dict[int, RequestOutput] = {}
+        room = asyncio.Semaphore(self.engine.config.max_queued_requests)
+        with tqdm(total=len(prompts), desc="generating", disable=not use_tqdm) as bar:
+
+            async def run(index: int) -> None:
+                final = replace(every_params[index], output_kind=RequestOutputKind.FINAL_ONLY)
+                async with room:
+                    done[index] = await self.engine.generate(
+                        prompts[index], final, priority=every_priority[index]
+                    )
+                bar.update()
+
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(prompts)):
+                    tasks.create_task(run(index))
+        return [done[index] for index in range(len(prompts))]
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()  # aborts what is running; the engine stays usable
+            raise
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None  # a TaskGroup's first error, as a caller expects it
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """Whether this is text, a dict, token ids or one conversation, rather than a list of those."""
+    if isinstance(prompts, (str, dict)):
+        return True
+    first = prompts[0] if prompts else None
+    return isinstance(first, int) or (isinstance(first, dict) and "role" in first)
+
+
+def _one_each(name: str, value: T | Sequence[T], count: int) -> list[T]:
+    """`value` for each of `count` prompts. Raises `ValueError` for a list of another length."""
+    if isinstance(value, Sequence):
+        if len(value) != count:
+            raise ValueError(f"{name}: {len(value)} given for {count} prompts")
+        return list(value)
+    return [value] * count

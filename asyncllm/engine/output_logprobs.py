@@ -1,0 +1,35 @@
+"""Log-probabilities as the worker reports them, made into vLLM's dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asyncllm.outputs import Logprob, PromptLogprobs
+from asyncllm.types import TokenLogprobs
+
+TokenText = Callable[[int], str | None]
+
+
+def logprob_dict(
+    token_id: int, logprobs: TokenLogprobs, num_top: int, text_of: TokenText
+) -> dict[int, Logprob]:
+    """The token itself first, then the `num_top` most likely; it may be one of them."""
+    result = {token_id: Logprob(logprobs.logprob, logprobs.rank, text_of(token_id))}
+    for i, top_id in enumerate(logprobs.top_ids[:num_top]):
+        if top_id != token_id:
+            result[top_id] = Logprob(logprobs.top_logprobs[i], i + 1, text_of(top_id))
+    return result
+
+
+def prompt_logprob_dicts(
+    prompt_ids: list[int], chunks: Sequence[TokenLogprobs], num_top: int, text_of: TokenText
+) -> PromptLogprobs:
+    """One entry per prompt position, the first None: nothing comes before it.
+
+    The last entries count: a prompt that was preempted and computed again reports all of it again.
+    """
+    known = chunks[max(len(chunks) - (len(prompt_ids) - 1), 0) :]
+    result: PromptLogprobs = [None] * (len(prompt_ids) - len(known))
+    for token_id, logprobs in zip(prompt_ids[len(result) :], known, strict=True):
+        result.append(logprob_dict(token_id, logprobs, num_top, text_of))
+    return result

@@ -1,0 +1,247 @@
+"""From sampled tokens to what clients get: text, stop strings, log-probabilities, delta outputs.
+
+One state per live sequence. Each step's news become one delta `RequestOutput` per request, given to
+the request's sink, which must neither block nor raise. Runs on the loop thread, one to two
+microseconds per plain token. What a request brings with it (detokeniser, stop strings) fails alone:
+its sequence ends with "error", the others go on. It schedules nothing: sequences that end by their
+text are returned, for the engine to tell the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+from asyncllm.engine.detokenizer import NoDetokenizer
+from asyncllm.engine.output_collector import OutputCollector
+from asyncllm.engine.output_state import RequestState, SequenceState, Sink
+from asyncllm.engine.sequence_text import SequenceText
+from asyncllm.engine.stats import IterationStats
+from asyncllm.engine.stop_checker import StopChecker, StopStrings
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.outputs import CompletionOutput, FinishReasonText
+from asyncllm.types import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceStatus,
+    TokenLogprobs,
+    TokenUpdate,
+)
+
+__all__ = ["OutputCollector", "OutputProcessor", "Sink", "Stop"]
+
+logger = logging.getLogger(__name__)
+
+
+class Stop(NamedTuple):
+    """A sequence that ended here: by a stop string, or (None) by an error of its own."""
+
+    seq: Sequence
+    stop_string: str | None
+    reason: FinishReason = FinishReason.STOP
+
+
+class OutputProcessor:
+    """`tokenizer` may be None where every request has detokenize=False."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, RequestState] = {}
+        self._sequences: dict[int, SequenceState] = {}  # those that go on, by seq_id
+        self._iteration = IterationStats()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request, sink: Sink) -> None:
+        """Expect tokens of `request`. Its outputs go to `sink`, on this thread."""
+        assert request.request_id not in self._requests, f"request {request.request_id} twice"
+        params = request.sampling_params
+        shows_text = params.detokenize and self._tokenizer is not None
+        owner = RequestState(
+            request,
+            sink,
+            self._tokenizer.token_text if shows_text and self._tokenizer else _no_text,
+            num_live=len(request.sequences),
+            owes_prompt_logprobs=params.prompt_logprobs is not None,
+        )
+        stops = StopStrings(params.stop or ())
+        for seq in request.sequences:
+            text = self._sequence_text(request, stops)
+            self._sequences[seq.seq_id] = SequenceState(
+                seq,
+                owner,
+                text,
+                text.push_plain,
+                params.logprobs,
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            )
+        self._requests[request.request_id] = owner
+
+    def process(
+        self,
+        updates: list[TokenUpdate],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+        now: float | None = None,
+    ) -> list[Stop]:
+        """Take a step's tokens and emit what they bring. `now`: `time.monotonic()` if None.
+
+        Returns the sequences that ended here and that the scheduler still has; their last output is
+        out already.
+        """
+        now = time.monotonic() if now is None else now
+        for seq_id, chunk in prompt_logprobs.items():
+            self._keep_prompt_logprobs(seq_id, chunk)
+        stops: list[Stop] = []
+        touched: dict[RequestState, None] = {}  # an ordered set
+        for update in updates:
+            state = self._sequences.get(update.seq.seq_id)
+            if state is not None:  # else its text ended at an earlier token of this step
+                self._count(state, now)
+                self._take(state, update, stops)
+                touched[state.owner] = None
+        for owner in touched:
+            self._emit(owner, now)
+        self._iteration.num_generation_tokens += len(updates)
+        return stops
+
+    def abort(self, request_id: str, now: float | None = None) -> Request | None:
+        """End a request with "abort", its last output out; None where it is not live."""
+        owner = self._requests.get(request_id)
+        if owner is None:
+            return None
+        self._end(owner, "abort", now)
+        return owner.request
+
+    def fail(self, request: Request, message: str, now: float | None = None) -> None:
+        """End a request with "error" and `message`; nothing where it is not live."""
+        owner = self._requests.get(request.request_id)
+        if owner is not None:
+            owner.error = message
+            self._end(owner, "error", now)
+
+    def take_iteration_stats(self) -> IterationStats:
+        """What came since the last call."""
+        taken, self._iteration = self._iteration, IterationStats()
+        return taken
+
+    def check_empty(self) -> None:
+        """Assert what must hold with no live request."""
+        assert not self._requests, f"requests left: {list(self._requests)}"
+        assert not self._sequences, f"sequences left: {list(self._sequences)}"
+
+    # --- one token ---------------------------------------------------------------------------
+
+    def _take(self, state: SequenceState, update: TokenUpdate, stops: list[Stop]) -> None:
+        """Add one token to its request's news, and end the sequence if it is over."""
+        seq = state.seq
+        finished = seq.status is SequenceStatus.FINISHED
+        is_last = finished and state.num_tokens == seq.num_output_tokens
+        try:
+            if state.push_plain is not None and not is_last:
+                state.add_news(state.push_plain(update.token_id), update)
+                return
+            shown = None if is_last and _hides_last_token(seq) else update.token_id
+            text, stop_string = state.text.push(shown, is_last)
+            news = state.add_news(text, update)
+        except Exception as error:  # one request's own hooks: it may only hurt itself
+            logger.exception("request %s: output failed", seq.request.request_id)
+            state.owner.error = f"output failed: {type(error).__name__}: {error}"
+            self._finish(state, state.add_end("", "error"))
+            if not finished:
+                stops.append(Stop(seq, None, FinishReason.ERROR))
+            return
+        if stop_string is not None:
+            news.finish_reason, news.stop_reason = "stop", stop_string
+            self._finish(state, news)
+            if not finished:
+                stops.append(Stop(seq, stop_string))
+        elif is_last:
+            assert seq.finish_reason is not None, f"sequence {seq.seq_id} ended for no reason"
+            news.finish_reason, news.stop_reason = seq.finish_reason.value, seq.stop_reason
+            self._finish(state, news)
+
+    def _count(self, state: SequenceState, now: float) -> None:
+        owner = state.owner
+        if state.last_token_time is not None:
+            self._iteration.inter_token_latencies.append(now - state.last_token_time)
+        elif owner.num_generated == 0:
+            metrics = owner.request.metrics
+            metrics.first_token_time = now
+            self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
+            self._iteration.num_prompt_tokens += len(owner.request.prompt_token_ids)
+        state.last_token_time = now
+        state.num_tokens += 1
+        owner.num_generated += 1
+
+    # --- the end of a sequence, the end of a request ------------------------------------------
+
+    def _finish(self, state: SequenceState, news: CompletionOutput) -> None:
+        """Forget a sequence; `news`, its last, has the reason."""
+        owner, seq = state.owner, state.seq
+        del self._sequences[seq.seq_id]
+        owner.num_live -= 1
+        if seq.index == 0:
+            assert news.finish_reason is not None
+            owner.first_reason, owner.num_first_generated = news.finish_reason, state.num_tokens
+
+    def _end(self, owner: RequestState, reason: FinishReasonText, now: float | None) -> None:
+        """End what still goes on in a request, from outside."""
+        for seq in owner.request.sequences:
+            state = self._sequences.get(seq.seq_id)
+            if state is not None:
+                self._finish(state, state.add_end(_held_text(state), reason))
+        self._emit(owner, time.monotonic() if now is None else now)
+
+    def _emit(self, owner: RequestState, now: float) -> None:
+        if owner.news[0].token_ids:
+            owner.request.metrics.last_token_time = now
+        output = owner.take_output(now)
+        if output.finished:
+            del self._requests[output.request_id]
+            self._iteration.finished.append(owner.stats())
+        owner.sink(output)
+
+    # --- what a request brings ---------------------------------------------------------------
+
+    def _sequence_text(self, request: Request, stops: StopStrings) -> SequenceText:
+        params = request.sampling_params
+        if not params.detokenize:
+            return SequenceText(NoDetokenizer(), None)
+        assert self._tokenizer is not None, f"request {request.request_id} needs a tokenizer"
+        detokenizer = self._tokenizer.detokenizer(
+            request.prompt_token_ids,
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+        )
+        if not stops.strings:
+            return SequenceText(detokenizer, None)
+        checker = StopChecker(stops, params.include_stop_str_in_output, params.min_tokens)
+        return SequenceText(detokenizer, checker)
+
+    def _keep_prompt_logprobs(self, seq_id: int, chunk: list[TokenLogprobs]) -> None:
+        """Until the first token. Siblings that compute the prompt on their own report nothing new."""
+        state = self._sequences.get(seq_id)
+        if state is not None and state.seq.index == 0 and state.owner.owes_prompt_logprobs:
+            state.owner.prompt_logprobs += chunk
+
+
+def _hides_last_token(seq: Sequence) -> bool:
+    """Whether it ended by a token (EOS or a stop token) whose text is not wanted."""
+    params = seq.request.sampling_params
+    return seq.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+
+
+def _held_text(state: SequenceState) -> str:
+    try:
+        return state.text.close()
+    except Exception:  # it ends anyway
+        logger.exception("request %s: output failed", state.seq.request.request_id)
+        return ""
+
+
+def _no_text(token_id: int) -> None:
+    return None

@@ -1,0 +1,135 @@
+"""What the output processor remembers of a live request and of each of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncllm.engine.output_logprobs import TokenText, logprob_dict, prompt_logprob_dicts
+from asyncllm.engine.sequence_text import SequenceText
+from asyncllm.engine.stats import FinishedRequestStats
+from asyncllm.outputs import CompletionOutput, FinishReasonText, PromptLogprobs, RequestOutput
+from asyncllm.types import Request, Sequence, TokenLogprobs, TokenUpdate
+
+Sink = Callable[[RequestOutput], None]
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """`news`: this step's completions, until they are emitted."""
+
+    request: Request
+    sink: Sink
+    text_of: TokenText
+    num_live: int  # sequences that go on
+    owes_prompt_logprobs: bool
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as they came
+    news: list[CompletionOutput] = field(default_factory=list)
+    num_generated: int = 0
+    num_first_generated: int = 0  # by sequence 0
+    first_reason: FinishReasonText = "abort"  # of sequence 0
+    error: str | None = None
+
+    def take_output(self, now: float) -> RequestOutput:
+        """The news as one delta."""
+        request = self.request
+        news, self.news = self.news, []
+        finished = self.num_live == 0
+        if finished:
+            request.metrics.finished_time = now
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            self._take_prompt_logprobs() if self.owes_prompt_logprobs else None,
+            news,
+            finished,
+            request.metrics,
+            request.sequences[0].num_cached_tokens,
+            self.error,
+        )
+
+    def _take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """All of them, with the first token: the step that samples it has seen the whole prompt."""
+        num_top = self.request.sampling_params.prompt_logprobs
+        if num_top is None or self.num_generated == 0:
+            return None
+        self.owes_prompt_logprobs = False
+        known, self.prompt_logprobs = self.prompt_logprobs, []
+        return prompt_logprob_dicts(self.request.prompt_token_ids, known, num_top, self.text_of)
+
+    def stats(self) -> FinishedRequestStats:
+        """The request at its end."""
+        request, metrics = self.request, self.request.metrics
+        arrival, scheduled = metrics.arrival_time, metrics.first_scheduled_time
+        first, last, end = (
+            metrics.first_token_time, metrics.last_token_time, metrics.finished_time,
+        )  # fmt: skip
+        assert end is not None, "the last output sets it"
+        decode_time = _difference(last, first)
+        num_after_first = self.num_first_generated - 1
+        return FinishedRequestStats(
+            request_id=request.request_id,
+            finish_reason=self.first_reason,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_generation_tokens=self.num_generated,
+            num_cached_tokens=request.sequences[0].num_cached_tokens,
+            max_tokens=request.max_tokens,
+            n=len(request.sequences),
+            e2e_time=end - arrival,
+            queue_time=_difference(scheduled, arrival),
+            prefill_time=_difference(first, scheduled),
+            decode_time=decode_time,
+            time_to_first_token=_difference(first, arrival),
+            time_per_output_token=(
+                decode_time / num_after_first
+                if decode_time is not None and num_after_first > 0
+                else None
+            ),
+        )
+
+
+def _difference(end: float | None, start: float | None) -> float | None:
+    return None if end is None or start is None else end - start
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    seq: Sequence
+    owner: RequestState
+    text: SequenceText
+    push_plain: Callable[[int], str] | None  # text.push_plain, one look-up closer
+    num_logprobs: int | None
+    cumulative_logprob: float | None
+    num_tokens: int = 0
+    last_token_time: float | None = None
+
+    def add_news(self, text: str, update: TokenUpdate) -> CompletionOutput:
+        """This sequence's share of its request's news, made or extended by one token."""
+        logprobs = None
+        if self.num_logprobs is not None:
+            reported = update.logprobs
+            assert reported is not None, f"sequence {self.seq.seq_id}: no logprobs, but it asked"
+            assert self.cumulative_logprob is not None
+            self.cumulative_logprob += reported.logprob
+            text_of = self.owner.text_of
+            logprobs = [logprob_dict(update.token_id, reported, self.num_logprobs, text_of)]
+        index, all_news = self.seq.index, self.owner.news
+        for news in all_news:  # empty, but for n > 1 and for several tokens in one step
+            if news.index == index:
+                news.text += text
+                news.token_ids.append(update.token_id)
+                news.cumulative_logprob = self.cumulative_logprob
+                if news.logprobs is not None and logprobs is not None:
+                    news.logprobs += logprobs
+                return news
+        news = CompletionOutput(index, text, [update.token_id], self.cumulative_logprob, logprobs)
+        all_news.append(news)
+        return news
+
+    def add_end(self, text: str, reason: FinishReasonText) -> CompletionOutput:
+        """News without a token: the end of a sequence that was ended from outside."""
+        logprobs: list | None = None if self.num_logprobs is None else []
+        news = CompletionOutput(self.seq.index, text, [], self.cumulative_logprob, logprobs, reason)
+        self.owner.news.append(news)
+        return news

@@ -1,0 +1,159 @@
+"""What each token id contributes to the text: a table, for the decoders that only concatenate.
+
+Two families of decoders join their tokens' bytes and decode the whole as UTF-8: byte-level ones
+(Llama 3, Qwen) and those of sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For them a
+list indexed by token id replaces the decoder. It knows no order of tokens and no state; a decoder
+of any other kind has no table. Invariant: `decode` gives what the `tokenizers` library gives, except
+that an invalid byte spoils itself alone: the library's byte fallback replaces its whole run of
+bytes, even characters that were complete and are long sent.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer as RawTokenizer
+
+REPLACEMENT_CHARACTER = "\ufffd"
+REPLACE_EACH_BYTE = "asyncllm.replace_each_byte"  # a codec error handler
+
+# str where the bytes are whole characters by themselves; "" for a token that is not shown
+Piece = str | bytes
+
+_BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT_CHARACTER * (error.end - error.start), error.end
+
+
+codecs.register_error(REPLACE_EACH_BYTE, _replace_each_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPieces:
+    """`shown[i]` is token i's piece, `shown_without_special[i]` the same but "" for a special one.
+
+    `errors` is the codec error handler for invalid bytes; `num_stripped` is how many leading spaces
+    the decoder takes off the whole text.
+    """
+
+    shown: list[Piece]
+    shown_without_special: list[Piece]
+    errors: str
+    num_stripped: int
+
+    def of(self, skip_special_tokens: bool) -> list[Piece]:
+        return self.shown_without_special if skip_special_tokens else self.shown
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
+        """The text of `token_ids`; an id that no token has is not shown."""
+        pieces = self.of(skip_special_tokens)
+        size = len(pieces)
+        data = b"".join(as_bytes(pieces[i]) for i in token_ids if i < size)
+        text = data.decode("utf-8", self.errors)
+        return strip_leading_spaces(text, self.num_stripped)
+
+
+def as_bytes(piece: Piece) -> bytes:
+    return piece.encode() if isinstance(piece, str) else piece
+
+
+def strip_leading_spaces(text: str, most: int) -> str:
+    start = 0
+    while start < most and text.startswith(" ", start):
+        start += 1
+    return text[start:]
+
+
+def build_token_pieces(
+    raw: RawTokenizer, tokens: list[str | None], special_ids: frozenset[int]
+) -> TokenPieces | None:
+    """The table for the tokenizer's decoder, or None where its decoder does more than join."""
+    decoder = _decoder_chain(raw)
+    if [step["type"] for step in decoder] == ["ByteLevel"]:
+        return _build(tokens, special_ids, _byte_level_bytes, "replace", 0)
+    num_stripped = _sentencepiece_strip(decoder)
+    if num_stripped is None:
+        return None
+    return _build(tokens, special_ids, _sentencepiece_bytes, REPLACE_EACH_BYTE, num_stripped)
+
+
+def _build(
+    tokens: list[str | None],
+    special_ids: frozenset[int],
+    to_bytes: Callable[[str], bytes],
+    errors: str,
+    num_stripped: int,
+) -> TokenPieces:
+    shown: list[Piece] = ["" if token is None else _piece(to_bytes(token)) for token in tokens]
+    without_special = list(shown)
+    for token_id in special_ids:
+        without_special[token_id] = ""
+    return TokenPieces(shown, without_special, errors, num_stripped)
+
+
+def _piece(data: bytes) -> Piece:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _decoder_chain(raw: RawTokenizer) -> list[dict]:
+    """The decoder's steps as the library's own JSON; [] where there is none."""
+    if raw.decoder is None:
+        return []
+    # The pickled state is that JSON. `to_str()` holds it too, with megabytes of vocabulary around.
+    state = json.loads(raw.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+# --- byte-level: each character of a token stands for one byte ---------------------------------
+
+
+def _byte_level_alphabet() -> dict[int, int]:
+    """GPT-2's code: printable Latin-1 stands for itself, other bytes for characters from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {0x100 + i: byte for i, byte in enumerate(others)}
+    # A Latin-1 character outside the code must not pass for a byte: send it beyond Latin-1.
+    return alphabet | {byte: 0x100 for byte in others}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return token.translate(_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:  # an added token: it stands for its own text
+        return token.encode()
+
+
+# --- sentencepiece: words begin with U+2581, and <0xNN> is a byte ------------------------------
+
+
+def _sentencepiece_strip(decoder: list[dict]) -> int | None:
+    """How many leading spaces the chain strips; None where it is not the chain known here."""
+    types = [step["type"] for step in decoder]
+    if types[:3] != ["Replace", "ByteFallback", "Fuse"] or types[3:] not in ([], ["Strip"]):
+        return None
+    replace = decoder[0]
+    if replace["pattern"] != {"String": "▁"} or replace["content"] != " ":
+        return None
+    if not types[3:]:
+        return 0
+    strip = decoder[3]
+    return strip["start"] if strip["content"] == " " and strip["stop"] == 0 else None
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    token = token.replace("▁", " ")
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.encode()

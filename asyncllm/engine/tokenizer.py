@@ -1,0 +1,208 @@
+"""A model folder's tokenizer: text to ids, ids to text, chat messages to text.
+
+transformers loads it and renders its chat template (in jinja2's immutable sandbox); encoding and
+decoding go straight to the `tokenizers` object underneath, which is several times faster. A
+rendered template already holds its special tokens: encode it with `add_special_tokens=False`.
+It knows no request and no limit of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
+from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
+from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
+from asyncllm.errors import InvalidRequestError, ModelLoadError
+
+# At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
+
+
+class Tokenizer:
+    """One tokenizer, shared by all requests. Immutable and safe to encode with in threads."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+        raw: RawTokenizer = hf.backend_tokenizer
+        raw.no_padding()  # a tokenizer.json may ask for either; requests never do
+        raw.no_truncation()
+        self._hf = hf
+        self._raw = raw
+        self._chat_template = chat_template
+        self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
+        self._tokens = _tokens_by_id(raw, self._added)
+        self.vocab_size = len(self._tokens)  # highest id + 1: there may be holes
+        self.special_ids = frozenset(
+            i for i, token in raw.get_added_tokens_decoder().items() if token.special
+        )
+        self.bos_token_id: int | None = hf.bos_token_id
+        eos = hf.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self.max_chars_per_token = max(len(token or "") for token in self._tokens)
+        self._pieces = build_token_pieces(raw, self._tokens, self.special_ids)
+
+    @classmethod
+    def from_folder(cls, path: Path | str, chat_template: str | None = None) -> Tokenizer:
+        """Load a folder. `chat_template` (a file or the text) replaces the folder's own.
+
+        Raises `ModelLoadError` naming the file.
+        """
+        path = Path(path)
+        if not any((path / name).is_file() for name in VOCABULARY_FILES):
+            raise ModelLoadError(f"{path / 'tokenizer.json'} is missing: no tokenizer to load")
+        template = None if chat_template is None else read_chat_template(chat_template)
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, use_fast=True
+            )
+        except Exception as error:  # the library raises bare Exception for a broken file
+            raise ModelLoadError(f"{_vocabulary_file(path)}: {error}") from error
+        if not hf.is_fast:
+            raise ModelLoadError(f"{_vocabulary_file(path)}: no fast tokenizer for {type(hf)}")
+        return cls(hf, template)
+
+    # --- ids and text ------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises `InvalidRequestError` for text with lone surrogates."""
+        try:
+            if len(text) < LARGE_TEXT_CHARS:
+                return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+            batch = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return batch[0].ids
+        except TypeError:
+            raise InvalidRequestError("the text is not valid Unicode", "prompt") from None
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if self._pieces is not None:
+            return self._pieces.decode(ids, skip_special_tokens)
+        return self._raw.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The token's own text, its leading space kept; U+FFFD where it is a part of a character."""
+        if self._pieces is None:
+            return self._raw.decode([token_id], skip_special_tokens=False)
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._pieces is None:
+            return self.token_text(token_id).encode()
+        return as_bytes(self._pieces.shown[token_id]) if token_id < self.vocab_size else b""
+
+    def detokenizer(
+        self,
+        prompt_ids: list[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> Detokenizer:
+        """A fresh incremental detokenizer for what follows `prompt_ids`.
+
+        `spaces_between_special_tokens` matters to decoders that separate tokens, a few old ones.
+        """
+        if self._pieces is not None:
+            return TableDetokenizer(self._pieces, prompt_ids, skip_special_tokens)
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(
+            decode=partial(self._raw.decode, skip_special_tokens=skip_special_tokens),
+            is_shown=lambda i: i not in hidden and self._has_token(i),
+            prompt_ids=prompt_ids,
+            unspaced={} if skip_special_tokens or spaces_between_special_tokens else self._added,
+        )
+
+    def _has_token(self, token_id: int) -> bool:
+        return token_id < self.vocab_size and self._tokens[token_id] is not None
+
+    # --- chat --------------------------------------------------------------------------------
+
+    def render_chat(
+        self,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt as the chat template writes it. Raises `InvalidRequestError`."""
+        kwargs = template_kwargs or {}
+        reserved = sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys())
+        if reserved:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {', '.join(reserved)}", "chat_template_kwargs"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        if self._chat_template is None and self._hf.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; start with --chat-template, or send a prompt",
+                MESSAGES_PARAM,
+            )
+        conversation = normalize_messages(messages)
+        try:
+            return self._hf.apply_chat_template(
+                conversation,
+                tools=tools or None,
+                chat_template=self._chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **kwargs,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise InvalidRequestError(
+                f"the chat template does not accept these messages: {error}", MESSAGES_PARAM
+            ) from error
+
+
+# What `render_chat` sets itself, and what would make transformers do more than render. Documents
+# are a template's business.
+RESERVED_TEMPLATE_KWARGS = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "messages",
+} - {"documents", "kwargs"}
+
+
+def read_chat_template(template: str) -> str:
+    """The Jinja text of `template`, which is a file's name or that text itself."""
+    path = Path(template)
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # not a possible name, or not readable
+        if not _looks_like_jinja(template):
+            raise ModelLoadError(f"chat template {template!r}: {error}") from error
+    if not _looks_like_jinja(template):
+        raise ModelLoadError(f"chat template {template!r} is neither a file nor a Jinja template")
+    return template
+
+
+def _looks_like_jinja(text: str) -> bool:
+    return any(mark in text for mark in "{}\n")
+
+
+def _vocabulary_file(path: Path) -> Path:
+    return next(path / name for name in VOCABULARY_FILES if (path / name).is_file())
+
+
+def _tokens_by_id(raw: RawTokenizer, added: dict[int, str]) -> list[str | None]:
+    """Tokens as the vocabulary spells them; an added token hides the model's of the same id."""
+    ids = raw.get_vocab(with_added_tokens=True)
+    tokens: list[str | None] = [None] * (max(ids.values(), default=-1) + 1)
+    for token, token_id in ids.items():
+        tokens[token_id] = token
+    for token_id, content in added.items():
+        tokens[token_id] = content
+    return tokens

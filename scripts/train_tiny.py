@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""Train the built-in model and its draft from generated text, in minutes.
+
+    python3 scripts/train_tiny.py --device cuda --out DIR --report FILE     # 16 cores, one H100
+    python3 scripts/train_tiny.py --device cpu --steps 200                  # to try the path
+
+Text (tiny_text), tokenizer (tiny_tokenizer), packed rows (tiny_shards), two trainings
+(tiny_training), then accuracy on held-out questions through transformers (tiny_evaluate). Budgets
+are wall-clock time, and both folders are complete before anything is evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tiny_evaluate import Score, evaluate, markdown_table
+from tiny_shards import TOKEN, build_shards, sample_texts
+from tiny_text import training_examples
+from tiny_tokenizer import (
+    END,
+    END_OF_TEXT,
+    PAD,
+    SPECIAL_TOKENS,
+    check_template,
+    save_tokenizer,
+    train_tokenizer,
+)
+from tiny_training import Budget, Result, RowStream, Shape, train
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+EVALUATION_SECONDS = 75  # kept free at the end of --deadline-minutes
+CHECKED_EXAMPLES = 500
+SHAPES = (
+    Shape("tiny", 256, 7, 8, 768, peak_rate=2e-3, time_share=0.7),
+    Shape("tiny-draft", 192, 3, 4, 512, peak_rate=3e-3, time_share=0.3),
+)
+
+
+def save_model(model: LlamaForCausalLM, shape: Shape, tokenizer: Tokenizer, out: Path) -> Path:
+    """Write the Hugging Face folder `out/NAME`, replacing an older one in one move."""
+    folder, fresh = out / shape.name, out / f".{shape.name}.new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding
+    }
+    weights = fresh / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)
+    ends = [SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(END_OF_TEXT)]
+    generation = {
+        "do_sample": False,
+        "eos_token_id": ends,
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+    }
+    for name, content in (
+        ("config.json", shape.config()),
+        ("generation_config.json", generation),
+    ):
+        (fresh / name).write_text(json.dumps(content, indent=2) + "\n")
+    save_tokenizer(tokenizer, fresh)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    return folder
+
+
+def learn_tokenizer(num_texts: int, num_processes: int) -> Tokenizer:
+    """Learn the tokenizer from a sample, and check the chat template against the trained text."""
+    per_process = max(1, num_texts // num_processes)
+    work = [(seed, per_process) for seed in range(num_processes)]
+    with get_context("fork").Pool(num_processes) as pool:
+        texts = [text for part in pool.starmap(sample_texts, work) for text in part]
+    tokenizer = train_tokenizer(texts)
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, Path(folder))
+        loaded = AutoTokenizer.from_pretrained(folder)
+        check_template(loaded, islice(training_examples(0), CHECKED_EXAMPLES))
+    return tokenizer
+
+
+def report_text(
+    args: argparse.Namespace,
+    results: dict[str, Result],
+    scores: dict[str, dict[str, Score]],
+) -> str:
+    """The report in Markdown: what was trained for how long, and how well it answers."""
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
+    lines = [
+        f"Trained on {device}, torch {torch.__version__}, seed {args.seed}.",
+        "",
+        "| model | parameters | steps | tokens | seconds | last loss |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {name} | {r.parameters / 1e6:.2f} M | {r.steps} | {r.tokens / 1e6:.1f} M "
+        f"| {r.seconds:.0f} | {r.loss:.4f} |"
+        for name, r in results.items()
+    ]
+    lines += [
+        "",
+        "Exact greedy answers to held-out questions; margin: median over the questions of the",
+        "smallest distance, in logits, between the right token and the best other one.",
+        "",
+        markdown_table(scores),
+    ]
+    return "\n".join(lines)
+
+
+def pack_folders(folders: list[Path], path: Path) -> None:
+    """Pack the folders by their names into a .tar.gz or .tar.xz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:xz" if path.suffix == ".xz" else "w:gz") as archive:
+        for folder in folders:
+            archive.add(folder, folder.name)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "asyncllm" / "assets")
+    parser.add_argument("--report", type=Path, help="Markdown file for the accuracy table")
+    parser.add_argument("--tar", type=Path, help="also pack both folders into this .tar.gz/.tar.xz")
+    parser.add_argument("--minutes", type=float, default=7.0, help="training time of both models")
+    parser.add_argument(
+        "--deadline-minutes",
+        type=float,
+        help="whole run, data and evaluation included; training is shortened to meet it "
+        "(default: 9 on a GPU, none on a CPU)",
+    )
+    parser.add_argument("--steps", type=int, help="stop each training after so many steps")
+    parser.add_argument("--batch-tokens", type=int, help="default: 65536 on a GPU, 4096 on a CPU")
+    parser.add_argument("--data-tokens", type=float, help="default: 400e6 on a GPU, 4e6 on a CPU")
+    parser.add_argument("--data-seconds", type=float, default=60.0, help="stop making data then")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--tokenizer-texts", type=int, default=40000)
+    parser.add_argument("--eval-per-kind", type=int, help="default: 200 on a GPU, 20 on a CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile, where it works")
+    parser.add_argument("--threads", type=int, help="torch threads on a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    on_gpu = args.device.startswith("cuda")
+    args.batch_tokens = args.batch_tokens or (65536 if on_gpu else 4096)
+    args.data_tokens = int(args.data_tokens or (400e6 if on_gpu else 4e6))
+    args.eval_per_kind = args.eval_per_kind or (200 if on_gpu else 20)
+    args.deadline_minutes = args.deadline_minutes or (9.0 if on_gpu else math.inf)
+    return args
+
+
+def train_both(args: argparse.Namespace, began: float) -> tuple[list[Path], dict[str, Result]]:
+    """Everything up to the two saved folders."""
+    tokenizer = learn_tokenizer(args.tokenizer_texts, args.processes)
+    print(f"tokenizer learnt after {time.monotonic() - began:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory(prefix="tiny_shards_") as work:
+        tokenizer_path = Path(work) / "tokenizer.json"
+        tokenizer.save(str(tokenizer_path))
+        short, long = build_shards(
+            tokenizer_path,
+            Path(work),
+            first_seed=1000 * (args.seed + 1),
+            num_tokens=args.data_tokens,
+            shard_tokens=min(1_000_000, args.data_tokens // args.processes),
+            max_seconds=args.data_seconds,
+            num_processes=args.processes,
+        )
+    spent = time.monotonic() - began
+    total = short.size + long.size
+    padding = np.mean((short & TOKEN) == SPECIAL_TOKENS.index(PAD))
+    print(
+        f"{total / 1e6:.1f} M tokens packed after {spent:.0f} s: {len(short)} short rows "
+        f"({padding:.1%} padding), {len(long)} long rows",
+        flush=True,
+    )
+    left = 60 * args.deadline_minutes - spent - EVALUATION_SECONDS
+    seconds = max(10.0, min(60 * args.minutes, left))
+    folders, results = [], {}
+    for shape in SHAPES:
+        rows = RowStream(short, long, args.batch_tokens, args.device, args.seed)
+        budget = Budget(seconds * shape.time_share, args.steps)
+        model, result = train(shape, rows, budget, args.device, args.compile)
+        folders.append(save_model(model, shape, tokenizer, args.out))
+        results[shape.name] = result
+        print(f"{folders[-1]}: {result}", flush=True)
+    return folders, results
+
+
+def main() -> int:
+    began = time.monotonic()
+    args = parse_arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folders, results = train_both(args, began)
+    if args.tar:
+        pack_folders(folders, args.tar)
+        print(f"packed into {args.tar}: {args.tar.stat().st_size / 1e6:.1f} MB", flush=True)
+    scores: dict[str, dict[str, Score]] = {folder.name: {} for folder in folders}
+    deadline = began + 60 * args.deadline_minutes
+    failed = False
+    for folder in folders:
+        try:  # the models are safe on disk: a failing evaluation must not hide them
+            scores[folder.name] = evaluate(
+                folder,
+                device=args.device,
+                per_kind=args.eval_per_kind,
+                max_rows=256,
+                deadline=deadline,
+            )
+        except Exception:
+            traceback.print_exc()
+            failed = True
+        text = report_text(args, results, scores)
+        if args.report:
+            args.report.parent.mkdir(parents=True, exist_ok=True)
+            args.report.write_text(text, encoding="utf-8")
+    print(text)
+    print(f"done after {time.monotonic() - began:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""One sequence through a model with the plainest attention there is: every key kept in a list."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.models.base import CausalLM
+
+
+class DenseSequence:
+    """Feeds tokens in pieces of any length; keys and values of earlier pieces are kept."""
+
+    def __init__(self, model: CausalLM, num_prompt_tokens: int) -> None:
+        self.model = model
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_computed = 0
+        self.keys: list[list[torch.Tensor]] = [[] for _ in model.attention_layers]
+        self.values: list[list[torch.Tensor]] = [[] for _ in model.attention_layers]
+
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, vocab_size] of the next T tokens."""
+        positions = torch.arange(len(token_ids), dtype=torch.int32) + self.num_computed
+        prompt_lens = None
+        if self.model.uses_prompt_lens:
+            prompt_lens = torch.full_like(positions, self.num_prompt_tokens)
+        hidden = self.model.forward(token_ids, positions, prompt_lens, self.attend)
+        self.num_computed += len(token_ids)
+        return self.model.compute_logits(hidden)
+
+    def attend(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        self.keys[layer.index].append(k)
+        self.values[layer.index].append(v)
+        group = layer.num_heads // layer.num_kv_heads
+        keys = torch.cat(self.keys[layer.index]).repeat_interleave(group, dim=1)
+        values = torch.cat(self.values[layer.index]).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
+        query = self.num_computed + torch.arange(len(q))[:, None]
+        key = torch.arange(len(keys))[None, :]
+        seen = key <= query
+        if layer.window is not None:
+            seen &= key > query - layer.window
+        probs = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", probs, values).flatten(1)

@@ -1,0 +1,123 @@
+"""Which models are built, which are refused and how, and that a forward pass never waits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_checkpoints import CONFIGS, build, llama, random_reference, rope
+from transformers import LlamaConfig
+
+from asyncllm.config import ModelConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.registry import build_model
+
+META = torch.device("meta")
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+LONGROPE = rope("longrope", factor=2.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+
+
+def write_config(folder: Path, config, **changes) -> Path:
+    config = config.to_dict() | {"architectures": [ARCHITECTURES[config.model_type]]} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {"architectures": ["T5Model"]}, ["T5Model", "LlamaForCausalLM", "Qwen3"]),
+        ("llama", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ("qwen2", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ("qwen3", {"num_key_value_heads": 3}, ["num_attention_heads", "3"]),
+        ("llama", LONGROPE, ["rope_parameters", "longrope", "yarn"]),
+        ("llama", rope("default", partial_rotary_factor=0.5), ["partial_rotary_factor"]),
+        ("llama", rope("llama3", factor=2.0), ["rope_parameters", "low_freq_factor"]),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, ["layer_types", "chunked_attention"]),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["sliding_window", "None"]),
+    ],
+)
+def test_refusals_name_the_file_and_the_key(tmp_path, name, changes, words):
+    write_config(tmp_path, CONFIGS[name], **changes)
+    with pytest.raises(ModelLoadError) as error:
+        build(tmp_path)
+    for word in (tmp_path / "config.json", *words):
+        assert str(word) in str(error.value)
+
+
+def test_rope_parameters_per_layer_type_are_refused(tmp_path):
+    config = ModelConfig.from_folder(write_config(tmp_path, CONFIGS["qwen3"]))
+    config.hf_config.rope_parameters = {"full_attention": rope("default")["rope_parameters"]}
+    with pytest.raises(ModelLoadError, match="rope_parameters"):
+        build_model(config, torch.float32, META, TorchOps(), max_model_len=16)
+
+
+def test_old_style_rope_scaling_is_understood(tmp_path):
+    config = CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    del config["rope_parameters"]
+    config |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, table = build(tmp_path)._rotary.cos_sin(torch.tensor([1]), None)
+    half = torch.tensor(5e5) ** (-torch.arange(0, 8, 2) / 8) / 2
+    torch.testing.assert_close(table[1], torch.cat((half.cos(), half.sin())))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forward_never_reads_a_value_on_the_host(tmp_path, name):
+    """On the meta device tensors have no values: a host read or a shape from data would raise."""
+    config = ModelConfig.from_folder(write_config(tmp_path, CONFIGS[name]))
+    model = build_model(config, torch.bfloat16, META, TorchOps(), max_model_len=128)
+    positions = torch.empty(7, dtype=torch.int32, device=META)
+    prompt_lens = positions if model.uses_prompt_lens else None
+    layers = []
+
+    def attend(layer, q, k, v):
+        layers.append(layer)
+        assert q.shape == (7, layer.num_heads, layer.head_dim)
+        assert k.shape == v.shape == (7, layer.num_kv_heads, layer.head_dim)
+        assert all(tensor.stride()[1:] == (layer.head_dim, 1) for tensor in (q, k, v))
+        return q.flatten(1)
+
+    hidden = model.forward(positions, positions, prompt_lens, attend)
+    assert hidden.shape == (7, config.hf_config.hidden_size)
+    assert layers == model.attention_layers
+    assert [layer.index for layer in layers] == list(range(config.num_layers))
+    logits = model.compute_logits(hidden[:2])
+    assert logits.shape == (2, config.vocab_size) and logits.dtype == torch.bfloat16
+
+
+def test_llama_3_1_8b_has_its_number_of_parameters(tmp_path):
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    )
+    model_config = ModelConfig.from_folder(write_config(tmp_path, config))
+    model = build_model(model_config, torch.bfloat16, META, TorchOps(), max_model_len=131072)
+    assert sum(view.numel() for _, view in model.checkpoint_tensors()) == 8_030_261_248
+
+
+def test_names_are_those_of_transformers(tmp_path):
+    for config in CONFIGS.values():
+        parameters = dict(random_reference(config).named_parameters())
+        model = build(write_config(tmp_path, config))
+        shapes = {name: view.shape for name, view in model.checkpoint_tensors()}
+        assert shapes == {name: parameter.shape for name, parameter in parameters.items()}
+
+
+def test_config_without_head_dim_or_kv_heads(tmp_path):
+    write_config(tmp_path, llama(), head_dim=None, num_key_value_heads=None)
+    layer = build(tmp_path).attention_layers[0]
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (4, 4, 8)
+    assert layer.scale == 8**-0.5

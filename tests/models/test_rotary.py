@@ -1,0 +1,85 @@
+"""Dynamic RoPE past its window, where the frequencies depend on lengths, and the table's edges."""
+
+import pytest
+import torch
+from dense_sequence import DenseSequence
+from tiny_checkpoints import VOCAB_SIZE, llama, load, random_reference, rope
+
+ORIGINAL_WINDOW = 16
+MAX_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def dynamic_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dynamic")
+    config = llama(max_position_embeddings=ORIGINAL_WINDOW, **rope("dynamic", factor=1.7))
+    with torch.inference_mode():
+        random_reference(config).save_pretrained(folder)
+    return folder
+
+
+def reference_greedy(folder, prompt, num_tokens):
+    """transformers' cached generate: (new token ids, their logits [num_tokens, vocab])."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder).eval()  # fresh: its frequencies are a state
+    output = model.generate(
+        prompt[None],
+        attention_mask=torch.ones_like(prompt[None]),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, len(prompt) :], torch.cat(output.logits)
+
+
+def our_greedy(folder, prompt, num_tokens, chunk):
+    sequence = DenseSequence(load(folder, MAX_LEN), len(prompt))
+    for piece in prompt.split(chunk):
+        logits = [sequence.logits(piece)[-1:]]
+    while len(logits) < num_tokens:
+        logits.append(sequence.logits(logits[-1].argmax(dim=-1)))
+    return torch.cat(logits).argmax(dim=-1), torch.cat(logits)
+
+
+@pytest.mark.parametrize("chunk", [MAX_LEN, 5])
+@pytest.mark.parametrize("num_prompt_tokens", [4, ORIGINAL_WINDOW, ORIGINAL_WINDOW + 1, 30])
+def test_dynamic_equals_cached_generate_past_the_window(dynamic_folder, num_prompt_tokens, chunk):
+    prompt = torch.randint(VOCAB_SIZE, (num_prompt_tokens,))
+    expected_ids, expected = reference_greedy(dynamic_folder, prompt, 25)
+    token_ids, logits = our_greedy(dynamic_folder, prompt, 25, chunk)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert token_ids.tolist() == expected_ids.tolist()
+
+
+def test_dynamic_rows_depend_on_their_own_sequence_alone(dynamic_folder):
+    """A step that mixes a short sequence, a long prompt and a long decode, in int64."""
+    rotary = load(dynamic_folder, MAX_LEN)._rotary
+    positions, prompt_lens = torch.tensor([[3, 3, 40, 15, 16], [4, 30, 4, 4, 4]])
+    rows, table = rotary.cos_sin(positions, prompt_lens)
+    assert rows.tolist() == [0, 1, 2, 3, 4] and table.dtype == torch.float32
+    for i in range(5):
+        _, alone = rotary.cos_sin(positions[i : i + 1], prompt_lens[i : i + 1])
+        assert torch.equal(alone[0], table[i])
+    assert not torch.equal(table[0], table[1])  # equal positions, another prompt length
+
+
+def test_dynamic_within_the_window_is_default(dynamic_folder, tmp_path):
+    random_reference(llama(**rope("default"))).save_pretrained(tmp_path)
+    positions = torch.arange(ORIGINAL_WINDOW, dtype=torch.int32)
+    prompt_lens = torch.full_like(positions, ORIGINAL_WINDOW)
+    _, rows = load(dynamic_folder, MAX_LEN)._rotary.cos_sin(positions, prompt_lens)
+    index, table = load(tmp_path)._rotary.cos_sin(positions, None)
+    assert torch.equal(rows, table[index])
+
+
+def test_static_table_has_max_model_len_rows(tmp_path):
+    random_reference(llama()).save_pretrained(tmp_path)
+    model = load(tmp_path, max_model_len=24)
+    assert not model.uses_prompt_lens
+    positions = torch.tensor([0, 23])
+    index, table = model._rotary.cos_sin(positions, None)
+    assert index is positions and table.shape == (24, 8) and table.dtype == torch.float32
+    assert table[0].tolist() == [1.0] * 4 + [0.0] * 4

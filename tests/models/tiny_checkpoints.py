@@ -1,0 +1,108 @@
+"""Random tiny checkpoints, written by transformers, of every family and RoPE variant we serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from asyncllm.config import ModelConfig
+from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.loader import load_weights
+from asyncllm.models.registry import build_model
+
+VOCAB_SIZE = 97
+WINDOW = 64  # max_position_embeddings
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": WINDOW,
+    "initializer_range": 0.2,  # large enough for attention to matter
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**SHAPE | changes)
+
+
+def rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1000.0, **parameters}}
+
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": llama(),
+    "llama-linear": llama(**rope("linear", factor=2.0)),
+    "llama-llama3": llama(**rope("llama3", **LLAMA3)),
+    "llama-yarn": llama(**rope("yarn", **YARN)),
+    "llama-yarn-mscale": llama(**rope("yarn", **YARN, attention_factor=1.3, beta_fast=8.0)),
+    "llama-dynamic": llama(**rope("dynamic", factor=2.0)),
+    "llama-mqa": llama(num_key_value_heads=1),
+    "llama-mha": llama(num_key_value_heads=4),
+    "llama-attention-bias": llama(attention_bias=True),
+    "llama-mlp-bias": llama(mlp_bias=True),
+    "llama-wide-heads": llama(head_dim=16),
+    "llama-tied": llama(tie_word_embeddings=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None, head_dim=12),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=8),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen2-yarn": Qwen2Config(**SHAPE, **rope("yarn", **YARN)),
+    "qwen2-windows": Qwen2Config(**SHAPE, **QWEN2_WINDOWS),
+    "qwen2-layer-types": Qwen2Config(**SHAPE, **QWEN2_WINDOWS, layer_types=LAYER_TYPES),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3-bias-tied": Qwen3Config(
+        **SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True
+    ),
+    "qwen3-windows": Qwen3Config(**SHAPE, head_dim=16, **QWEN2_WINDOWS),
+}
+
+
+def random_reference(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A float32 transformers model, its norms away from one and its biases away from zero."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def load(folder: Path, max_model_len: int = WINDOW, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """Our model of a checkpoint folder, its weights loaded, on the CPU."""
+    model = build(folder, max_model_len, dtype)
+    load_weights(model, folder, "auto", seed=0, progress=False)
+    return model
+
+
+def build(
+    folder: Path, max_model_len: int = WINDOW, dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    """The same, its weights uninitialised."""
+    return build_model(ModelConfig.from_folder(folder), dtype, CPU, TorchOps(), max_model_len)
