@@ -84,7 +84,7 @@ class EngineConfig:
     """What one engine obeys, validated. Byte sizes are bytes, lengths are tokens."""
 
     model: ModelConfig
-    tokenizer_path: Path
+    tokenizer_path: Path | None  # None: prompts and outputs are token ids
     served_model_names: tuple[str, ...]
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -122,6 +122,9 @@ class EngineArgs:
 
     model: str = field(default="tiny", metadata={"help": "model folder, or the built-in 'tiny'"})
     tokenizer: str | None = field(default=None, metadata={"help": "folder, default: the model's"})
+    skip_tokenizer_init: bool = field(
+        default=False, metadata={"help": "no tokenizer: token ids in, token ids out"}
+    )
     served_model_name: list[str] | None = field(
         default=None, metadata={"help": "names clients may use, the first is reported"}
     )
@@ -200,7 +203,7 @@ class EngineArgs:
         names = self.served_model_name or [self.model]
         return EngineConfig(
             model=model,
-            tokenizer_path=resolve_model_path(self.tokenizer) if self.tokenizer else path,
+            tokenizer_path=self._tokenizer_path(path),
             served_model_names=tuple(names),
             device=device,
             dtype=dtype,
@@ -228,6 +231,11 @@ class EngineArgs:
             chat_template=self.chat_template,
             max_queued_requests=self.max_queued_requests,
         )
+
+    def _tokenizer_path(self, model: Path) -> Path | None:
+        if self.skip_tokenizer_init:
+            return None
+        return resolve_model_path(self.tokenizer) if self.tokenizer else model
 
     def _check(self) -> None:
         _at_least("block_size", self.block_size, 1)

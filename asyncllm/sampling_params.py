@@ -19,6 +19,7 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 1024
 MAX_SEED = 2**63 - 1
 
 
@@ -88,6 +89,14 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name))
         for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
+        for name in (
             "presence_penalty",
             "frequency_penalty",
             "repetition_penalty",
@@ -126,6 +135,9 @@ class SamplingParams:
                      "-1 (the context window) or at least 1")  # fmt: skip
 
     def _check_lists(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, list), name, value, "a list")
         stop = self.stop or []
         _require(len(stop) <= MAX_STOP_STRINGS, "stop", f"{len(stop)} strings",
                  f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
@@ -142,12 +154,15 @@ class SamplingParams:
         _require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words",
                  f"at most {MAX_BAD_WORDS} words")  # fmt: skip
         for word in words:
-            _require(isinstance(word, str) and word != "", "bad_words", word, "non-empty strings")
+            _require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
+                     word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters")  # fmt: skip
         self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:
-        if not self.logit_bias:
+        if self.logit_bias is None:
             return
+        _require(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias,
+                 "a map of token ids to biases")  # fmt: skip
         _require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias",
                  f"{len(self.logit_bias)} entries",
                  f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip

@@ -10,8 +10,10 @@ Zeroed at the start: attention over padded rows multiplies by 0, and 0 times gar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 SWAP_CHUNK_PAGES = 32  # pages gathered per copy: bounds the temporary on the device
@@ -34,10 +36,8 @@ class KVCache:
         self.block_size = block_size
         self.num_pages = num_pages
         page = (2, block_size, num_kv_heads, head_dim)
-        self.layers = [
-            torch.zeros((num_pages, *page), dtype=dtype, device=device) for _ in range(num_layers)
-        ]
-        self.host = torch.zeros(
+        self.layers = [_zeros((num_pages, *page), dtype, device) for _ in range(num_layers)]
+        self.host = torch.empty(
             (num_host_pages, num_layers, *page), dtype=dtype, pin_memory=device.type == "cuda"
         )
 
@@ -93,3 +93,11 @@ class KVCache:
         device = self.layers[0].device
         indices = torch.tensor(pages, dtype=torch.int64, pin_memory=device.type == "cuda")
         return indices.to(device, non_blocking=True)  # pinned, so nothing waits
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On the CPU numpy's zeros, which the kernel gives page by page when touched, not at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

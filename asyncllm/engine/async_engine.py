@@ -62,9 +62,7 @@ class AsyncLLMEngine:
     async def _load(self) -> EngineCore:
         """Tokenizer and worker side by side, off the loop."""
         config = self.config
-        tokenizer = asyncio.create_task(
-            in_own_thread(Tokenizer.from_folder, config.tokenizer_path, config.chat_template)
-        )
+        tokenizer = asyncio.create_task(in_own_thread(_load_tokenizer, config))
         try:
             worker = await in_own_thread(partial(Worker, config, progress=self.show_progress))
         finally:
@@ -162,7 +160,10 @@ class AsyncLLMEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._running().tokenizer
+        tokenizer = self._running().tokenizer
+        if tokenizer is None:
+            raise ValueError("the engine was started with skip_tokenizer_init")
+        return tokenizer
 
     @property
     def max_model_len(self) -> int:
@@ -216,3 +217,9 @@ class AsyncLLMEngine:
                 "the engine is closed" if self._closed else "the engine is not started"
             )
         return self._core
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    if config.tokenizer_path is None:
+        return None
+    return Tokenizer.from_folder(config.tokenizer_path, config.chat_template)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncllm.engine.page_pool import PagePool
 from asyncllm.types import PADDING_PAGE, PageAppend, Sequence
@@ -31,6 +31,7 @@ class _Table:
     pages: list[int] = field(default_factory=list)  # on the device
     host_pages: list[int] = field(default_factory=list)  # while swapped
     num_published: int = 0
+    may_publish: bool = True  # not without a prefix cache, nor what was filled before its reset
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,7 +99,7 @@ class BlockManager:
         return self.num_blocks(max(seq.num_prefill, seq.num_computed + 1)) - held
 
     def can_swap_out(self, seq: Sequence) -> bool:
-        return len(self._tables[seq.seq_id].pages) <= self.host.num_free
+        return self.num_blocks(seq.num_computed) <= self.host.num_free
 
     def num_uncached_tokens(self, seq: Sequence) -> int:
         """Tokens that a recomputation would have to compute, if nothing is evicted meanwhile."""
@@ -113,7 +114,7 @@ class BlockManager:
         Returns the swap-ins (host page, device page) of blocks that only the host held.
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} owns pages already"
-        table = _Table()
+        table = _Table(may_publish=self.enable_prefix_caching)
         # Hold all matched pages first, so that taking new ones cannot evict them.
         for page, host_page in match.pages:
             if page is not None:
@@ -142,7 +143,7 @@ class BlockManager:
         source = self._tables[parent.seq_id]
         for page in source.pages:
             self.device.share(page)
-        self._tables[child.seq_id] = _Table(list(source.pages), [], source.num_published)
+        self._tables[child.seq_id] = replace(source, pages=list(source.pages), host_pages=[])
         self._hashes[child.seq_id] = list(self._hashes.get(parent.seq_id, []))
 
     def needs_page(self, seq: Sequence, position: int) -> bool:
@@ -170,7 +171,7 @@ class BlockManager:
         """Positions 0 .. num_complete-1 of `seq` are computed: make its full pages findable."""
         table = self._tables[seq.seq_id]
         num_full = num_complete // self.block_size
-        if not self.enable_prefix_caching or num_full <= table.num_published:
+        if not table.may_publish or num_full <= table.num_published:
             return
         hashes = self._block_hashes(seq, num_full)
         for i in range(table.num_published, num_full):
@@ -210,7 +211,7 @@ class BlockManager:
         return copies
 
     def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Bring `seq` back; the copies (host page, device page) of what left the device meanwhile."""
+        """Bring `seq` back; the copies (host page, device page) of what has left the device."""
         table = self._tables[seq.seq_id]
         on_device = self._still_on_device(seq)
         for page in on_device:
@@ -234,8 +235,11 @@ class BlockManager:
         return copies
 
     def reset_prefix_cache(self) -> None:
+        """Forget all blocks. Live sequences keep their pages, but publish none of them again."""
         self.device.forget_all()
         self.host.forget_all()
+        for table in self._tables.values():
+            table.num_published, table.may_publish = 0, False
 
     # --- inside ----------------------------------------------------------------------------
 

@@ -1,12 +1,12 @@
 """Token ids to text, one token at a time, for one sequence.
 
 The deltas of `push` and of the last `flush` join to the text that the tokenizer decodes from all
-output ids where they stand, after the prompt. A character that is split over tokens is held until it
-is whole; bytes that can no longer become one turn into U+FFFD at once, those that are still waiting
-at the end in `flush`. It knows no stop strings.
+output ids where they stand, after the prompt. A character that is split over tokens is held until
+it is whole; bytes that can no longer become one turn into U+FFFD at once, those still waiting at
+the end in `flush`. It knows no stop strings.
 
 `TableDetokenizer` looks a token up and is the hot path. `WindowDetokenizer` serves every other
-decoder: it decodes the last few tokens with and without the new one, and the difference is the news.
+decoder: it decodes the last few tokens with and without the new one; the difference is the news.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class WindowDetokenizer:
         self._window = self._context(prompt_ids)
         self._num_read = self._num_whole(self._window)
         self._read_text = decode(self._window[: self._num_read])
+        self._num_held = len(self._window) - self._num_read  # tokens of an unfinished character
         self._last_is_unspaced = bool(self._window) and self._window[-1] in unspaced
 
     def push(self, token_id: int) -> str:
@@ -139,8 +140,10 @@ class WindowDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT_CHARACTER) and self._num_waiting() < MAX_CHARACTER_BYTES:
+        if text.endswith(REPLACEMENT_CHARACTER) and self._num_held < MAX_CHARACTER_BYTES - 1:
+            self._num_held += 1
             return ""
+        self._num_held = 0
         delta = text[len(self._read_text) :]
         if delta or len(self._window) > MAX_WINDOW_TOKENS:
             self._slide()
@@ -148,9 +151,6 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         return self._decode(self._window)[len(self._read_text) :]
-
-    def _num_waiting(self) -> int:
-        return len(self._window) - self._num_read
 
     def _slide(self) -> None:
         """The ids just read become the context of the next."""

@@ -41,7 +41,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         worker: Worker,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         stat_loggers: list[StatLogger],
     ) -> None:
         memory = worker.memory
@@ -188,6 +188,9 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     """Run a blocking call in a thread that ends with it: the application's loop keeps none of ours."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm")
     try:
-        return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
-    finally:
-        thread.shutdown(wait=False)
+        result = await asyncio.get_running_loop().run_in_executor(thread, work, *args)
+    except BaseException:
+        thread.shutdown(wait=False)  # cancelled: the work ends by itself, the loop does not wait
+        raise
+    thread.shutdown()  # at once: its work is done
+    return result

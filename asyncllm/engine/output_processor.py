@@ -223,7 +223,7 @@ class OutputProcessor:
         return SequenceText(detokenizer, checker)
 
     def _keep_prompt_logprobs(self, seq_id: int, chunk: list[TokenLogprobs]) -> None:
-        """Until the first token. Siblings that compute the prompt on their own report nothing new."""
+        """Until the first token; a sibling that computes the prompt too reports nothing new."""
         state = self._sequences.get(seq_id)
         if state is not None and state.seq.index == 0 and state.owner.owes_prompt_logprobs:
             state.owner.prompt_logprobs += chunk

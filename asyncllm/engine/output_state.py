@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from asyncllm.engine.output_logprobs import TokenText, logprob_dict, prompt_logprob_dicts
 from asyncllm.engine.sequence_text import SequenceText
 from asyncllm.engine.stats import FinishedRequestStats
-from asyncllm.outputs import CompletionOutput, FinishReasonText, PromptLogprobs, RequestOutput
+from asyncllm.outputs import (
+    CompletionOutput,
+    FinishReasonText,
+    PromptLogprobs,
+    RequestOutput,
+    SampleLogprobs,
+)
 from asyncllm.types import Request, Sequence, TokenLogprobs, TokenUpdate
 
 Sink = Callable[[RequestOutput], None]
@@ -114,22 +120,27 @@ class SequenceState:
             self.cumulative_logprob += reported.logprob
             text_of = self.owner.text_of
             logprobs = [logprob_dict(update.token_id, reported, self.num_logprobs, text_of)]
-        index, all_news = self.seq.index, self.owner.news
-        for news in all_news:  # empty, but for n > 1 and for several tokens in one step
-            if news.index == index:
-                news.text += text
-                news.token_ids.append(update.token_id)
-                news.cumulative_logprob = self.cumulative_logprob
-                if news.logprobs is not None and logprobs is not None:
-                    news.logprobs += logprobs
-                return news
-        news = CompletionOutput(index, text, [update.token_id], self.cumulative_logprob, logprobs)
-        all_news.append(news)
+        news = self._own_news()
+        news.text += text
+        news.token_ids.append(update.token_id)
+        news.cumulative_logprob = self.cumulative_logprob
+        if logprobs is not None and news.logprobs is not None:
+            news.logprobs += logprobs
         return news
 
     def add_end(self, text: str, reason: FinishReasonText) -> CompletionOutput:
         """News without a token: the end of a sequence that was ended from outside."""
-        logprobs: list | None = None if self.num_logprobs is None else []
-        news = CompletionOutput(self.seq.index, text, [], self.cumulative_logprob, logprobs, reason)
-        self.owner.news.append(news)
+        news = self._own_news()
+        news.text += text
+        news.finish_reason = reason
+        return news
+
+    def _own_news(self) -> CompletionOutput:
+        index, all_news = self.seq.index, self.owner.news
+        for news in all_news:  # empty, but for n > 1 and for several tokens in one step
+            if news.index == index:
+                return news
+        logprobs: SampleLogprobs | None = None if self.num_logprobs is None else []
+        news = CompletionOutput(index, "", [], self.cumulative_logprob, logprobs)
+        all_news.append(news)
         return news

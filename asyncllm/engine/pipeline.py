@@ -1,11 +1,11 @@
-"""The time structure of the engine: when each verb of a step is called, and nothing of what it does.
+"""The time structure of the engine: when each verb of a step is called, and not what it does.
 
     one ahead     host   | plan N+1 | launch N+1 | wait N ... HTTP ... | finish N | plan N+2 | ...
                   device |        step N         |          step N+1              | step N+2
 
 `run_ahead` launches step N+1 before step N's tokens are known on the host, so the device never
-waits for Python; `run_synchronous`, its twin, finishes each step before it plans the next. They must
-give the same tokens. Both are tested with a fake device.
+waits for Python; `run_synchronous`, its twin, finishes each step before it plans the next. They
+must give the same tokens. Both are tested with a fake device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ async def run_synchronous(steps: Steps) -> None:
     """Run for ever, one step at a time: the oracle for `run_ahead`."""
     while True:
         plan = steps.plan()
-        if plan is None:
+        if plan is not None:
+            steps.finish(plan, await steps.launch(plan).wait())
+        else:
             await steps.idle()
-            continue
-        steps.finish(plan, await steps.launch(plan).wait())
         await asyncio.sleep(0)

@@ -18,8 +18,8 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.types import (
@@ -37,6 +37,9 @@ from asyncllm.types import (
     SwapCost,
     TokenUpdate,
 )
+
+if TYPE_CHECKING:  # its module imports transformers
+    from asyncllm.config import PreemptionMode, SchedulingPolicy
 
 FREE_PAGES_WATERMARK = 0.01  # share of pages kept free at admission, so that decodes can grow
 
@@ -261,7 +264,7 @@ class Scheduler:
             return False
         draft.swap_in += self.blocks.admit(seq, match)
         num_cached = len(match) * self.blocks.block_size
-        if seq.num_output_tokens == 0:
+        if seq.num_prefill == 0:  # its first admission
             seq.num_cached_tokens = num_cached
             self._stats.prefix_cache_queries += seq.num_prompt_tokens
             self._stats.prefix_cache_hits += num_cached

@@ -2,10 +2,11 @@
 
 Two families of decoders join their tokens' bytes and decode the whole as UTF-8: byte-level ones
 (Llama 3, Qwen) and those of sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For them a
-list indexed by token id replaces the decoder. It knows no order of tokens and no state; a decoder
-of any other kind has no table. Invariant: `decode` gives what the `tokenizers` library gives, except
-that an invalid byte spoils itself alone: the library's byte fallback replaces its whole run of
-bytes, even characters that were complete and are long sent.
+list indexed by token id replaces the decoder; a decoder of any other kind has no table.
+
+Invariant: `decode` gives what the `tokenizers` library gives, except that with byte fallback an
+invalid byte spoils itself alone. The library replaces its whole run of bytes, even characters that
+were complete, which a stream has sent long before.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _byte_level_alphabet() -> dict[int, int]:
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {0x100 + i: byte for i, byte in enumerate(others)}
     # A Latin-1 character outside the code must not pass for a byte: send it beyond Latin-1.
-    return alphabet | {byte: 0x100 for byte in others}
+    return alphabet | dict.fromkeys(others, 0x100)
 
 
 _ALPHABET = _byte_level_alphabet()

@@ -90,7 +90,7 @@ class Tokenizer:
         return self._raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The token's own text, its leading space kept; U+FFFD where it is a part of a character."""
+        """The token's own text with its leading space; U+FFFD for a part of a character."""
         if self._pieces is None:
             return self._raw.decode([token_id], skip_special_tokens=False)
         return self.token_bytes(token_id).decode("utf-8", "replace")

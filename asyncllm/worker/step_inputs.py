@@ -241,7 +241,7 @@ def _forbidden_now(seq: Sequence) -> list[int]:
     request = seq.request
     num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
     forbidden: list[int] = []
-    if num_before + 1 < request.sampling_params.min_tokens:
+    if num_before < request.sampling_params.min_tokens:
         forbidden += request.stop_token_ids
     outputs = seq.token_ids[seq.num_prompt_tokens :]
     for word in request.bad_words_ids:

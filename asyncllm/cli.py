@@ -1,0 +1,97 @@
+"""The `asyncllm` command. What fails at start is one line on stderr and exit code 1."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from importlib.metadata import version
+from typing import Any
+
+import uvloop
+
+from asyncllm.config import EngineArgs
+from asyncllm.errors import ModelLoadError
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
+from asyncllm.server.listener import Listener
+
+EXIT_CODE_INTERRUPTED = 130
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser, flags = _parsers()
+    given = vars(parser.parse_args(normalise(sys.argv[1:] if argv is None else argv)))
+    if given.pop("command") is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        engine_args, server_args = merge(flags, given)
+    except ValueError as error:
+        parser.error(str(error))
+    return _serve(engine_args, server_args)
+
+
+def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
+    """Defaults, under the config file, under the command line. Raises `ValueError`."""
+    config, positional = given.pop("config"), given.pop("model_tag")
+    if positional is not None and given.setdefault("model", positional) != positional:
+        raise ValueError(f"two models: {positional} and --model {given['model']}")
+    if config is not None:
+        known = field_names(EngineArgs) | field_names(ServerArgs)
+        from_file = vars(flags.parse_args(read_config_file(config, known)))
+        given = {**from_file, **given}
+    return EngineArgs(**pick(EngineArgs, given)), ServerArgs(**pick(ServerArgs, given))
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The command line's parser, and one of the flags alone, for config files."""
+    flags = argparse.ArgumentParser(prog="asyncllm serve", add_help=False, allow_abbrev=False)
+    add_flags(flags, EngineArgs)
+    add_flags(flags, ServerArgs)
+    parser = argparse.ArgumentParser(
+        prog="asyncllm",
+        description="An LLM engine and OpenAI-compatible server in one asyncio process.",
+    )
+    parser.add_argument("--version", action="version", version=version("asyncllm"))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve", parents=[flags], help="serve a model over HTTP", allow_abbrev=False
+    )
+    serve.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="model folder or built-in name"
+    )
+    serve.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
+    return parser, flags
+
+
+def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
+    try:
+        server_args.check()
+        logging.basicConfig(level=server_args.log_level.upper(), format=LOG_FORMAT)
+        with closing(Listener.bind(server_args)) as listener:
+            _run(engine_args, server_args, listener)
+    except KeyboardInterrupt:
+        return EXIT_CODE_INTERRUPTED
+    except (ModelLoadError, ValueError, OSError) as error:
+        print(f"asyncllm: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -> None:
+    # torch is behind these imports: seconds that --help and a taken port should not cost.
+    from asyncllm.engine.async_engine import AsyncLLMEngine
+    from asyncllm.server.serve import serve
+
+    async def run() -> None:
+        await serve(AsyncLLMEngine.from_engine_args(engine_args), server_args, listener)
+
+    uvloop.run(run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A parsed prompt's token ids: rendered, encoded, truncated, each id one of the model's.
+
+Its one state is what it was made with, so it may run in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncllm.engine.prompt import ParsedPrompt
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.errors import ContextLengthError, InvalidRequestError
+from asyncllm.sampling_params import SamplingParams
+
+
+class PromptEncoder:
+    """`max_tokens_in_all`: prompt and output together, by the window and the KV cache."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        max_tokens_in_all: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_tokens_in_all = max_tokens_in_all
+
+    def text(self, parsed: ParsedPrompt) -> str | None:
+        """The prompt's text, chat messages rendered; None where it came as bare ids."""
+        if parsed.messages is None:
+            return parsed.text
+        return self.tokenizer_for(parsed.param).render_chat(parsed.messages)
+
+    def token_ids(
+        self, parsed: ParsedPrompt, text: str | None, params: SamplingParams
+    ) -> list[int]:
+        """A list of its own. Raises `InvalidRequestError`."""
+        if parsed.token_ids is not None:
+            ids = list(parsed.token_ids)
+        else:
+            assert text is not None, "a parsed prompt is ids or has a text"
+            self._check_num_chars(parsed, text, params)
+            # A chat template has written the special tokens itself.
+            add_special_tokens = parsed.add_special_tokens and parsed.messages is None
+            ids = self.encode(text, add_special_tokens, parsed.param)
+        ids = self._truncate(ids, params)
+        if not ids:
+            raise InvalidRequestError(f"the {parsed.noun} must not be empty", parsed.param)
+        self.check_ids(ids, parsed.param)
+        return ids
+
+    def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        tokenizer = self.tokenizer_for(param)
+        try:
+            return tokenizer.encode(text, add_special_tokens)
+        except InvalidRequestError as error:
+            error.param = param
+            raise
+
+    def tokenizer_for(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "this engine has no tokenizer: send prompt_token_ids, with detokenize=False", param
+            )
+        return self._tokenizer
+
+    def check_ids(self, ids: Iterable[int], param: str) -> None:
+        """Each must be in the vocabulary: the embedding has no row for another."""
+        for extreme in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= extreme < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{param}: token id {extreme} is not in the model's vocabulary of "
+                    f"{self._vocab_size}",
+                    param,
+                )
+
+    def _check_num_chars(self, parsed: ParsedPrompt, text: str, params: SamplingParams) -> None:
+        """Refuse unencoded what would not fit if each token were the vocabulary's longest."""
+        longest = self.tokenizer_for(parsed.param).max_chars_per_token
+        if params.truncate_prompt_tokens is None and len(text) > longest * self._max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, "
+                f"your {parsed.noun} has {len(text)} characters, at least {len(text) // longest} "
+                f"tokens. Please reduce the length of the {parsed.noun}.",
+                parsed.param,
+            )
+
+    def _truncate(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """The last `truncate_prompt_tokens` ids; -1: as many as leave room for the output."""
+        num_kept = params.truncate_prompt_tokens
+        if num_kept is None:
+            return ids
+        if num_kept > self._max_model_len:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens ({num_kept}) must be at most the context window "
+                f"({self._max_model_len})",
+                "truncate_prompt_tokens",
+            )
+        if num_kept == -1:
+            num_kept = max(self._max_tokens_in_all - (params.max_tokens or 1), 1)
+        return ids[-num_kept:]

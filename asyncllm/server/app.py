@@ -1,0 +1,45 @@
+"""The aiohttp application: which route answers where. Run it with `handler_cancellation=True`.
+
+The reading order of this package: app, chat, service, generation, stream, sse.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.auth import auth_middleware
+from asyncllm.server.chat import chat_completions
+from asyncllm.server.completions import completions
+from asyncllm.server.errors import error_middleware
+from asyncllm.server.info import health, list_models, metrics, show_model, show_version
+from asyncllm.server.metrics import METRICS, Metrics
+from asyncllm.server.service import SERVICE, Service
+from asyncllm.server.tokenize import detokenize, tokenize
+
+
+def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
+    """The app for one engine, which need not have started yet. Registers the metrics with it."""
+    app = web.Application(
+        middlewares=[error_middleware, auth_middleware(args.keys())],
+        client_max_size=args.max_body_bytes,
+    )
+    service = Service(engine, args)
+    app[SERVICE] = service
+    app[METRICS] = Metrics(engine.stats, service.model_names[0], args.metrics_prefix)
+    engine.stat_loggers.append(app[METRICS])
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.get("/v1/models", list_models),
+            web.get("/v1/models/{model:.+}", show_model),  # a model's name may hold slashes
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.get("/health", health),
+            web.get("/version", show_version),
+            web.get("/metrics", metrics),
+        ]
+    )
+    return app

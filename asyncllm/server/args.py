@@ -1,0 +1,74 @@
+"""The server's own flags. `help` in a field's metadata is the flag's help text."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass, field
+
+API_KEY_VARIABLE = "ASYNCLLM_API_KEY"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass
+class ServerArgs:
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=8000, metadata={"help": "port to listen on, 0: any free one"})
+    uds: str | None = field(
+        default=None, metadata={"help": "Unix socket to listen on, instead of host and port"}
+    )
+    api_key: list[str] | None = field(
+        default=None,
+        metadata={"help": f"keys that clients must send one of, default: ${API_KEY_VARIABLE}"},
+    )
+    ssl_certfile: str | None = field(default=None, metadata={"help": "TLS certificate, PEM"})
+    ssl_keyfile: str | None = field(default=None, metadata={"help": "TLS private key, PEM"})
+    max_body_bytes: int = field(
+        default=4 * 1024 * 1024, metadata={"help": "largest request body, decompressed"}
+    )
+    shutdown_timeout: float = field(
+        default=30.0, metadata={"help": "seconds that running answers get at shutdown"}
+    )
+    metrics_prefix: str = field(
+        default="asyncllm", metadata={"help": "of /metrics; vllm for dashboards made for it"}
+    )
+    enable_log_requests: bool = field(
+        default=False, metadata={"help": "log one line per finished request"}
+    )
+    disable_log_stats: bool = field(
+        default=False, metadata={"help": "no line of statistics every 10 s while there is work"}
+    )
+    log_level: str = field(default="info", metadata={"help": ", ".join(LOG_LEVELS)})
+
+    def check(self) -> None:
+        """Raises `ValueError` naming the flag."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, got {self.port}")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("ssl_keyfile needs ssl_certfile")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}")
+        if any(not key for key in self.api_key or []):
+            raise ValueError("api_key must not be empty")
+
+    def keys(self) -> list[str]:
+        """The API keys in force; none means that anybody may ask."""
+        if self.api_key:
+            return self.api_key
+        from_environment = os.environ.get(API_KEY_VARIABLE)
+        return [from_environment] if from_environment else []
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Raises `ValueError` for files that cannot be read or do not match."""
+        if self.ssl_certfile is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+        except OSError as error:  # ssl.SSLError is one
+            raise ValueError(f"ssl_certfile {self.ssl_certfile}: {error}") from error
+        return context

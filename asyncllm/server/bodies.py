@@ -1,0 +1,77 @@
+"""From an HTTP body to a typed request: size, media type, JSON, field types. No semantics.
+
+A type error names its field as `param`. Unknown fields are ignored, as in vLLM, and each name is
+logged once at debug level.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from asyncllm.server.errors import ApiError, bad_request
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_MAX_REMEMBERED_NAMES = 256
+_FIELD_PATH = re.compile(r" - at `\$\.([A-Za-z0-9_]+)")
+_MISSING_FIELD = re.compile(r"required field `([A-Za-z0-9_]+)`")
+
+_decoders: dict[type, msgspec.json.Decoder] = {}
+_seen_unknown: set[str] = set()
+
+
+async def read_body(request: web.Request, wanted: type[T]) -> T:
+    """The body as `wanted`. Raises `ApiError` 400, 413 or 415."""
+    if "Content-Type" in request.headers and request.content_type != "application/json":
+        raise ApiError(415, "the request body must be application/json")
+    limit = request.client_max_size
+    if request.content_length is not None and request.content_length > limit:
+        raise ApiError(413, f"the request body is over the limit of {limit} bytes")
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise ApiError(413, f"the request body is over the limit of {limit} bytes") from None
+    except (web.RequestPayloadError, ValueError) as error:
+        raise bad_request("the request body could not be read") from error
+    parsed = _decode(raw, wanted)
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_unknown_fields(raw, wanted)
+    return parsed
+
+
+def _decode(raw: bytes, wanted: type[T]) -> T:
+    decoder = _decoders.get(wanted)
+    if decoder is None:
+        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted)
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except RecursionError:
+        raise bad_request("the request body is nested too deeply") from None
+    except ValueError as error:  # malformed JSON, or not UTF-8
+        raise bad_request(f"the request body is not valid JSON: {error}") from None
+
+
+def _field_error(message: str) -> ApiError:
+    """msgspec: "Expected `float`, got `str` - at `$.temperature`"; the root field is `param`."""
+    if found := _FIELD_PATH.search(message):
+        return bad_request(message.replace("`$.", "`"), found.group(1))
+    if found := _MISSING_FIELD.search(message):
+        return bad_request(f"`{found.group(1)}` is required", found.group(1))
+    return bad_request(f"the request body is not what this route takes: {message}")
+
+
+def _log_unknown_fields(raw: bytes, wanted: type[msgspec.Struct]) -> None:
+    unknown = set(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
+    for name in sorted(unknown - set(wanted.__struct_fields__) - _seen_unknown):
+        if len(_seen_unknown) < _MAX_REMEMBERED_NAMES:
+            _seen_unknown.add(name)
+            logger.debug("ignored unknown field %r of %s", name[:64], wanted.__name__)

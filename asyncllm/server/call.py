@@ -1,0 +1,32 @@
+"""One HTTP call for text: what it asks of the engine, and the names that its answer carries."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from asyncllm.engine.prompt import PromptInput
+from asyncllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class Call:
+    """Choice i of prompt p has index p * n + i in the answer."""
+
+    id: str
+    model: str
+    prompts: list[PromptInput]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+def new_id(prefix: str) -> str:
+    """Never a client's own id: it names a request inside the engine."""
+    return f"{prefix}-{uuid.uuid4().hex}"

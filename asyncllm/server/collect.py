@@ -1,0 +1,74 @@
+"""The answer that is sent whole: engine deltas added up per choice."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from asyncllm.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
+from asyncllm.server.call import Call
+from asyncllm.server.errors import ApiError
+from asyncllm.server.usage import Usage
+
+
+@dataclass(slots=True)
+class CollectedChoice:
+    index: int
+    parts: list[str] = field(default_factory=list)
+    logprobs: SampleLogprobs = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+@dataclass(slots=True)
+class CollectedPrompt:
+    text: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: PromptLogprobs | None = None
+
+
+class CollectedAnswer:
+    """A `Consumer` for one JSON body."""
+
+    def __init__(self, call: Call) -> None:
+        self.choices = [CollectedChoice(i) for i in range(call.num_choices)]
+        self.prompts = [CollectedPrompt() for _ in call.prompts]
+        self.usage = Usage()
+        self._n = call.params.n
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def feed(self, prompt_index: int, output: RequestOutput) -> None:
+        self.usage.count(prompt_index, output)
+        self._add_prompt(self.prompts[prompt_index], output)
+        for completion in output.outputs:
+            choice = self.choices[prompt_index * self._n + completion.index]
+            choice.parts.append(completion.text)
+            choice.logprobs.extend(completion.logprobs or ())
+            if completion.finish_reason is not None:
+                choice.finish_reason = completion.finish_reason
+                choice.stop_reason = completion.stop_reason
+
+    def finish(self) -> None:
+        if not self._end.done():
+            self._end.set_result(None)
+
+    def fail(self, error: ApiError) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def wait(self) -> None:
+        """Until the last token. Raises the `ApiError` that ended it."""
+        await self._end
+
+    def prompt_of(self, choice: CollectedChoice) -> CollectedPrompt:
+        return self.prompts[choice.index // self._n]
+
+    def _add_prompt(self, prompt: CollectedPrompt, output: RequestOutput) -> None:
+        prompt.text = output.prompt
+        prompt.token_ids = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            prompt.logprobs = output.prompt_logprobs

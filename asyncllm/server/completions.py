@@ -1,0 +1,138 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from asyncllm.server.bodies import read_body
+from asyncllm.server.call import Call, new_id
+from asyncllm.server.collect import CollectedAnswer, CollectedChoice
+from asyncllm.server.logprobs import LegacyLogprobs, TokenNames, prompt_logprobs
+from asyncllm.server.prompts import completion_prompts
+from asyncllm.server.protocol import CompletionRequest
+from asyncllm.server.refusals import refuse_unsupported
+from asyncllm.server.sampling import client_names, completion_params, prompt_only
+from asyncllm.server.service import (
+    SERVICE,
+    Service,
+    answer_stream,
+    answer_whole,
+    json_response,
+)
+from asyncllm.server.stream import ChoiceFrames
+
+
+async def completions(http: web.Request) -> web.StreamResponse:
+    service = http.app[SERVICE]
+    service.check_open()
+    request = await read_body(http, CompletionRequest)
+    with client_names(request):
+        call = _call(request, service)
+        view = CompletionView(request, call, service)
+        if request.stream:
+            return await answer_stream(http, service, call, request, view)
+        return json_response(view.body(await answer_whole(service, call)))
+
+
+def _call(request: CompletionRequest, service: Service) -> Call:
+    service.check_model(request.model)
+    refuse_unsupported(request)
+    return Call(
+        id=new_id("cmpl"),
+        model=service.model_names[0],
+        prompts=completion_prompts(request),
+        params=completion_params(request, service.engine.input_processor),
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+    )
+
+
+class CompletionView:
+    """text_completion as one body, and as a `ChunkShape`."""
+
+    object_name = "text_completion"
+    before_text = b'"text":'
+    after_text = b""
+
+    def __init__(self, request: CompletionRequest, call: Call, service: Service) -> None:
+        self._call = call
+        self._tokenizer = service.engine.tokenizer
+        self._echo = bool(request.echo)
+        self._prompt_only = prompt_only(request)
+        self._names = TokenNames(self._tokenizer, bool(request.return_tokens_as_token_ids))
+        self._wants_logprobs = call.params.logprobs is not None
+        self._reports_prompt_logprobs = request.prompt_logprobs is not None
+        self._logprobs = [LegacyLogprobs(self._names) for _ in range(call.num_choices)]
+
+    # The stream
+
+    def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
+        if not self._echo:
+            return b""
+        logprobs = self._prompt_logprobs(
+            frames.index, output.prompt_token_ids, output.prompt_logprobs
+        )
+        return frames.full(self._prompt_text(output.prompt, output.prompt_token_ids), logprobs)
+
+    def text(self, completion: CompletionOutput) -> str:
+        return "" if self._prompt_only else completion.text
+
+    def logprobs(self, choice_index: int, completion: CompletionOutput) -> Any:
+        if not self._wants_logprobs or self._prompt_only or not completion.logprobs:
+            return None
+        return self._logprobs[choice_index].output(completion.logprobs)
+
+    # The body
+
+    def body(self, answer: CollectedAnswer) -> dict[str, Any]:
+        return {
+            "id": self._call.id,
+            "object": self.object_name,
+            "created": self._call.created,
+            "model": self._call.model,
+            "choices": [self._choice(answer, choice) for choice in answer.choices],
+            "usage": answer.usage.as_dict(),
+        }
+
+    def _choice(self, answer: CollectedAnswer, choice: CollectedChoice) -> dict[str, Any]:
+        prompt = answer.prompt_of(choice)
+        text = "" if self._prompt_only else choice.text
+        if self._echo:
+            text = self._prompt_text(prompt.text, prompt.token_ids) + text
+        fields = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._choice_logprobs(answer, choice),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._reports_prompt_logprobs:
+            fields["prompt_logprobs"] = prompt_logprobs(prompt.logprobs, self._names)
+        return fields
+
+    def _choice_logprobs(self, answer: CollectedAnswer, choice: CollectedChoice) -> Any:
+        if not self._wants_logprobs:
+            return None
+        prompt = answer.prompt_of(choice)
+        parts = []
+        if self._echo:
+            parts.append(self._prompt_logprobs(choice.index, prompt.token_ids, prompt.logprobs))
+        if not self._prompt_only:
+            parts.append(self._logprobs[choice.index].output(choice.logprobs))
+        return {name: [x for part in parts for x in part[name]] for name in parts[0]}
+
+    def _prompt_logprobs(
+        self, choice_index: int, token_ids: list[int], positions: PromptLogprobs | None
+    ) -> Any:
+        if not self._wants_logprobs:
+            return None
+        known = positions or [None] * len(token_ids)
+        return self._logprobs[choice_index].prompt(token_ids, known)
+
+    def _prompt_text(self, text: str | None, token_ids: list[int]) -> str:
+        if text is not None:
+            return text
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,137 @@
+"""What went wrong, as HTTP says it: `{"error": {"message", "type", "param", "code"}}`, all four.
+
+`ApiError` is the server's own refusal; `as_api_error` translates everything else, so the middleware
+and a stream that has already begun report the same failure in the same words. An unexpected
+exception is logged with its traceback and told to the client as nothing but "internal error".
+HTTP that the parser itself cannot read never reaches a middleware: aiohttp answers that one.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from asyncllm.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    429: "rate_limit_exceeded",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+
+
+class ApiError(Exception):
+    """An error with everything its response needs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or _CODES.get(status)
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        return orjson.dumps(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": _error_type(self.status),
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
+
+    def response(self) -> web.Response:
+        return web.Response(
+            status=self.status,
+            body=self.body(),
+            content_type="application/json",
+            headers=self.headers,
+        )
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The client's view of any exception; logs the ones nobody expected."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return bad_request(str(error), error.param, error.code)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error))
+    if isinstance(error, RequestFailedError):
+        return internal_error(str(error))
+    if isinstance(error, web.HTTPException):
+        return _from_http_exception(error)
+    if isinstance(error, ConnectionError):
+        return bad_request("the connection was lost")  # nobody is there to read it
+    logger.error("unexpected error while serving a request", exc_info=error)
+    return internal_error("internal error")
+
+
+def internal_error(message: str) -> ApiError:
+    # The same request would fail again: tell clients that retry by themselves not to.
+    return ApiError(500, message, headers={"x-should-retry": "false"})
+
+
+def _from_http_exception(error: web.HTTPException) -> ApiError:
+    """aiohttp's own refusals: no such route, wrong method, body too large."""
+    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    return ApiError(error.status, _HTTP_MESSAGES.get(error.status, error.reason), headers=headers)
+
+
+_HTTP_MESSAGES = {
+    404: "there is no such route",
+    405: "the route does not take this method",
+    413: "the request body is too large",
+}
+
+
+def _error_type(status: int) -> str:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "server_error"
+    return _TYPES.get(status, "invalid_request_error")
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Everything that a handler raises becomes a four-key body.
+
+    A handler whose response has begun reports its errors in the stream and never raises here.
+    """
+    try:
+        return await handler(request)
+    except Exception as error:
+        return as_api_error(error).response()

@@ -1,0 +1,85 @@
+"""The engine requests behind one HTTP call, from queue to last token, or to the client's departure.
+
+One engine request per prompt. The engine calls `_receive` on the event loop in the middle of its
+step, so two rules hold there: nothing escapes into the engine, and nothing calls the engine back;
+an error is handed to the consumer, whose end wakes the handler, and the handler's `finally` aborts.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Protocol
+
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.outputs import RequestOutput
+from asyncllm.server.call import Call
+from asyncllm.server.errors import ApiError, as_api_error, internal_error
+
+logger = logging.getLogger(__name__)
+
+
+class Consumer(Protocol):
+    """Where the answer goes: a stream, or a collector. Exactly one of finish and fail is last."""
+
+    def feed(self, prompt_index: int, output: RequestOutput) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def fail(self, error: ApiError) -> None: ...
+
+
+class Generation:
+    def __init__(self, engine: AsyncLLMEngine, call: Call, consumer: Consumer) -> None:
+        self.error: ApiError | None = None
+        self._engine = engine
+        self._call = call
+        self._consumer = consumer
+        self._num_open = len(call.prompts)
+        self._live: set[str] = set()
+        self._is_over = False  # aborted: the engine's last words find nobody
+
+    async def submit(self) -> None:
+        """Queue every prompt. Raises what the engine raises; `abort` then clears the rest."""
+        call = self._call
+        for index, prompt in enumerate(call.prompts):
+            request_id = f"{call.id}-{index}"
+            self._live.add(request_id)
+            await self._engine.add_request(
+                request_id,
+                prompt,
+                call.params,
+                partial(self._receive, request_id, index),
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+            )
+
+    def abort(self) -> None:
+        """Idempotent, and nothing to do once every request has finished."""
+        self._is_over = True
+        while self._live:
+            self._engine.abort(self._live.pop())
+
+    def fail(self, error: ApiError) -> None:
+        """End the answer with an error; the handler then aborts what still runs."""
+        if not self._is_over and self.error is None and self._num_open:
+            self.error = error
+            self._consumer.fail(error)
+
+    def _receive(self, request_id: str, index: int, output: RequestOutput) -> None:
+        if self._is_over or self.error is not None:
+            return
+        try:
+            if output.error is not None:
+                # Its words are for the operator: they may hold paths and addresses.
+                logger.error("request %s failed: %s", request_id, output.error)
+                self.fail(internal_error("the engine failed to finish this request"))
+                return
+            self._consumer.feed(index, output)
+            if output.finished:
+                self._live.discard(request_id)
+                self._num_open -= 1
+                if not self._num_open:
+                    self._consumer.finish()
+        except Exception as error:
+            self.fail(as_api_error(error))

@@ -1,0 +1,60 @@
+"""The routes that only report: models, health, version, metrics."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from asyncllm.server.errors import ApiError
+from asyncllm.server.metrics import METRICS
+from asyncllm.server.service import SERVICE, Service, json_response
+
+VERSION = version("asyncllm")
+_STARTED = int(time.time())
+
+
+async def list_models(http: web.Request) -> web.Response:
+    service = http.app[SERVICE]
+    cards = [_model_card(service, name) for name in service.model_names]
+    return json_response({"object": "list", "data": cards})
+
+
+async def show_model(http: web.Request) -> web.Response:
+    service = http.app[SERVICE]
+    name = http.match_info["model"]
+    service.check_model(name)
+    return json_response(_model_card(service, name))
+
+
+async def health(http: web.Request) -> web.Response:
+    """200 with an empty body, or 503 with the reason."""
+    service = http.app[SERVICE]
+    reason = "the server is shutting down" if service.draining else service.engine.health()
+    if reason is not None:
+        raise ApiError(503, reason)
+    return web.Response()
+
+
+async def show_version(http: web.Request) -> web.Response:
+    return json_response({"version": VERSION})
+
+
+async def metrics(http: web.Request) -> web.Response:
+    body = http.app[METRICS].exposition()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "asyncllm",
+        "root": service.model_names[0],
+        "parent": None,
+        "max_model_len": service.engine.max_model_len,
+    }

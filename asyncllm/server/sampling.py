@@ -1,0 +1,117 @@
+"""From a request's fields to `SamplingParams`: names, defaults that the route sets, logprobs.
+
+The ranges are `SamplingParams`'s business; an error it raises comes back under the name that the
+client used (`max_completion_tokens`, `top_logprobs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from asyncllm.engine.input_processor import InputProcessor
+from asyncllm.errors import InvalidRequestError
+from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+from asyncllm.server.errors import bad_request
+from asyncllm.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+)
+
+
+def chat_params(request: ChatRequest, processor: InputProcessor) -> SamplingParams:
+    """Raises `InvalidRequestError`, `ApiError`."""
+    _check_streaming(request)
+    overrides = _given(request)
+    # None: as many tokens as the context has room for.
+    overrides["max_tokens"] = (
+        request.max_tokens
+        if request.max_completion_tokens is None
+        else request.max_completion_tokens
+    )
+    if request.logprobs:
+        overrides["logprobs"] = request.top_logprobs or 0
+    elif request.top_logprobs:
+        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    return processor.default_params(overrides)
+
+
+def completion_params(request: CompletionRequest, processor: InputProcessor) -> SamplingParams:
+    """Raises `InvalidRequestError`, `ApiError`."""
+    _check_streaming(request)
+    overrides = _given(request)
+    overrides["max_tokens"] = _completion_max_tokens(request)
+    if request.logprobs is not None:
+        overrides["logprobs"] = request.logprobs
+        if request.echo and request.prompt_logprobs is None:
+            overrides["prompt_logprobs"] = request.logprobs
+    return processor.default_params(overrides)
+
+
+def prompt_only(request: CompletionRequest) -> bool:
+    """`echo` with `max_tokens=0` scores the prompt; the engine's one token is dropped."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+@contextmanager
+def client_names(request: GenerationRequest) -> Iterator[None]:
+    """Errors of the engine's validators name the field as the client spelt it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = _client_name(request, error.param)
+        raise
+
+
+def _client_name(request: GenerationRequest, param: str | None) -> str | None:
+    if isinstance(request, ChatRequest):
+        if param == "max_tokens" and request.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param or "", param)
+    return "prompt" if param == "prompt_token_ids" else param
+
+
+def _completion_max_tokens(request: CompletionRequest) -> int:
+    if prompt_only(request):
+        return 1
+    return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+
+
+def _given(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    overrides: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
+    for name in _SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            overrides[name] = value
+    return overrides
+
+
+def _check_streaming(request: ChatRequest | CompletionRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream=true", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")

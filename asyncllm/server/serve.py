@@ -1,0 +1,105 @@
+"""The server's life: bind, load, serve, drain.
+
+SIGINT or SIGTERM stops accepting, refuses newcomers on open connections, and lets the answers in
+progress end within `shutdown_timeout`; those that do not are ended with an error event. A second
+signal leaves at once. While the model loads Python's own handling applies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+
+from aiohttp import web
+
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.server.app import build_app
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.errors import ApiError
+from asyncllm.server.listener import Listener
+from asyncllm.server.logs import RequestLog, StatsLog
+from asyncllm.server.service import SERVICE, Service
+
+logger = logging.getLogger("asyncllm")
+
+CLOSE_TIMEOUT_SECONDS = 2.0  # for handlers to write their last bytes
+EXIT_CODE_SECOND_SIGNAL = 1
+
+
+async def serve(engine: AsyncLLMEngine, args: ServerArgs, listener: Listener) -> None:
+    """Until a signal. Raises `OSError`, `ValueError`, `ModelLoadError` for what fails at start."""
+    try:
+        await engine.start()
+        await _serve_loaded(engine, args, listener)
+    finally:
+        await engine.aclose()
+
+
+async def _serve_loaded(engine: AsyncLLMEngine, args: ServerArgs, listener: Listener) -> None:
+    app = build_app(engine, args)
+    stats_task = _start_logs(engine, args)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that is gone ends its handler, which aborts
+        access_log=None,
+        shutdown_timeout=CLOSE_TIMEOUT_SECONDS,
+    )
+    await runner.setup()
+    try:
+        site = await listener.start(runner)
+        stop = _stop_on_signals()
+        _announce(engine, listener)
+        await stop.wait()
+        await site.stop()
+        await drain(app[SERVICE], args.shutdown_timeout)
+    finally:
+        if stats_task is not None:
+            stats_task.cancel()
+        await runner.cleanup()
+
+
+async def drain(service: Service, patience_seconds: float) -> None:
+    """Refuse newcomers, wait for the answers in progress, then end what is left with an error."""
+    service.draining = True
+    logger.info("shutting down: %d answers in progress", service.num_live)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(patience_seconds):
+            await service.idle()
+    service.fail_live(ApiError(503, "the server is shutting down"))
+
+
+def _start_logs(engine: AsyncLLMEngine, args: ServerArgs) -> asyncio.Task[None] | None:
+    if args.enable_log_requests:
+        engine.stat_loggers.append(RequestLog())
+    if args.disable_log_stats:
+        return None
+    log = StatsLog(engine.stats)
+    engine.stat_loggers.append(log)
+    return asyncio.create_task(log.run())
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            sys.stderr.flush()
+            os._exit(EXIT_CODE_SECOND_SIGNAL)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+def _announce(engine: AsyncLLMEngine, listener: Listener) -> None:
+    for name, value in engine.startup.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{part} {number}" for part, number in value.items())
+        print(f"{name.replace('_', ' '):20}{value}")
+    print(f"listening on {listener.url}", flush=True)

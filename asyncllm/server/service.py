@@ -1,0 +1,105 @@
+"""What the routes share: the engine, the names it serves under, and the calls in progress.
+
+`answer_stream` and `answer_whole` are the two ways a call runs; in both the engine's requests end
+with the handler, whatever ends the handler: the last token, an error, or a client that went away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.call import Call
+from asyncllm.server.collect import CollectedAnswer
+from asyncllm.server.errors import ApiError
+from asyncllm.server.generation import Consumer, Generation
+from asyncllm.server.protocol import GenerationRequest
+from asyncllm.server.sse import SSEStream
+from asyncllm.server.stream import ChunkShape, StreamedAnswer
+
+
+class Service:
+    def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
+        self.engine = engine
+        self.args = args
+        self.model_names = engine.config.served_model_names
+        self.draining = False
+        self._live: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def idle(self) -> None:
+        """Until no answer is in progress."""
+        await self._idle.wait()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ApiError` 404 for a name that is not served; none at all means the first."""
+        if name is not None and name not in self.model_names:
+            raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+
+    def check_open(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is shutting down")
+
+    def fail_live(self, error: ApiError) -> None:
+        """End every answer in progress with an error."""
+        for generation in list(self._live):
+            generation.fail(error)
+
+    @contextmanager
+    def generation(self, call: Call, consumer: Consumer) -> Iterator[Generation]:
+        """The engine's share of a call. Leaving the block aborts what has not finished."""
+        generation = Generation(self.engine, call, consumer)
+        self._live.add(generation)
+        self._idle.clear()
+        try:
+            yield generation
+        finally:
+            self._live.discard(generation)
+            if not self._live:
+                self._idle.set()
+            generation.abort()
+
+
+SERVICE = web.AppKey("service", Service)
+
+
+def json_response(body: Any) -> web.Response:
+    return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+
+async def answer_whole(service: Service, call: Call) -> CollectedAnswer:
+    answer = CollectedAnswer(call)
+    with service.generation(call, answer) as generation:
+        await generation.submit()
+        await answer.wait()
+    return answer
+
+
+async def answer_stream(
+    http: web.Request, service: Service, call: Call, request: GenerationRequest, shape: ChunkShape
+) -> web.StreamResponse:
+    """Errors until `submit` is through have their own status; later ones are events."""
+    sse = SSEStream(http)
+    answer = StreamedAnswer(sse, call, shape, request.stream_options)
+    with service.generation(call, answer) as generation:
+        await generation.submit()
+        if generation.error is not None:
+            raise generation.error
+        try:
+            await sse.open()
+            await sse.run()
+        except ConnectionError:
+            pass  # the client is gone or was dropped; aiohttp notices by itself
+    return sse.response

@@ -1,0 +1,62 @@
+"""POST /tokenize and /detokenize: the tokenizer and the chat template, without the model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
+from asyncllm.server.bodies import read_body
+from asyncllm.server.errors import bad_request
+from asyncllm.server.prompts import render_chat
+from asyncllm.server.protocol import DetokenizeRequest, TokenizeRequest
+from asyncllm.server.refusals import refuse_unsupported_tokenize
+from asyncllm.server.service import SERVICE, Service, json_response
+
+
+async def tokenize(http: web.Request) -> web.Response:
+    service = http.app[SERVICE]
+    request = await read_body(http, TokenizeRequest)
+    service.check_model(request.model)
+    refuse_unsupported_tokenize(request)
+    tokenizer = service.engine.tokenizer
+    ids = await _encode(tokenizer, *_text(request, service))
+    body: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.engine.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if request.return_token_strs:
+        body["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+    return json_response(body)
+
+
+async def detokenize(http: web.Request) -> web.Response:
+    service = http.app[SERVICE]
+    request = await read_body(http, DetokenizeRequest)
+    service.check_model(request.model)
+    vocab_size = service.engine.tokenizer.vocab_size
+    if request.tokens and max(request.tokens) >= vocab_size:
+        raise bad_request(f"tokens must be ids below {vocab_size}", "tokens")
+    text = service.engine.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+def _text(request: TokenizeRequest, service: Service) -> tuple[str, bool]:
+    """The text, and whether special tokens are added; a chat template writes its own."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    add_special_tokens = request.add_special_tokens
+    if request.prompt is not None:
+        return request.prompt, add_special_tokens is not False
+    return render_chat(request, service.engine.tokenizer), bool(add_special_tokens)
+
+
+async def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """A large text takes milliseconds: off the loop."""
+    if len(text) >= LARGE_TEXT_CHARS:
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    return tokenizer.encode(text, add_special_tokens)

@@ -1,0 +1,47 @@
+"""Token counts of one call, as `usage` reports them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm.outputs import RequestOutput
+
+
+class Usage:
+    """Prompts are counted once, however many answers they have."""
+
+    def __init__(self) -> None:
+        self.completion_tokens = 0
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens: dict[int, int] = {}
+
+    def count(self, prompt_index: int, output: RequestOutput) -> None:
+        if prompt_index not in self._prompt_tokens:
+            self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+            self._cached_tokens[prompt_index] = output.num_cached_tokens
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+
+    def as_dict(self) -> dict[str, Any]:
+        return usage_dict(
+            sum(self._prompt_tokens.values()),
+            self.completion_tokens,
+            sum(self._cached_tokens.values()),
+        )
+
+    def of_choice(self, prompt_index: int, completion_tokens: int) -> dict[str, Any]:
+        """One choice so far, for `continuous_usage_stats`."""
+        return usage_dict(
+            self._prompt_tokens[prompt_index],
+            completion_tokens,
+            self._cached_tokens[prompt_index],
+        )
+
+
+def usage_dict(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

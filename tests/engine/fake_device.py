@@ -1,0 +1,233 @@
+"""A device in plain Python that obeys a `StepPlan` to the letter, for tests without a model.
+
+It knows nothing of the scheduler: what it reads, it reads through its own block tables, by slot,
+as attention kernels do. A KV cell is a digest of its token, of its position and of all cells
+before it as they were found in the pages: like the KV of a deep model it depends on the whole
+context. So a page shared wrongly, reused too early, copied too late or never swapped back changes
+the tokens that come out. Pages start as garbage and nobody cleans them.
+
+Steps run in the order of their launch, like a stream: at once, or only when somebody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from asyncllm.types import (
+    PADDING_PAGE,
+    PADDING_SLOT,
+    Request,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
+
+VOCAB_SIZE = 64
+
+
+def first_cell(cache_key: bytes) -> int:
+    """What stands before position 0: an adapter or a salt changes all KV after it."""
+    return crc32(cache_key)
+
+
+def kv_cell(token_id: int, before: list[int]) -> int:
+    """The KV of a token after the cells `before` (`first_cell` and one per position)."""
+    return hash((token_id, *before))
+
+
+def next_token(cells: list[int], seed: int, banned: frozenset[int]) -> int:
+    """The token that follows `cells`, in the random order of `seed`."""
+    token_id = hash((seed, *cells)) % VOCAB_SIZE
+    while token_id in banned:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def banned_tokens(request: Request, output_ids: list[int]) -> frozenset[int]:
+    """The last tokens of those bad words that `output_ids` is about to complete."""
+    end = len(output_ids)
+    return frozenset(
+        word[-1]
+        for word in request.bad_words_ids
+        if tuple(output_ids[max(0, end - len(word) + 1) :]) == word[:-1]
+    )
+
+
+@dataclass(slots=True)
+class _Slot:
+    seed: int = 0
+    first: int = 0
+    last_token: int = -1
+    position: int = -1
+    block_table: list[int] = field(default_factory=list)
+
+
+class FakeLaunched:
+    """A step in the device's queue. `turns`: event loop turns until its tokens are there."""
+
+    def __init__(self, device: FakeDevice, plan: StepPlan, turns: int) -> None:
+        self.plan = plan
+        self.result: StepResult | None = None
+        self._device = device
+        self._turns = turns
+        # What a runner packs at launch, because the host moves on: slots and masks.
+        self.sample_slots = [seq.slot for seq in plan.sampled]
+        self.banned = [self._banned(seq) for seq in plan.sampled]
+
+    @staticmethod
+    def _banned(seq: Sequence) -> frozenset[int]:
+        if seq.request.needs_known_tokens:
+            assert seq.num_in_flight == 1, f"{seq.seq_id}: its mask needs a token in flight"
+        return banned_tokens(seq.request, seq.token_ids[seq.num_prompt_tokens :])
+
+    async def wait(self) -> StepResult:
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+        self._device.run_until(self)
+        assert self.result is not None
+        return self.result
+
+
+class FakeDevice:
+    """`num_pages` device pages after the padding page, `num_host_pages`, `max_num_seqs` slots."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_host_pages: int,
+        block_size: int,
+        max_num_seqs: int,
+        rng: random.Random,
+        lazy: bool,
+        max_turns: int = 3,
+    ) -> None:
+        self.block_size = block_size
+        self.num_executed = 0
+        self._rng = rng
+        self._lazy = lazy
+        self._max_turns = max_turns
+        self._pages = [self._garbage() for _ in range(PADDING_PAGE + 1 + num_pages)]
+        self._host_pages = [self._garbage() for _ in range(num_host_pages)]
+        self._slots = [_Slot() for _ in range(max_num_seqs + 1)]
+        self._queue: deque[FakeLaunched] = deque()
+
+    def launch(self, plan: StepPlan) -> FakeLaunched:
+        check_plan(plan)
+        launched = FakeLaunched(self, plan, self._rng.randint(0, self._max_turns))
+        self._queue.append(launched)
+        if not self._lazy:
+            self.run_until(launched)
+        return launched
+
+    def run_until(self, launched: FakeLaunched) -> None:
+        """Execute the queue up to and including `launched`."""
+        while launched.result is None:
+            step = self._queue.popleft()
+            step.result = StepResult(self._execute(step))
+            self.num_executed += 1
+
+    # --- one step, in the order of the plan's fields -------------------------------------------
+
+    def _execute(self, step: FakeLaunched) -> list[int]:
+        plan = step.plan
+        for page, host_page in plan.swap_out:
+            self._host_pages[host_page] = list(self._pages[page])
+        for source, target in plan.page_copies:
+            self._pages[target] = list(self._pages[source])
+        for host_page, page in plan.swap_in:
+            self._pages[page] = list(self._host_pages[host_page])
+        for init in plan.slot_inits:
+            self._slots[init.slot] = _Slot(
+                seed=init.seq.seed,
+                first=first_cell(init.seq.request.cache_key),
+                last_token=init.token_ids[-1],
+                position=init.num_computed,
+                block_table=list(init.block_ids),
+            )
+        for slot, index, page in plan.page_appends:
+            table = self._slots[slot].block_table
+            assert index <= len(table), f"slot {slot}: entry {index} skips one"
+            table[index : index + 1] = [page]
+        return self._sample(step, self._forward(plan))
+
+    def _forward(self, plan: StepPlan) -> list[list[int]]:
+        """The whole context of each sample, read back from the pages after all writes.
+
+        Rows run in random order: none may depend on another of the same step.
+        """
+        inputs: list[tuple[int, int, list[int]]] = []  # (slot, start, tokens), decodes first
+        for decode in plan.decodes:
+            slot = self._slots[decode.slot]
+            assert slot.position == decode.position, "device and host disagree on a position"
+            inputs.append((decode.slot, decode.position, [slot.last_token]))
+        for row in plan.prefills:
+            table = self._slots[row.slot].block_table
+            assert row.block_ids == table[: len(row.block_ids)], "row and slot: other pages"
+            inputs.append((row.slot, row.start, row.token_ids))
+        written: set[tuple[int, int]] = set()
+        for slot_id, start, token_ids in self._rng.sample(inputs, len(inputs)):
+            for position, token_id in enumerate(token_ids, start):
+                place = self._place(slot_id, position)
+                assert place not in written, f"two rows write to page and offset {place}"
+                written.add(place)
+                cell = kv_cell(token_id, self._context(slot_id, position))
+                self._pages[place[0]][place[1]] = cell
+        contexts = [self._context(slot, start + len(ids)) for slot, start, ids in inputs]
+        num_samples = [1] * len(plan.decodes) + [len(row.samples) for row in plan.prefills]
+        return [c for c, n in zip(contexts, num_samples, strict=True) for _ in range(n)]
+
+    def _sample(self, step: FakeLaunched, contexts: list[list[int]]) -> list[int]:
+        token_ids = []
+        rows = zip(step.sample_slots, contexts, step.banned, strict=True)
+        for slot_id, context, banned in rows:
+            slot = self._slots[slot_id]
+            assert slot.first == context[0], "a sample in a slot of another request"
+            slot.last_token = next_token(context, slot.seed, banned)
+            slot.position = len(context) - 1  # without `first_cell`
+            token_ids.append(slot.last_token)
+        return token_ids
+
+    def _context(self, slot_id: int, num_positions: int) -> list[int]:
+        """`first_cell`, then the cells of positions 0 .. num_positions-1 of a slot."""
+        slot, cells = self._slots[slot_id], []
+        for page in slot.block_table[: -(-num_positions // self.block_size)]:
+            cells += self._pages[page]
+        assert len(cells) >= num_positions, f"slot {slot_id}: no page for a position it needs"
+        return [slot.first, *cells[:num_positions]]
+
+    def _place(self, slot_id: int, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.block_size)
+        page = self._slots[slot_id].block_table[index]
+        assert page != PADDING_PAGE, "a live row writes to the padding page"
+        return page, offset
+
+    def _garbage(self) -> list[int]:
+        return [self._rng.getrandbits(60) for _ in range(self.block_size)]
+
+
+def check_plan(plan: StepPlan) -> None:
+    """Assert what a device may rely on: within one step no target twice, nothing into padding."""
+    slots = [row.slot for row in plan.decodes] + [row.slot for row in plan.prefills]
+    _assert_distinct("a slot's row", slots)
+    _assert_distinct("an initialised slot", [init.slot for init in plan.slot_inits])
+    assert PADDING_SLOT not in slots and all(seq.slot for seq in plan.sampled)
+    _assert_distinct("a page of swap_out", [host_page for _, host_page in plan.swap_out])
+    targets = [page for _, page in plan.page_copies] + [page for _, page in plan.swap_in]
+    _assert_distinct("a page of copies and swap_in", targets)
+    sources = {page for page, _ in plan.page_copies}
+    assert sources.isdisjoint(targets), "page copies that cannot all be made at once"
+    _assert_distinct("an appended entry", [(a.slot, a.block_index) for a in plan.page_appends])
+    assert not (plan.swap_out and plan.swap_in), "host pages move both ways in one step"
+    for row in plan.prefills:
+        assert row.token_ids, "a prefill row without tokens"
+
+
+def _assert_distinct(what: str, items: Iterable[object]) -> None:
+    seen = list(items)
+    assert len(set(seen)) == len(seen), f"{what} twice in one step: {seen}"

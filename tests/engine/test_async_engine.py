@@ -1,0 +1,343 @@
+"""The engine inside somebody's asyncio application: every way a request can begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from asyncllm import (
+    AsyncLLMEngine,
+    ContextLengthError,
+    EngineArgs,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    QueueFullError,
+    RequestFailedError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from asyncllm.types import StepPlan
+
+SMALL: dict[str, Any] = {
+    "num_gpu_blocks_override": 120,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "swap_space": 0.01,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def small_engine(**changes: Any) -> AsyncLLMEngine:
+    return AsyncLLMEngine("tiny", **SMALL | changes)
+
+
+async def settle(engine: AsyncLLMEngine) -> None:
+    """Give the step in flight its end; then nothing may be left."""
+    await asyncio.sleep(0.2)
+    engine.check_idle()
+
+
+def test_awaited_and_iterated_agree() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            final = await engine.generate("Once upon a time", GREEDY)
+            assert final.finished and final.outputs[0].finish_reason == "length"
+            assert len(final.outputs[0].token_ids) == 12
+            assert final.prompt == "Once upon a time"
+            seen: list[RequestOutput] = [
+                o async for o in engine.generate("Once upon a time", GREEDY)
+            ]
+            assert [len(o.outputs[0].token_ids) for o in seen] == list(range(1, 13))
+            assert seen[-1].outputs[0].text == final.outputs[0].text
+            delta = SamplingParams(
+                temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            )
+            parts = [o.outputs[0] async for o in engine.generate("Once upon a time", delta)]
+            assert "".join(p.text for p in parts) == final.outputs[0].text
+            assert [t for p in parts for t in p.token_ids] == final.outputs[0].token_ids
+            engine.check_idle()
+
+    run(main())
+
+
+def test_all_prompt_forms_are_the_same_prompt() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            text = "What is the capital of France?"
+            ids = engine.tokenizer.encode(text)
+            forms: list[Any] = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
+            outputs = [await engine.generate(form, GREEDY) for form in forms]
+            assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
+            chat = await engine.generate([{"role": "user", "content": text}], GREEDY)
+            assert chat.prompt_token_ids != ids and len(chat.prompt_token_ids) > len(ids)
+
+    run(main())
+
+
+def test_metrics_are_ordered() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            m = (await engine.generate("hello", GREEDY)).metrics
+            assert m is not None
+            times = (
+                m.arrival_time,
+                m.first_scheduled_time,
+                m.first_token_time,
+                m.last_token_time,
+                m.finished_time,
+            )
+            assert list(times) == sorted(t for t in times if t is not None)
+
+    run(main())
+
+
+def test_n_answers_share_the_prompt_and_differ() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
+            output = await engine.generate("Tell me a story about a fox.", params)
+            assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+            assert len({tuple(c.token_ids) for c in output.outputs}) == 4
+            again = await engine.generate("Tell me a story about a fox.", params)
+            assert [c.token_ids for c in again.outputs] == [c.token_ids for c in output.outputs]
+            engine.check_idle()
+
+    run(main())
+
+
+def test_a_seed_is_the_same_alone_and_in_a_batch_and_under_preemption() -> None:
+    async def main() -> None:
+        params = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True)
+        async with small_engine() as engine:
+            alone = (await engine.generate("Tell me a story.", params)).outputs[0].token_ids
+        async with small_engine(num_gpu_blocks_override=16) as engine:
+            others = [engine.generate(f"What is {i} + {i}?", ENDLESS_SAMPLED) for i in range(7)]
+            batch = await asyncio.gather(engine.generate("Tell me a story.", params), *others)
+            stats = engine.stats()
+            assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
+            assert batch[0].outputs[0].token_ids == alone
+            engine.check_idle()
+
+    run(main())
+
+
+ENDLESS_SAMPLED = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+
+
+def test_leaving_the_loop_early_frees_the_request() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            async for output in engine.generate("hello", ENDLESS):
+                if len(output.outputs[0].token_ids) > 3:
+                    break
+            await settle(engine)
+
+    run(main())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
+def test_cancelling_the_awaiting_task_frees_the_request(after_s: float) -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            task = asyncio.create_task(_await(engine.generate("hello", ENDLESS)))
+            await asyncio.sleep(after_s)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await settle(engine)
+
+    run(main())
+
+
+async def _await(generation: Any) -> RequestOutput:
+    return await generation
+
+
+def test_abort_ends_the_stream_with_a_reason() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            task = asyncio.create_task(_await(engine.generate("hello", ENDLESS, request_id="a")))
+            await asyncio.sleep(0.1)
+            engine.abort("a")
+            engine.abort(["a", "never existed"])
+            assert (await task).outputs[0].finish_reason == "abort"
+            await settle(engine)
+
+    run(main())
+
+
+def test_refused_requests_name_the_field_and_own_nothing() -> None:
+    async def main() -> None:
+        async with small_engine(max_model_len=256) as engine:
+            cases: list[tuple[Any, SamplingParams, str]] = [
+                ([], GREEDY, "prompt"),
+                ("x", SamplingParams(max_tokens=4096), "max_tokens"),
+                ([10**9], GREEDY, "prompt"),
+                ("x", SamplingParams(logit_bias={10**6: 1.0}), "logit_bias"),
+                ("x", SamplingParams(allowed_token_ids=[10**6]), "allowed_token_ids"),
+                ("x", SamplingParams(logprobs=21), "logprobs"),
+            ]
+            for prompt, params, param in cases:
+                with pytest.raises(InvalidRequestError) as refused:
+                    await engine.generate(prompt, params)
+                assert refused.value.param == param
+            with pytest.raises(ContextLengthError, match="maximum context length is 256 tokens"):
+                await engine.generate([1] * 300, GREEDY)
+            engine.check_idle()
+
+    run(main())
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    async def main() -> None:
+        async with small_engine(num_gpu_blocks_override=4) as engine:
+            assert engine.max_model_len == 64  # four pages of 16
+            with pytest.raises(ContextLengthError):
+                await engine.generate([1] * 60, SamplingParams(max_tokens=10))
+            whole = await engine.generate([1] * 60, SamplingParams(max_tokens=4, ignore_eos=True))
+            assert len(whole.outputs[0].token_ids) == 4
+            engine.check_idle()
+
+    run(main())
+
+
+def test_the_queue_has_a_limit() -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1, max_queued_requests=2) as engine:
+            running = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="run")))
+            await asyncio.sleep(0.1)
+            waiting = [
+                asyncio.create_task(_await(engine.generate("b", GREEDY, request_id=f"w{i}")))
+                for i in range(2)
+            ]
+            await asyncio.sleep(0.05)
+            with pytest.raises(QueueFullError, match="max_queued_requests is 2"):
+                await engine.generate("c", GREEDY)
+            engine.abort(["run", "w0", "w1"])
+            await asyncio.gather(running, *waiting)
+            await settle(engine)
+
+    run(main())
+
+
+def test_a_request_id_in_use_is_refused() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            first = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="same")))
+            await asyncio.sleep(0.1)
+            with pytest.raises(InvalidRequestError, match="in use"):
+                await engine.generate("b", GREEDY, request_id="same")
+            assert engine.stats().num_running == 1  # the refusal did not hurt the first
+            engine.abort("same")
+            await first
+
+    run(main())
+
+
+def test_aclose_ends_streams_with_an_error_and_leaves_no_thread() -> None:
+    async def main() -> None:
+        threads, handler = set(threading.enumerate()), signal.getsignal(signal.SIGINT)
+        engine = small_engine()
+        await engine.start()
+        task = asyncio.create_task(_await(engine.generate("a", ENDLESS)))
+        await asyncio.sleep(0.1)
+        await engine.aclose()
+        await engine.aclose()
+        with pytest.raises(RequestFailedError, match="closed"):
+            await task
+        with pytest.raises(EngineDeadError):
+            await engine.generate("b", GREEDY)
+        assert engine.health() == "closed"
+        left = [t for t in set(threading.enumerate()) - threads if not t.name.startswith("tqdm")]
+        assert all(not t.is_alive() or "Monitor" in type(t).__name__ for t in left), left
+        assert signal.getsignal(signal.SIGINT) is handler
+
+    run(main())
+
+
+def test_two_engines_in_one_process() -> None:
+    async def main() -> None:
+        async with small_engine() as one, AsyncLLMEngine("tiny-draft", **SMALL) as two:
+            a, b, c = await asyncio.gather(
+                one.generate("hello", GREEDY),
+                two.generate("hello", GREEDY),
+                one.generate("hello", GREEDY),
+            )
+            assert a.outputs[0].token_ids == c.outputs[0].token_ids
+            assert a.outputs[0].token_ids != b.outputs[0].token_ids
+
+    run(main())
+
+
+def test_from_engine_args_and_lazy_start() -> None:
+    async def main() -> None:
+        engine = AsyncLLMEngine.from_engine_args(EngineArgs(model="tiny", **SMALL))
+        assert engine.health() == "loading"
+        try:
+            assert (await engine.generate("hello", GREEDY)).finished
+            assert engine.health() is None
+            assert engine.startup["kv_pages"] == 120
+        finally:
+            await engine.aclose()
+
+    run(main())
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            expected = (await engine.generate("hello", GREEDY)).outputs[0].token_ids
+            core = engine._core
+            assert core is not None
+            launch = core.worker.launch
+
+            def fail_once(plan: StepPlan) -> Any:
+                if plan.decodes:
+                    monkeypatch.setattr(core.worker, "launch", launch)
+                    raise ArithmeticError("planted")
+                return launch(plan)
+
+            monkeypatch.setattr(core.worker, "launch", fail_once)
+            with pytest.raises(RequestFailedError, match="planted"):
+                await engine.generate("hello", GREEDY)
+            engine.check_idle()
+            assert (await engine.generate("hello", GREEDY)).outputs[0].token_ids == expected
+
+    run(main())
+
+
+def test_bad_configuration_fails_before_loading() -> None:
+    with pytest.raises(ValueError, match="max_model_len"):
+        AsyncLLMEngine("tiny", max_model_len=10**6)
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        AsyncLLMEngine("tiny", gpu_memory_utilization=1.5)
+    with pytest.raises(ModelLoadError, match="neither a folder nor built in"):
+        AsyncLLMEngine("no such model")
+    with pytest.raises(TypeError, match="no_such_flag"):
+        AsyncLLMEngine("tiny", no_such_flag=1)
+
+
+def test_a_start_that_fails_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        threads = threading.active_count()
+        engine = AsyncLLMEngine("tiny", num_gpu_blocks_override=2, max_model_len=1024)
+        with pytest.raises(ValueError, match="needs more KV cache"):
+            await engine.start()
+        await engine.aclose()
+        assert threading.active_count() <= threads + 1  # tqdm's monitor may have started
+
+    run(main())

@@ -1,0 +1,72 @@
+"""Offline batches: `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from asyncllm import LLM, InvalidRequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", num_gpu_blocks_override=200, max_num_seqs=4, swap_space=0.01) as llm:
+        yield llm
+
+
+def test_batches_keep_their_order(llm: LLM) -> None:
+    prompts = [f"What is {i} + 1?" for i in range(12)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o.prompt for o in outputs] == prompts
+    assert all(len(o.outputs[0].token_ids) == 8 and o.finished for o in outputs)
+    llm.engine.check_idle()
+
+
+def test_one_prompt_in_any_form(llm: LLM) -> None:
+    ids = llm.engine.tokenizer.encode("hello")
+    answers = {
+        tuple(llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+        for prompt in ("hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids})
+    }
+    assert len(answers) == 1
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_params_one_each(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
+    outputs = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 5]
+    with pytest.raises(ValueError, match="sampling_params: 2 given for 3 prompts"):
+        llm.generate(["a", "b", "c"], params, use_tqdm=False)
+
+
+def test_chat_applies_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is 2 + 2?"}]
+    one = llm.chat(messages, GREEDY, use_tqdm=False)
+    many = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert len(one) == 1 and len(many) == 2
+    assert "What is 2 + 2?" in (one[0].prompt or "")
+    assert one[0].outputs[0].token_ids == many[1].outputs[0].token_ids
+
+
+def test_a_refused_prompt_ends_the_call_and_nothing_else(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate(["fine", [10**9]], GREEDY, use_tqdm=False)
+    assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished
+    llm.engine.check_idle()
+
+
+def test_works_where_a_loop_is_running_already(llm: LLM) -> None:
+    async def notebook_cell() -> int:
+        return len(llm.generate("hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+    assert asyncio.run(notebook_cell()) == 8
+
+
+def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b", "c"], GREEDY)
+    assert "3/3" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""The time structure: the order of the verbs, who gets a turn meanwhile, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from asyncllm.engine.pipeline import Steps, run_ahead, run_synchronous
+from asyncllm.types import Sequence, StepPlan, StepResult
+from tests.engine.builders import make_request, make_scheduler
+from tests.engine.fake_device import FakeDevice, FakeLaunched
+
+Pipeline = Callable[[Steps], Coroutine[Any, Any, None]]
+BOTH = pytest.mark.parametrize("pipeline", [run_ahead, run_synchronous])
+
+
+class Done(Exception):
+    """The script is at its end."""
+
+
+class Boom(Exception):
+    """A verb failed."""
+
+
+class Script:
+    """Plans steps 1, 2, ... as written (None: nothing to plan) and notes each verb in `log`."""
+
+    def __init__(self, steps: list[int | None], *, wait_turns: int = 0, fail_at: str = "") -> None:
+        self.log: list[str] = []
+        self.wait_turns = wait_turns
+        self._steps = list(steps)
+        self._fail_at = fail_at
+
+    def note(self, event: str) -> None:
+        self.log.append(event)
+        if event == self._fail_at:
+            raise Boom(event)
+
+    def plan(self) -> StepPlan | None:
+        step_id = self._steps.pop(0) if self._steps else None
+        if step_id is None:
+            return None
+        self.note(f"plan {step_id}")
+        return StepPlan(step_id=step_id, decodes=(), prefills=())
+
+    def launch(self, plan: StepPlan) -> ScriptLaunched:
+        self.note(f"launch {plan.step_id}")
+        return ScriptLaunched(self, plan.step_id)
+
+    def finish(self, plan: StepPlan, result: StepResult) -> None:
+        assert result.token_ids == [plan.step_id], "the result of another step"
+        self.note(f"finish {plan.step_id}")
+
+    async def idle(self) -> None:
+        self.note("idle")
+        if not self._steps:
+            raise Done
+
+
+class ScriptLaunched:
+    def __init__(self, script: Script, step_id: int) -> None:
+        self._script, self._step_id = script, step_id
+
+    async def wait(self) -> StepResult:
+        for _ in range(self._script.wait_turns):
+            await asyncio.sleep(0)
+        self._script.note(f"wait {self._step_id}")
+        return StepResult([self._step_id])
+
+
+def run(pipeline: Pipeline, script: Script) -> list[str]:
+    with pytest.raises(Done):
+        asyncio.run(pipeline(script))
+    return script.log
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def test_one_step_is_launched_before_the_one_before_is_awaited() -> None:
+    assert run(run_ahead, Script([1, 2, 3])) == [
+        "plan 1", "launch 1",
+        "plan 2", "launch 2", "wait 1", "finish 1",
+        "plan 3", "launch 3", "wait 2", "finish 2",
+        "wait 3", "finish 3",
+        "idle",
+    ]  # fmt: skip
+
+
+def test_the_synchronous_twin_does_one_after_the_other() -> None:
+    assert run(run_synchronous, Script([1, 2])) == [
+        "plan 1", "launch 1", "wait 1", "finish 1",
+        "plan 2", "launch 2", "wait 2", "finish 2",
+        "idle",
+    ]  # fmt: skip
+
+
+def test_a_step_in_flight_is_finished_before_the_pipeline_idles() -> None:
+    log = run(run_ahead, Script([1, None, 2, None, None]))
+    assert log == [
+        "plan 1", "launch 1",
+        "wait 1", "finish 1",
+        "plan 2", "launch 2",
+        "wait 2", "finish 2",
+        "idle",
+    ]  # fmt: skip
+
+
+@BOTH
+def test_after_idling_it_goes_on(pipeline: Pipeline) -> None:
+    log = run(pipeline, Script([None, 1, None, None, 2]))
+    assert log[0] == log[-1] == "idle" and "idle" in log[1:-1]
+    assert log.index("finish 1") < log.index("plan 2") < log.index("finish 2")
+
+
+# --- turns of others -----------------------------------------------------------------------------
+
+
+@BOTH
+def test_others_get_a_turn_in_each_step_of_a_fast_device(pipeline: Pipeline) -> None:
+    script = Script(list(range(1, 51)))
+
+    async def other() -> None:
+        while True:
+            script.log.append("turn")
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        task = asyncio.create_task(other())
+        try:
+            await pipeline(script)
+        finally:
+            task.cancel()
+
+    with pytest.raises(Done):
+        asyncio.run(both())
+    assert script.log.count("turn") >= 49
+
+
+@BOTH
+def test_an_idle_that_returns_at_once_does_not_lock_others_out(pipeline: Pipeline) -> None:
+    script = Script([None] * 1_000)
+
+    async def first_turn_of_another() -> int:
+        task = asyncio.create_task(pipeline(script))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        return script.log.count("idle")
+
+    assert asyncio.run(first_turn_of_another()) < 10
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("verb", ["plan 2", "launch 2", "wait 2", "finish 2", "idle"])
+def test_what_a_verb_raises_comes_out(pipeline: Pipeline, verb: str) -> None:
+    script = Script([1, 2, 3], fail_at=verb)
+    with pytest.raises(Boom, match=verb):
+        asyncio.run(pipeline(script))
+    assert script.log[-1] == verb, "nothing is done after it"
+
+
+@BOTH
+def test_cancelling_ends_it_while_it_waits(pipeline: Pipeline) -> None:
+    script = Script([1, 2, 3], wait_turns=1_000_000)
+
+    async def cancel_soon() -> None:
+        task = asyncio.create_task(pipeline(script))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_soon())
+    assert "wait 1" not in script.log and "launch 1" in script.log
+
+
+# --- with the real scheduler and the fake device -------------------------------------------------
+
+
+class SmallEngine:
+    def __init__(self, lazy: bool) -> None:
+        self.scheduler = make_scheduler(num_pages=12, block_size=2, num_host_pages=4)
+        self.device = FakeDevice(
+            num_pages=12,
+            num_host_pages=4,
+            block_size=2,
+            max_num_seqs=4,
+            rng=random.Random(0),
+            lazy=lazy,
+        )
+
+    def plan(self) -> StepPlan | None:
+        return self.scheduler.plan()
+
+    def launch(self, plan: StepPlan) -> FakeLaunched:
+        return self.device.launch(plan)
+
+    def finish(self, plan: StepPlan, result: StepResult) -> None:
+        self.scheduler.finish_step(plan, result)
+
+    async def idle(self) -> None:
+        self.scheduler.check_empty()
+        raise Done
+
+
+def texts(pipeline: Pipeline, lazy: bool) -> list[list[int]]:
+    engine = SmallEngine(lazy)
+    sequences: list[Sequence] = []
+    for number in range(6):
+        request = make_request(number, range(number % 3 + 1), n=number % 2 + 1, max_tokens=12)
+        sequences += request.sequences
+        engine.scheduler.add(request)
+    with pytest.raises(Done):
+        asyncio.run(pipeline(engine))
+    return [seq.token_ids for seq in sequences]
+
+
+def test_both_pipelines_give_the_same_tokens() -> None:
+    expected = texts(run_synchronous, lazy=False)
+    assert len({tuple(text) for text in expected}) == len(expected) == 9
+    assert texts(run_ahead, lazy=False) == texts(run_ahead, lazy=True) == expected

@@ -1,0 +1,510 @@
+"""Who runs in the next step: one rule a test. The random tests are in test_scheduler_random.py."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncllm.types
+from asyncllm.engine.scheduler import Scheduler, SwapCost
+from asyncllm.types import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from tests.engine.builders import finish, make_request, make_scheduler, run_step
+
+
+def decoding(plan: StepPlan | None) -> list[str]:
+    assert plan is not None
+    return [row.seq.request.request_id for row in plan.decodes]
+
+
+def prefilling(plan: StepPlan | None) -> list[tuple[str, int, int]]:
+    """(request, first position, number of tokens) of each prefill row."""
+    assert plan is not None
+    return [(r.seq.request.request_id, r.start, len(r.token_ids)) for r in plan.prefills]
+
+
+def add(scheduler: Scheduler, request: Request) -> Sequence:
+    scheduler.add(request)
+    return request.sequences[0]
+
+
+# --- the budget ----------------------------------------------------------------------------------
+
+
+def test_the_budget_must_hold_a_token_for_every_slot() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(7\) must be at least max_num"):
+        make_scheduler(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    assert make_scheduler().plan() is None
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_samples_at_its_end() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    seq = add(scheduler, make_request(1, range(10)))
+    plans = [run_step(scheduler) for _ in range(4)]
+    assert [prefilling(plan) for plan in plans[:3]] == [
+        [("r1", 0, 4)],
+        [("r1", 4, 4)],
+        [("r1", 8, 2)],
+    ]
+    assert [plan.sampled for plan in plans] == [(), (), (seq,), (seq,)]
+    assert [len(plan.prefills[0].block_ids) for plan in plans[:3]] == [1, 2, 3]
+    assert decoding(plans[3]) == ["r1"] and plans[3].decodes[0].position == 10
+
+
+def test_decodes_come_first_and_the_oldest_prefill_takes_what_is_left() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, make_request(1, range(4)))
+    run_step(scheduler)
+    add(scheduler, make_request(2, range(10, 20)))
+    add(scheduler, make_request(3, range(20, 30)))
+    plan = run_step(scheduler)
+    assert decoding(plan) == ["r1"] and prefilling(plan) == [("r2", 0, 7)]
+    plan = run_step(scheduler)
+    assert decoding(plan) == ["r1"] and prefilling(plan) == [("r2", 7, 3), ("r3", 0, 4)]
+
+
+def test_a_prefill_goes_on_beside_decodes_even_with_the_smallest_budget() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=3)
+    for number in (1, 2):
+        add(scheduler, make_request(number, [number], max_tokens=50))
+    run_step(scheduler)
+    add(scheduler, make_request(3, range(5)))
+    chunks = [prefilling(run_step(scheduler)) for _ in range(5)]
+    assert chunks == [[("r3", i, 1)] for i in range(5)]
+
+
+# --- one step ahead ------------------------------------------------------------------------------
+
+
+def test_a_decode_is_planned_before_its_input_token_is_known() -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, make_request(1, range(4), max_tokens=3))
+    first, second, third = scheduler.plan(), scheduler.plan(), scheduler.plan()
+    assert third is not None and third.decodes[0].position == 5
+    assert seq.num_in_flight == 3 and seq.num_output_tokens == 0
+    assert scheduler.plan() is None, "max_tokens is known ahead: no row is wasted on it"
+    for plan in (first, second, third):
+        assert seq.status is SequenceStatus.RUNNING
+        finish(scheduler, plan)
+    assert seq.finish_reason is FinishReason.LENGTH
+    scheduler.check_empty()
+
+
+def test_a_request_that_needs_its_tokens_waits_for_them() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(1, range(4), bad_words_ids=((1, 2),)))
+    add(scheduler, make_request(2, range(4), bad_words_ids=((1,), (2,))))
+    first = scheduler.plan()
+    second = scheduler.plan()
+    assert decoding(second) == ["r2"]
+    finish(scheduler, first)
+    assert decoding(scheduler.plan()) == ["r1", "r2"]
+
+
+def test_the_row_of_a_sequence_that_stopped_is_dropped() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    seq = add(scheduler, make_request(1, range(4), stop_token_ids=[9]))
+    before, ahead = scheduler.plan(), scheduler.plan()
+    finish(scheduler, before, token_id=9)
+    assert seq.status is SequenceStatus.FINISHED and seq.token_ids[4:] == [9]
+    scheduler.check_empty()
+
+    add(scheduler, make_request(2, range(10, 14)))
+    after = scheduler.plan()
+    assert prefilling(after) == [("r2", 0, 4)], "slot and pages are free at once"
+    assert finish(scheduler, ahead) == []
+    assert seq.token_ids[4:] == [9]
+    assert len(finish(scheduler, after)) == 1
+
+
+def test_the_pages_of_a_row_in_flight_are_not_published_after_an_abort() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(1, range(8)))
+    in_flight = scheduler.plan()
+    scheduler.abort("r1")
+    finish(scheduler, in_flight)
+    seq = add(scheduler, make_request(2, range(8)))
+    scheduler.plan()
+    assert seq.num_cached_tokens == 0
+    assert scheduler.blocks.device.num_used == 2
+
+
+# --- the end of a sequence -----------------------------------------------------------------------
+
+
+def test_stop_tokens() -> None:
+    scheduler = make_scheduler()
+    eos = add(scheduler, make_request(1, [1], stop_token_ids=[9]))
+    asked = add(scheduler, make_request(2, [2], stop_token_ids=[9]))
+    asked.request.sampling_params.stop_token_ids = [9]
+    run_step(scheduler, token_id=8)
+    run_step(scheduler, token_id=9)
+    assert (eos.finish_reason, eos.stop_reason) == (FinishReason.STOP, None)
+    assert (asked.finish_reason, asked.stop_reason) == (FinishReason.STOP, 9)
+    scheduler.check_empty()
+
+
+def test_no_stop_before_min_tokens() -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, make_request(1, [1], stop_token_ids=[9], min_tokens=3))
+    for _ in range(3):
+        assert seq.status is not SequenceStatus.FINISHED
+        run_step(scheduler, token_id=9)
+    assert seq.finish_reason is FinishReason.STOP and seq.num_output_tokens == 3
+
+
+def test_logprobs_reach_their_sequence() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(1, [1], logprobs=1))
+    add(scheduler, make_request(2, [2]))
+    plan = scheduler.plan()
+    assert plan is not None
+    logprobs = TokenLogprobs(-0.5, 1, [7], [-0.5])
+    updates = scheduler.finish_step(plan, StepResult([7, 8], [logprobs, None]))
+    assert [(u.token_id, u.logprobs) for u in updates] == [(7, logprobs), (8, None)]
+
+
+def test_whoever_reads_the_text_may_end_a_sequence() -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, make_request(1, range(4)))
+    run_step(scheduler)
+    scheduler.finish(seq, FinishReason.STOP, "the end")
+    assert (seq.finish_reason, seq.stop_reason) == (FinishReason.STOP, "the end")
+    scheduler.check_empty()
+    with pytest.raises(AssertionError, match="ended twice"):
+        scheduler.finish(seq, FinishReason.STOP)
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for number, priority in ((1, 0), (2, 5), (3, -5)):
+        add(scheduler, make_request(number, [number], max_tokens=1, priority=priority))
+    order = [prefilling(run_step(scheduler))[0][0] for _ in range(3)]
+    assert order == ["r1", "r2", "r3"]
+
+
+def test_lower_priority_numbers_come_first_then_age() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, policy="priority")
+    for number, priority in ((1, 0), (2, 5), (3, -5), (4, -5)):
+        add(scheduler, make_request(number, [number], max_tokens=1, priority=priority))
+    order = [prefilling(run_step(scheduler))[0][0] for _ in range(4)]
+    assert order == ["r3", "r4", "r1", "r2"]
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    scheduler = make_scheduler(num_pages=4, block_size=4)
+    add(scheduler, make_request(1, range(8), max_tokens=2))
+    run_step(scheduler)
+    add(scheduler, make_request(2, range(10, 26), max_tokens=1))  # needs all four pages
+    add(scheduler, make_request(3, [3], max_tokens=1))  # would fit
+    assert prefilling(run_step(scheduler)) == []
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 16)]
+    assert prefilling(run_step(scheduler)) == [("r3", 0, 1)]
+
+
+def test_admission_leaves_some_pages_for_decodes() -> None:
+    scheduler = make_scheduler(num_pages=200, block_size=1, max_num_batched_tokens=1000)
+    add(scheduler, make_request(1, range(100)))
+    run_step(scheduler)
+    too_large = add(scheduler, make_request(2, range(1000, 1098)))
+    run_step(scheduler)
+    assert too_large.status is SequenceStatus.WAITING
+    scheduler.abort("r2")
+    fits = add(scheduler, make_request(3, range(1000, 1096)))
+    run_step(scheduler)
+    assert fits.status is SequenceStatus.RUNNING
+
+
+def test_a_lone_sequence_may_take_the_last_page() -> None:
+    scheduler = make_scheduler(num_pages=200, block_size=1, max_num_batched_tokens=1000)
+    seq = add(scheduler, make_request(1, range(200), max_tokens=1))
+    run_step(scheduler)
+    assert seq.finish_reason is FinishReason.LENGTH
+
+
+# --- preemption ----------------------------------------------------------------------------------
+
+
+def two_that_cannot_both_grow(**options: Any) -> tuple[Scheduler, Sequence, Sequence]:
+    """Four pages of 4: both have a full page and a last one that is full after the next step."""
+    scheduler = make_scheduler(num_pages=4, block_size=4, **options)
+    older = add(scheduler, make_request(1, range(7), max_tokens=9))
+    younger = add(scheduler, make_request(2, range(10, 17), max_tokens=9))
+    run_step(scheduler)
+    run_step(scheduler)
+    assert scheduler.blocks.device.num_free == 0
+    return scheduler, older, younger
+
+
+def test_the_youngest_is_recomputed_where_pages_are_short() -> None:
+    scheduler, older, younger = two_that_cannot_both_grow(preemption_mode="recompute")
+    plan = run_step(scheduler)
+    assert decoding(plan) == ["r1"] and not plan.swap_out
+    assert younger.status is SequenceStatus.WAITING and younger.num_computed == 0
+    assert younger.num_output_tokens == 2, "it keeps its tokens"
+    assert younger.request.metrics.num_preemptions == 1
+    assert scheduler.stats().num_preemptions_recompute == 1
+
+    scheduler.finish(older, FinishReason.STOP)
+    plan = run_step(scheduler)
+    assert prefilling(plan) == [("r2", 4, 5)], "its first block was still cached"
+    assert plan.prefills[0].token_ids == younger.token_ids[4:9]
+
+
+def test_the_youngest_is_swapped_where_pages_are_short() -> None:
+    scheduler, older, younger = two_that_cannot_both_grow(preemption_mode="swap", num_host_pages=2)
+    pages = scheduler.blocks.pages_of(younger)
+    plan = run_step(scheduler)
+    assert decoding(plan) == ["r1"] and [page for page, _ in plan.swap_out] == pages
+    assert younger.status is SequenceStatus.SWAPPED and younger.num_computed == 8
+    assert scheduler.stats().num_preemptions_swap == 1
+    assert scheduler.stats().num_swapped == 1 and scheduler.stats().num_waiting == 0
+
+    scheduler.finish(older, FinishReason.STOP)
+    plan = run_step(scheduler)
+    assert decoding(plan) == ["r2"] and plan.decodes[0].position == 8
+    assert plan.slot_inits[0].token_ids[-1] == younger.token_ids[8]
+    assert scheduler.blocks.host.num_used == 0
+
+
+def test_without_host_pages_a_swap_becomes_a_recomputation() -> None:
+    scheduler, _, younger = two_that_cannot_both_grow(preemption_mode="swap", num_host_pages=1)
+    run_step(scheduler)
+    assert younger.status is SequenceStatus.WAITING
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_page", "status"),
+    [(1.0, SequenceStatus.SWAPPED), (4.0, SequenceStatus.WAITING)],
+)
+def test_auto_takes_what_is_cheaper(seconds_per_page: float, status: SequenceStatus) -> None:
+    # Two pages there and back cost 4 times seconds_per_page; eight tokens and one cost 9.
+    scheduler, _, younger = two_that_cannot_both_grow(
+        num_host_pages=2,
+        enable_prefix_caching=False,
+        swap_cost=SwapCost(seconds_per_page, seconds_per_token=1.0),
+    )
+    run_step(scheduler)
+    assert younger.status is status
+
+
+def test_who_is_preempted_keeps_its_place_in_the_queue() -> None:
+    scheduler, older, _ = two_that_cannot_both_grow(preemption_mode="recompute")
+    add(scheduler, make_request(3, [3]))
+    run_step(scheduler)
+    assert [seq.request.request_id for seq in scheduler.waiting] == ["r2", "r3"]
+    scheduler.finish(older, FinishReason.STOP)
+    assert [name for name, _, _ in prefilling(run_step(scheduler))] == ["r2", "r3"]
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    scheduler, _, _ = two_that_cannot_both_grow(preemption_mode="recompute")
+    small = add(scheduler, make_request(0, [3], max_tokens=1))  # older than the others, and fits
+    plan = run_step(scheduler)
+    assert not plan.prefills and small.status is SequenceStatus.WAITING
+    assert prefilling(run_step(scheduler))[0] == ("r0", 0, 1)
+
+
+def test_a_token_in_flight_survives_the_preemption() -> None:
+    scheduler = make_scheduler(num_pages=4, block_size=4, preemption_mode="recompute")
+    older = add(scheduler, make_request(1, range(7), max_tokens=9))
+    younger = add(scheduler, make_request(2, range(10, 17), max_tokens=9))
+    run_step(scheduler)
+    in_flight = scheduler.plan()
+    assert decoding(in_flight) == ["r1", "r2"]
+    ahead = scheduler.plan()
+    assert decoding(ahead) == ["r1"] and younger.num_in_flight == 1
+    finish(scheduler, in_flight, token_id=5)
+    assert younger.token_ids[-1] == 5 and younger.num_in_flight == 0
+    scheduler.finish(older, FinishReason.STOP)
+    back = scheduler.plan()
+    assert back is not None and back.prefills[0].token_ids[-1] == 5
+    assert back.prefills[0].seq is younger
+    finish(scheduler, ahead)
+
+
+def test_a_preempted_sequence_may_end_by_the_token_in_flight() -> None:
+    scheduler = make_scheduler(num_pages=4, block_size=4, preemption_mode="recompute")
+    add(scheduler, make_request(1, range(7), max_tokens=9))
+    younger = add(scheduler, make_request(2, range(10, 17), max_tokens=9, stop_token_ids=[5]))
+    run_step(scheduler)
+    in_flight = scheduler.plan()
+    scheduler.plan()
+    assert younger.status is SequenceStatus.WAITING
+    finish(scheduler, in_flight, token_id=5)
+    assert younger.finish_reason is FinishReason.STOP and not scheduler.waiting
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    """A prefill that is preempted finds its own blocks again: that is no hit of the request."""
+    scheduler = make_scheduler(
+        num_pages=6, block_size=4, max_num_batched_tokens=9, preemption_mode="recompute"
+    )
+    older = add(scheduler, make_request(1, range(7), max_tokens=12))
+    run_step(scheduler)
+    younger = add(scheduler, make_request(2, range(10, 26), max_tokens=2))
+    run_step(scheduler)  # a chunk of two blocks, which are published
+    run_step(scheduler)
+    assert younger.status is SequenceStatus.WAITING and younger.num_output_tokens == 0
+    queries = scheduler.stats().prefix_cache_queries
+    scheduler.finish(older, FinishReason.STOP)
+    assert prefilling(run_step(scheduler)) == [("r2", 8, 8)]
+    assert younger.num_cached_tokens == 0
+    assert scheduler.stats().prefix_cache_queries == queries
+
+
+# --- forks ---------------------------------------------------------------------------------------
+
+
+def test_siblings_share_the_prompt_and_copy_its_last_page() -> None:
+    scheduler = make_scheduler()
+    request = make_request(1, range(6), n=3)
+    scheduler.add(request)
+    plan = run_step(scheduler)
+    assert plan.sampled == tuple(request.sequences) and len(plan.prefills) == 1
+    assert [init.slot for init in plan.slot_inits] == [1, 2, 3]
+    assert [init.num_computed for init in plan.slot_inits] == [0, 6, 6]
+    assert scheduler.blocks.device.num_used == 2
+    plan = run_step(scheduler)
+    assert len(plan.decodes) == 3 and len(plan.page_copies) == 2, "the last one writes in place"
+    assert len({source for source, _ in plan.page_copies}) == 1
+    assert scheduler.blocks.device.num_used == 4
+    scheduler.abort("r1")
+    scheduler.check_empty()
+
+
+def test_siblings_without_a_slot_queue_on_their_own_and_find_the_prompt() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    request = make_request(1, range(6), n=4, max_tokens=2)
+    scheduler.add(request)
+    first, second, third, fourth = request.sequences
+    plan = run_step(scheduler)
+    assert plan.sampled == (first, second) and scheduler.waiting == [third, fourth]
+    run_step(scheduler)
+    assert first.status is second.status is SequenceStatus.FINISHED
+    plan = run_step(scheduler)
+    assert prefilling(plan) == [("r1", 4, 2), ("r1", 4, 2)]
+    assert plan.sampled == (third, fourth) and third.num_cached_tokens == 4
+    run_step(scheduler)
+    scheduler.check_empty()
+
+
+def test_a_sibling_may_end_before_the_fork() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    request = make_request(1, range(6), n=3)
+    scheduler.add(request)
+    run_step(scheduler)
+    scheduler.finish(request.sequences[1], FinishReason.ERROR)
+    scheduler.check_integrity()
+    assert run_step(scheduler).sampled == (request.sequences[0], request.sequences[2])
+
+
+def test_prompt_logprobs_compute_every_position() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(1, range(10), max_tokens=1))
+    run_step(scheduler)
+    add(scheduler, make_request(2, range(10)))
+    seq = add(scheduler, make_request(3, range(10), prompt_logprobs=0))
+    assert prefilling(scheduler.plan()) == [("r2", 8, 2), ("r3", 0, 10)]
+    assert seq.num_cached_tokens == 0
+
+
+# --- aborts --------------------------------------------------------------------------------------
+
+
+def test_an_abort_in_every_state_leaves_nothing() -> None:
+    scheduler, _, younger = two_that_cannot_both_grow(preemption_mode="swap", num_host_pages=2)
+    run_step(scheduler)
+    assert younger.status is SequenceStatus.SWAPPED
+    add(scheduler, make_request(3, range(5), n=2))
+    assert scheduler.num_requests == 3
+    assert [request.request_id for request in scheduler.requests()] == ["r1", "r2", "r3"]
+    for request_id in ("r2", "r3", "r1"):  # swapped; waiting and not forked; running
+        request = scheduler.abort(request_id)
+        assert request is not None and request.finished
+        assert {seq.finish_reason for seq in request.sequences} == {FinishReason.ABORT}
+        assert not scheduler.has_request(request_id)
+        scheduler.check_integrity()
+    scheduler.check_empty()
+
+
+def test_an_abort_of_an_unknown_request_is_nothing() -> None:
+    assert make_scheduler().abort("nobody") is None
+
+
+def test_a_request_id_is_free_again_after_its_end() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(1, range(4)))
+    with pytest.raises(AssertionError, match="request r1 twice"):
+        scheduler.add(make_request(1, range(4)))
+    in_flight = scheduler.plan()
+    scheduler.abort("r1")
+    again = add(scheduler, make_request(1, range(4)))
+    assert finish(scheduler, in_flight) == [] and again.num_output_tokens == 0
+    run_step(scheduler)
+    assert again.num_output_tokens == 1
+
+
+# --- books ---------------------------------------------------------------------------------------
+
+
+def test_stats() -> None:
+    scheduler = make_scheduler(num_pages=10, block_size=4, num_host_pages=3, max_num_seqs=1)
+    add(scheduler, make_request(1, range(9), max_tokens=1))
+    run_step(scheduler)
+    add(scheduler, make_request(2, range(9)))
+    add(scheduler, make_request(3, range(9)))
+    run_step(scheduler)
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_swapped) == (1, 1, 0)
+    assert (stats.num_pages, stats.num_used_pages, stats.num_host_pages) == (10, 3, 3)
+    assert stats.kv_cache_usage == 0.3
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (18, 8)
+
+
+def test_check_integrity_sees_a_lost_sequence_and_a_doubled_slot() -> None:
+    scheduler = make_scheduler()
+    lost = add(scheduler, make_request(1, range(4)))
+    scheduler.waiting.remove(lost)
+    with pytest.raises(AssertionError, match="lost or doubled"):
+        scheduler.check_integrity()
+    scheduler.waiting.append(lost)
+    doubled = add(scheduler, make_request(2, range(4)))
+    run_step(scheduler)
+    doubled.slot = lost.slot
+    with pytest.raises(AssertionError, match="a slot is held twice"):
+        scheduler.check_integrity()
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    """Follow what the scheduler and the pipeline import, to the end."""
+    root = Path(asyncllm.types.__file__).parents[1]
+    todo, seen = ["asyncllm.engine.scheduler", "asyncllm.engine.pipeline"], set()
+    while todo:
+        module = todo.pop()
+        seen.add(module)
+        file = root / (module.replace(".", "/") + ".py")
+        if module.startswith("asyncllm.") and file.exists():
+            body = ast.parse(file.read_text()).body
+            found = [node.module for node in body if isinstance(node, ast.ImportFrom)]
+            found += [a.name for node in body if isinstance(node, ast.Import) for a in node.names]
+            todo += [name for name in found if name is not None and name not in seen]
+    assert "asyncllm.engine.page_pool" in seen
+    heavy = {"torch", "transformers"} & {name.split(".")[0] for name in seen}
+    assert not heavy, f"imported on the way: {sorted(heavy)}"

@@ -1,0 +1,103 @@
+"""A server over the fake engine (or the real one) on a free local port, in the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import uvloop
+from aiohttp import web
+from fake_engine import FakeEngine
+
+from asyncllm.server.app import build_app
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.service import SERVICE, Service
+
+TEST_TIMEOUT_SECONDS = 20
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Run a test in the loop that the server runs in."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(TEST_TIMEOUT_SECONDS):
+            await test
+
+    uvloop.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 (any condition will do)
+        await asyncio.sleep(0.002)
+
+
+@dataclass
+class Server:
+    url: str
+    port: int
+    engine: Any  # FakeEngine, unless a test brings the real one
+    service: Service
+    session: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Status and parsed body."""
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, headers=headers) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if text[:1] == "{" else text
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream: parsed JSON, and "[DONE]"."""
+        body = {"stream": True, **body}
+        async with self.session.post(self.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            return parse_events(await response.text())
+
+    async def quiet(self) -> None:
+        """Until the engine and the server have nothing left to do."""
+        await until(lambda: not self.engine.live and not self.service.num_live)
+
+
+def parse_events(text: str) -> list[Any]:
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") for line in lines), text
+    payloads = [line.removeprefix("data: ") for line in lines]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+@asynccontextmanager
+async def serving(
+    engine: Any = None, small_buffers: bool = False, **args: Any
+) -> AsyncIterator[Server]:
+    engine = engine or FakeEngine()
+    await engine.start()
+    app = build_app(engine, ServerArgs(**args))
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    sock = socket.create_server(("127.0.0.1", 0))
+    if small_buffers:  # accepted connections inherit it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    await web.SockSite(runner, sock).start()
+    port = sock.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Server(url, port, engine, app[SERVICE], session)
+    finally:
+        await runner.cleanup()
+        await engine.aclose()
+    assert not getattr(engine, "sink_errors", None)

@@ -1,0 +1,162 @@
+"""Flags from dataclasses, the config file under them, and what fails before a model is loaded."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from asyncllm import cli
+from asyncllm.config import EngineArgs
+from asyncllm.server.args import ServerArgs
+
+
+def parse(*words: str) -> tuple[EngineArgs, ServerArgs]:
+    parser, flags = cli._parsers()
+    given = vars(parser.parse_args(cli.normalise(["serve", *words])))
+    assert given.pop("command") == "serve"
+    return cli.merge(flags, given)
+
+
+def test_defaults_are_the_dataclasses_own() -> None:
+    assert parse() == (EngineArgs(), ServerArgs())
+
+
+def test_every_kind_of_flag() -> None:
+    engine, server = parse(
+        "some/model",
+        "--max_model_len=2k",
+        "--max-num-batched-tokens",
+        "2K",
+        "--dtype",
+        "bfloat16",
+        "--no-enable-prefix-caching",
+        "--enforce-eager",
+        "--served-model-name",
+        "a",
+        "b_c",
+        "--cuda-graph-sizes",
+        "1",
+        "2",
+        "--gpu-memory-utilization",
+        "0.5",
+        "--api-key",
+        "under_score",
+        "--port",
+        "0",
+    )
+    assert engine == EngineArgs(
+        model="some/model",
+        max_model_len=2000,
+        max_num_batched_tokens=2048,
+        dtype="bfloat16",
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        served_model_name=["a", "b_c"],
+        cuda_graph_sizes=[1, 2],
+        gpu_memory_utilization=0.5,
+    )
+    assert server == ServerArgs(api_key=["under_score"], port=0)
+
+
+def test_every_field_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for record in (EngineArgs, ServerArgs):
+        for field in fields(record):
+            assert f"--{field.name.replace('_', '-')}" in text
+            assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--no-such-flag"],
+        ["serve", "--max-model", "1"],  # no abbreviations
+        ["serve", "--dtype", "int3"],
+        ["serve", "--port", "http"],
+        ["serve", "a", "b"],
+        ["serve", "a", "--model", "b"],
+        ["launch"],
+        ["serve", "--config", "/nowhere/config.yaml"],
+    ],
+)
+def test_what_cannot_be_parsed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out[0].isdigit()
+
+
+def test_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: from/file\nport: 9000\nmax_num_seqs: 8\nmax-model-len: 4k\n"
+        "enable-prefix-caching: false\nserved-model-name: [a, b]\nuds:\ngpu_memory_utilization: 1\n"
+    )
+    engine, server = parse("--config", str(file), "--port", "9001")
+    assert engine == EngineArgs(
+        model="from/file",
+        max_num_seqs=8,
+        max_model_len=4000,
+        enable_prefix_caching=False,
+        served_model_name=["a", "b"],
+        gpu_memory_utilization=1.0,
+    )
+    assert server == ServerArgs(port=9001)
+    assert parse("from/line", "--config", str(file))[0].model == "from/line"
+    file.write_text("")
+    assert parse("--config", str(file)) == (EngineArgs(), ServerArgs())
+
+
+@pytest.mark.parametrize(
+    "text", ["prot: 1", "port: x", "port: {a: 1}", "- port", "a: [", "config: x.yaml", "1: 2"]
+)
+def test_bad_config_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--config", str(file)])
+    assert end.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--port", "70000"], "port"),
+        (["--ssl-keyfile", "key.pem"], "ssl_certfile"),
+        (["--ssl-certfile", "/nowhere/cert.pem", "--port", "0"], "ssl_certfile"),
+        (["--host", "256.1.1.1.1"], "host"),
+        (["--api-key", ""], "api_key"),
+        (["--log-level", "loud"], "log_level"),
+        (["/nowhere/model", "--port", "0"], "/nowhere/model"),
+        (["--max-model-len", "0", "--port", "0"], "max_model_len"),
+    ],
+)
+def test_what_cannot_start(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("asyncllm: error: ")
+    assert complaint in error
+    assert error.count("\n") == 1
+
+
+def test_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

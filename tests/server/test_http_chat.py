@@ -1,0 +1,248 @@
+"""/v1/chat/completions: shapes, streamed and whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fake_engine import MAX_MODEL_LEN, reply
+from http_harness import CHAT, HELLO, run, serving
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": HELLO, **fields}
+
+
+def test_whole_answer() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            status, body = await server.post(CHAT, chat())
+        assert status == 200
+        assert body.pop("id").startswith("chatcmpl-")
+        assert isinstance(body.pop("created"), int)
+        prompt = "<user>Hello<assistant>"
+        num_out = len(reply(0).encode())
+        assert body == {
+            "object": "chat.completion",
+            "model": "fake",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": reply(0), "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                    "stop_reason": None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": num_out,
+                "total_tokens": len(prompt) + num_out,
+                "prompt_tokens_details": {"cached_tokens": 16},
+            },
+        }
+        (request,) = server.engine.seen
+        assert request.prompt == prompt
+        assert request.token_ids == list(prompt.encode())  # no special tokens added
+        assert request.params.max_tokens is None  # the rest of the context
+        assert request.params.temperature == 0.5  # from the generation config
+
+    run(test())
+
+
+def test_stream_chunk_by_chunk() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            events = await server.events(CHAT, chat(max_tokens=12))
+        assert events.pop() == "[DONE]"
+        head = {key: events[0][key] for key in ("id", "object", "created", "model")}
+        assert head["object"] == "chat.completion.chunk"
+        assert head["model"] == "fake"
+        for event in events:
+            assert {key: event[key] for key in head} == head
+            assert set(event) == {*head, "choices"}
+        choices = [event["choices"] for event in events]
+        assert all(len(choice) == 1 for choice in choices)
+        assert choices[0] == [
+            {
+                "index": 0,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        ]
+        assert choices[1][0]["delta"] == {"content": "A"}
+        assert [choice[0]["finish_reason"] for choice in choices[:-1]] == [None] * 12
+        assert choices[-1][0]["finish_reason"] == "length"
+        text = "".join(choice[0]["delta"]["content"] for choice in choices)
+        assert text == reply(0).encode()[:12].decode()
+
+    run(test())
+
+
+def test_no_chunk_without_news() -> None:
+    """Half a character is a step without text, and no chunk."""
+
+    async def test() -> None:
+        async with serving() as server:
+            events = await server.events(CHAT, chat())
+        contents = [e["choices"][0]["delta"]["content"] for e in events[:-1]]
+        assert contents == ["", *reply(0)]
+
+    run(test())
+
+
+def test_stream_several_choices() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            events = await server.events(CHAT, chat(n=3))
+        texts = ["", "", ""]
+        roles, ends = [], []
+        for event in events[:-1]:
+            (choice,) = event["choices"]
+            texts[choice["index"]] += choice["delta"]["content"]
+            roles += [choice["index"]] * ("role" in choice["delta"])
+            ends += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
+        assert texts == [reply(0), reply(1), reply(2)]
+        assert sorted(roles) == [0, 1, 2]
+        assert ends == ["stop"] * 3
+
+    run(test())
+
+
+def test_stream_usage() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            plain = await server.events(CHAT, chat(max_tokens=3, stream_options={}))
+            with_usage = await server.events(
+                CHAT, chat(max_tokens=3, stream_options={"include_usage": True})
+            )
+            running = await server.events(
+                CHAT,
+                chat(
+                    max_tokens=3,
+                    stream_options={"include_usage": True, "continuous_usage_stats": True},
+                ),
+            )
+        assert not any("usage" in event for event in plain[:-1])
+        *chunks, usage, done = with_usage
+        assert done == "[DONE]"
+        assert not any("usage" in event for event in chunks)
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 3
+        assert usage["usage"]["prompt_tokens"] == 22
+        counts = [e["usage"]["completion_tokens"] for e in running[1:-1]]
+        assert counts == [1, 2, 3, 3]
+
+    run(test())
+
+
+def test_logprobs() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            fields = chat(max_tokens=2, logprobs=True, top_logprobs=2)
+            _, body = await server.post(CHAT, fields)
+            events = await server.events(CHAT, fields)
+            _, none_top = await server.post(CHAT, chat(max_tokens=1, logprobs=True))
+        content = body["choices"][0]["logprobs"]["content"]
+        assert content[0] == {  # "A" is 65, odd: not among the top two
+            "token": "A",
+            "logprob": -1.5,
+            "bytes": [65],
+            "top_logprobs": [
+                {"token": "B", "logprob": -0.5, "bytes": [66]},
+                {"token": "C", "logprob": -1.0, "bytes": [67]},
+            ],
+        }
+        assert content[1]["token"] == "n"
+        assert [top["token"] for top in content[1]["top_logprobs"]] == ["n", "A"]
+        streamed = [e["choices"][0]["logprobs"] for e in events[1:-1]]
+        assert [entry for part in streamed for entry in part["content"]] == content
+        assert none_top["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+    run(test())
+
+
+def test_prompt_logprobs_and_token_ids_as_names() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            status, body = await server.post(
+                CHAT,
+                chat(
+                    max_tokens=1,
+                    prompt_logprobs=0,
+                    logprobs=True,
+                    return_tokens_as_token_ids=True,
+                ),
+            )
+        assert status == 200
+        assert body["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:65"
+        assert body["prompt_logprobs"][0] is None
+        assert body["prompt_logprobs"][1] == {
+            "117": {"logprob": -0.5, "rank": 1, "decoded_token": "token_id:117"}
+        }
+
+    run(test())
+
+
+def test_parameters_reach_the_engine() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            sampling = {
+                "n": 2,
+                "temperature": 0,
+                "top_p": 0.9,
+                "top_k": 5,
+                "min_p": 0.1,
+                "presence_penalty": 0.5,
+                "frequency_penalty": -0.5,
+                "repetition_penalty": 1.1,
+                "seed": 7,
+                "stop": "x",
+                "stop_token_ids": [3],
+                "bad_words": ["no"],
+                "ignore_eos": True,
+                "min_tokens": 1,
+                "skip_special_tokens": False,
+                "include_stop_str_in_output": True,
+                "truncate_prompt_tokens": 99,
+                "logit_bias": {"65": 1.5},
+                "allowed_token_ids": [65, 66],
+            }
+            await server.post(CHAT, chat(**sampling, max_completion_tokens=4, priority=3,
+                                         cache_salt="mine"))  # fmt: skip
+            await server.post(CHAT, chat(temperature=None, max_tokens=None, user="me", store=True))
+        first, second = server.engine.seen
+        for name, value in sampling.items():
+            expected = {"stop": ["x"], "logit_bias": {65: 1.5}}.get(name, value)
+            assert getattr(first.params, name) == expected, name
+        assert first.params.max_tokens == 4
+        assert (first.priority, first.cache_salt) == (3, "mine")
+        assert second.params.temperature == 0.5
+        assert second.max_tokens == MAX_MODEL_LEN - 22
+
+    run(test())
+
+
+def test_template_arguments() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            await server.post(
+                CHAT,
+                chat(
+                    max_tokens=1,
+                    chat_template_kwargs={"enable_thinking": False},
+                    reasoning_effort="low",
+                    tools=[{"type": "function", "function": {"name": "f"}}],
+                    tool_choice="none",
+                ),
+            )
+            await server.post(CHAT, chat(max_tokens=1, add_generation_prompt=False))
+            await server.post(CHAT, chat(max_tokens=1, continue_final_message=True))
+        prompts = [request.prompt for request in server.engine.seen]
+        assert prompts == [
+            "<user>Hello{1 tools}[enable_thinking=False][reasoning_effort=low]<assistant>",
+            "<user>Hello",
+            "<user>Hello",
+        ]
+
+    run(test())

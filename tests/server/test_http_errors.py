@@ -1,0 +1,369 @@
+"""Every refusal: its status, its four keys, and that nothing of it reached the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+from fake_engine import MAX_MODEL_LEN, FakeEngine, reply
+from http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def check(
+    response: tuple[int, Any], status: int, param: str | None = None, code: str | None = None
+) -> str:
+    """The four keys, and the right values in them; returns the message."""
+    assert response[0] == status, response
+    assert set(response[1]) == {"error"}
+    error = response[1]["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    assert "Traceback" not in error["message"]
+    assert "/" not in error["message"].replace("application/json", "")
+    return error["message"]
+
+
+async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json", **headers}
+    async with server.session.post(server.url + path, data=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"n": 1000}, "n"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 100}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": [1]}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        # What would change the answer and is not there is refused by name.
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": TOOL}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"best_of": 2}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"echo": True}, "echo"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], param: str) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            response = await server.post(CHAT, {"messages": HELLO, **fields})
+            check(response, 400, param)
+            assert response[1]["error"]["type"] == "invalid_request_error"
+            assert not server.engine.seen
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, [1]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [100000]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"] * 2000}, "prompt"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"suffix": "end"}, "suffix"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ],
+)
+def test_bad_completion_fields(fields: dict[str, Any], param: str) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            check(await server.post(COMPLETIONS, {"prompt": "a", **fields}), 400, param)
+            assert not server.engine.seen
+
+    run(test())
+
+
+def test_harmless_fields_are_taken() -> None:
+    async def test() -> None:
+        harmless = {
+            "tools": [],
+            "tool_choice": "auto",
+            "response_format": {"type": "text"},
+            "modalities": ["text"],
+            "best_of": 1,
+            "user": "me",
+            "metadata": {"a": "b"},
+            "store": False,
+            "service_tier": "auto",
+            "parallel_tool_calls": True,
+            "an_unknown_field": 1,
+            "functions": None,
+        }
+        async with serving() as server:
+            status, body = await server.post(CHAT, {"messages": HELLO, **harmless})
+        assert status == 200, body
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b"null",
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [], "temperature": NaN}',
+        b'{"messages": [], "temperature": 1e400}',
+        b'{"messages": [], "n": ' + b"9" * 10_000 + b"}",
+        b'{"messages": [{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}",
+        b'\xef\xbb\xbf{"messages": []}',
+    ],
+)
+def test_bad_bodies(body: bytes) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            status, answer = await raw(server, body)
+            check((status, answer), 400, answer["error"]["param"])
+            status, answer = await raw(server, body, "/tokenize")
+            assert status == 400
+            status, answer = await server.post(CHAT, {"messages": HELLO})
+            assert status == 200
+
+    run(test())
+
+
+def test_missing_field_is_named() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            check(await server.post(CHAT, {}), 400, "messages")
+            check(await server.post(COMPLETIONS, {}), 400, "prompt")
+            check(await server.post("/detokenize", {}), 400, "tokens")
+            check(await server.post("/tokenize", {}), 400, "prompt")
+
+    run(test())
+
+
+def test_content_type() -> None:
+    async def test() -> None:
+        body = orjson.dumps({"messages": HELLO})
+        async with serving() as server:
+            check(await raw(server, body, **{"Content-Type": "text/plain"}), 415)
+            good = await raw(server, body, **{"Content-Type": "application/json; charset=utf-8"})
+            assert good[0] == 200
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                         % (CHAT.encode(), len(body), body))  # fmt: skip
+            assert (await reader.readline()).split()[1] == b"200"  # none at all is taken as JSON
+            writer.close()
+
+    run(test())
+
+
+def test_too_large() -> None:
+    async def test() -> None:
+        async with serving(max_body_bytes=1000) as server:
+            over = orjson.dumps({"messages": [{"role": "user", "content": "x" * 1000}]})
+            check(await raw(server, over), 413, code="request_too_large")
+
+            async def chunks() -> Any:
+                yield over
+
+            async with server.session.post(
+                server.url + CHAT, data=chunks(), headers={"Content-Type": "application/json"}
+            ) as response:  # no Content-Length: noticed while reading
+                check((response.status, await response.json()), 413)
+            assert (await server.post(CHAT, {"messages": HELLO}))[0] == 200
+
+    run(test())
+
+
+def test_routes_and_methods() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            check(await server.get("/v1/nothing"), 404, code="not_found")
+            check(await server.post("/v1/models", {}), 405, code="method_not_allowed")
+            async with server.session.get(server.url + CHAT) as response:
+                check((response.status, await response.json()), 405)
+                assert response.headers["Allow"] == "POST"
+
+    run(test())
+
+
+def test_unknown_model() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for path, fields in (
+                (CHAT, {"messages": HELLO}),
+                (COMPLETIONS, {"prompt": "a"}),
+                ("/tokenize", {"prompt": "a"}),
+                ("/detokenize", {"tokens": [1]}),
+            ):
+                response = await server.post(path, {"model": "gpt-9", **fields})
+                check(response, 404, "model", "model_not_found")
+                response = await server.post(path, {"model": "fake-alias", **fields})
+                assert response[0] == 200
+                if "model" in response[1]:
+                    assert response[1]["model"] == "fake"  # the first name is reported
+            check(await server.get("/v1/models/gpt-9"), 404, "model", "model_not_found")
+
+    run(test())
+
+
+def test_too_long() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            response = await server.post(CHAT, {"messages": HELLO, "max_tokens": 10**6})
+            message = check(response, 400, "max_tokens", "context_length_exceeded")
+            assert f"maximum context length is {MAX_MODEL_LEN} tokens" in message
+            # A stream is refused just the same: nothing is sent before all is checked.
+            response = await server.post(
+                CHAT, {"messages": HELLO, "max_completion_tokens": 10**6, "stream": True}
+            )
+            check(response, 400, "max_completion_tokens", "context_length_exceeded")
+
+    run(test())
+
+
+def test_second_prompt_refused_frees_the_first() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            server.engine.go.clear()
+            check(await server.post(COMPLETIONS, {"prompt": [[65], [999]]}), 400, "prompt")
+            assert len(server.engine.seen) == 1
+            assert not server.engine.live
+            assert server.service.num_live == 0
+
+    run(test())
+
+
+def test_overload() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        engine.max_queued = 0
+        async with serving(engine) as server:
+            url = server.url + CHAT
+            async with server.session.post(url, json={"messages": HELLO}) as response:
+                check((response.status, await response.json()), 429, code="rate_limit_exceeded")
+                assert int(response.headers["Retry-After"]) >= 1
+
+    run(test())
+
+
+def test_not_ready_and_draining() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            server.engine.unhealthy = "the engine failed"
+            check(await server.post(CHAT, {"messages": HELLO}), 503, code="service_unavailable")
+            server.engine.unhealthy = None
+            server.service.draining = True
+            check(await server.post(CHAT, {"messages": HELLO}), 503)
+            check(await server.post(COMPLETIONS, {"prompt": "a"}), 503)
+
+    run(test())
+
+
+def test_engine_failure() -> None:
+    """Before the stream a status; after it began one error event, no [DONE], and a proper end."""
+
+    async def test() -> None:
+        failing = {"messages": [{"role": "user", "content": "<fail>"}]}
+        async with serving() as server:
+            url = server.url + CHAT
+            async with server.session.post(url, json=failing) as response:
+                message = check((response.status, await response.json()), 500)
+                assert "the model failed" not in message  # may hold paths: it is logged
+                assert response.headers["x-should-retry"] == "false"
+            *chunks, last = await server.events(CHAT, failing)
+            check((500, last), 500, code="internal_error")
+            assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == "Ans"
+            # One of two prompts fails: the other one is aborted.
+            events = await server.events(
+                COMPLETIONS, {"prompt": ["<fail>", "b"], "max_tokens": 1000}
+            )
+            assert set(events[-1]) == {"error"}
+            await server.quiet()
+            assert len(server.engine.aborted) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_unexpected_failure_stays_with_its_request(stream: bool) -> None:
+    """An output that cannot be rendered ends its request; the engine never sees an exception."""
+
+    async def test() -> None:
+        async with serving() as server:
+            bad = {"messages": [{"role": "user", "content": "<raise>"}], "n": 2}
+            other = asyncio.create_task(server.post(CHAT, {"messages": HELLO}))
+            if stream:
+                events = await server.events(CHAT, bad)
+                assert events[-1]["error"]["message"] == "internal error"
+            else:
+                response = await server.post(CHAT, bad)
+                assert check(response, 500, code="internal_error") == "internal error"
+            assert (await other)[1]["choices"][0]["message"]["content"] == reply(0)
+            await server.quiet()
+            assert len(server.engine.aborted) == 1
+            assert not server.engine.sink_errors
+
+    run(test())

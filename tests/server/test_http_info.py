@@ -1,0 +1,149 @@
+"""Models, tokenize, detokenize, health, version, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fake_engine import BOS, MAX_MODEL_LEN
+from http_harness import CHAT, COMPLETIONS, HELLO, run, serving, until
+
+import asyncllm.server.info as info
+
+
+def test_models() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            _, body = await server.get("/v1/models")
+            _, alias = await server.get("/v1/models/fake-alias")
+        assert body["object"] == "list"
+        assert [card["id"] for card in body["data"]] == ["fake", "fake-alias"]
+        assert alias == body["data"][1]
+        assert alias.pop("created") > 0
+        assert alias == {
+            "id": "fake-alias",
+            "object": "model",
+            "owned_by": "asyncllm",
+            "root": "fake",
+            "parent": None,
+            "max_model_len": MAX_MODEL_LEN,
+        }
+
+    run(test())
+
+
+def test_model_name_with_slash() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            server.service.model_names = ("org/model",)
+            assert (await server.get("/v1/models/org/model"))[1]["id"] == "org/model"
+
+    run(test())
+
+
+def test_tokenize() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            _, plain = await server.post("/tokenize", {"prompt": "hi"})
+            _, bare = await server.post(
+                "/tokenize",
+                {"prompt": "hi", "add_special_tokens": False, "return_token_strs": True},
+            )
+            _, chat = await server.post("/tokenize", {"messages": HELLO, "model": "fake"})
+            large = "x" * 10_000
+            _, threaded = await server.post("/tokenize", {"prompt": large})
+            both = await server.post("/tokenize", {"prompt": "hi", "messages": HELLO})
+        assert plain == {
+            "count": 3,
+            "max_model_len": MAX_MODEL_LEN,
+            "tokens": [BOS, 104, 105],
+            "token_strs": None,
+        }
+        assert bare["tokens"] == [104, 105]
+        assert bare["token_strs"] == ["h", "i"]
+        assert bytes(chat["tokens"]) == b"<user>Hello<assistant>"
+        assert threaded["count"] == 10_001
+        assert both[0] == 400
+
+    run(test())
+
+
+def test_detokenize() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            _, body = await server.post("/detokenize", {"tokens": [104, 105]})
+            over, _ = await server.post("/detokenize", {"tokens": [256]})
+            under, _ = await server.post("/detokenize", {"tokens": [-1]})
+            empty = await server.post("/detokenize", {"tokens": []})
+        assert body == {"prompt": "hi"}
+        assert (over, under) == (400, 400)
+        assert empty == (200, {"prompt": ""})
+
+    run(test())
+
+
+def test_health_and_version() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert await server.get("/health") == (200, "")
+            server.engine.unhealthy = "no step for 30 s"
+            status, body = await server.get("/health")
+            assert (status, body["error"]["message"]) == (503, "no step for 30 s")
+            server.engine.unhealthy = None
+            server.service.draining = True
+            assert (await server.get("/health"))[0] == 503
+            assert await server.get("/version") == (200, {"version": info.VERSION})
+
+    run(test())
+
+
+def test_metrics() -> None:
+    async def test() -> None:
+        async with serving(metrics_prefix="vllm") as server:
+            await server.post(CHAT, {"messages": HELLO, "max_tokens": 5, "n": 2})
+            task = asyncio.create_task(server.post(COMPLETIONS, {"prompt": "a"}))
+            server.engine.go.clear()
+            await until(lambda: server.engine.live)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await server.quiet()
+            status, text = await server.get("/metrics")
+        assert status == 200
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+        label = '{model_name="fake"}'
+        assert lines[f"vllm:num_requests_running{label}"] == "0.0"
+        assert lines[f"vllm:num_requests_waiting{label}"] == "0.0"
+        assert lines[f"vllm:kv_cache_usage_perc{label}"] == "0.0"
+        assert lines[f"vllm:prompt_tokens_total{label}"] == "22.0"
+        assert lines[f"vllm:generation_tokens_total{label}"] == "10.0"
+        for reason, count in {"length": "1.0", "abort": "1.0", "stop": "0.0"}.items():
+            key = f'vllm:request_success_total{{finished_reason="{reason}",model_name="fake"}}'
+            other = f'vllm:request_success_total{{model_name="fake",finished_reason="{reason}"}}'
+            assert lines.get(key, lines.get(other)) == count
+        assert lines[f"vllm:time_to_first_token_seconds_count{label}"] == "1.0"
+        assert lines[f"vllm:inter_token_latency_seconds_count{label}"] == "4.0"
+        buckets = {
+            bound: lines[
+                f'vllm:inter_token_latency_seconds_bucket{{le="{bound}",model_name="fake"}}'
+            ]
+            for bound in ("0.0015", "0.002", "+Inf")
+        }
+        assert buckets == {"0.0015": "0.0", "0.002": "4.0", "+Inf": "4.0"}
+        assert float(lines[f"vllm:inter_token_latency_seconds_sum{label}"]) == 0.008
+        assert lines[f"vllm:request_params_n_sum{label}"] == "3.0"
+        for name in (
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "num_preemptions_total",
+            "request_time_per_output_token_seconds_count",
+            "e2e_request_latency_seconds_count",
+            "request_queue_time_seconds_count",
+            "request_prefill_time_seconds_count",
+            "request_decode_time_seconds_count",
+            "request_prompt_tokens_count",
+            "request_generation_tokens_count",
+            "request_params_max_tokens_count",
+            "iteration_tokens_total_count",
+        ):
+            assert f"vllm:{name}{label}" in lines, name
+
+    run(test())

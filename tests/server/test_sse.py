@@ -1,0 +1,181 @@
+"""The SSE writer: the fast way and the public way put the same bytes on the wire, and slow
+readers are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+
+import orjson
+import pytest
+from aiohttp import web
+from fake_engine import reply
+from http_harness import CHAT, HELLO, Server, parse_events, run, serving, until
+
+from asyncllm.server import sse
+from asyncllm.server.sse import COALESCE_ABOVE_BYTES, MAX_PENDING_BYTES, SSEStream
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def serve_handler(handler: object) -> tuple[web.AppRunner, int]:
+    app = web.Application()
+    app.router.add_get("/", handler)  # type: ignore[arg-type]
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, site.port
+
+
+async def exchange(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def test_installed_aiohttp_lets_frames_go_straight_to_the_transport() -> None:
+    """If this fails, aiohttp has changed: adapt server/sse.py, which now takes the slow way."""
+
+    async def test() -> None:
+        seen: list[bool] = []
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            stream = SSEStream(request)
+            await stream.open()
+            seen.append(stream.direct)
+            stream.end()
+            await stream.run()
+            return stream.response
+
+        runner, port = await serve_handler(handler)
+        await exchange(port, REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        await runner.cleanup()
+        assert seen == [True]
+
+    run(test())
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_wire_equals_the_public_way(version: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            stream = SSEStream(request)
+            stream.push(b"data: early\n\n")  # before the headers
+            await stream.open()
+            task = asyncio.create_task(stream.run())
+            for i in range(5):
+                await asyncio.sleep(0.002)
+                stream.push(b"data: %d\n\n" % i)
+            stream.push(b"data: a\n\ndata: b\n\n")
+            stream.end()
+            await task
+            return stream.response
+
+        runner, port = await serve_handler(handler)
+        request = b"GET / HTTP/" + version + b"\r\nHost: x\r\nConnection: close\r\n\r\n"
+        fast = await exchange(port, request)
+        monkeypatch.setattr(sse, "_writes_plain_chunks", lambda *_: False)
+        public = await exchange(port, request)
+        await runner.cleanup()
+        body = fast.partition(b"\r\n\r\n")[2]
+        # Frames that wait may be merged into one chunk; framing aside, the bytes are the same.
+        assert without_chunks(body) == without_chunks(public.partition(b"\r\n\r\n")[2])
+        if version == b"1.1":
+            assert body.startswith(b"d\r\ndata: early\n\n\r\n")
+            assert body.endswith(b"\r\n0\r\n\r\n")
+        else:
+            assert body.startswith(b"data: early\n\ndata: 0\n\n")
+
+    run(test())
+
+
+def test_changed_aiohttp_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(sse, "_complained", False)
+        monkeypatch.setattr(sse, "StreamWriter", object)  # as if prepare returned another one
+        async with serving() as server:
+            for _ in range(2):
+                events = await server.events(CHAT, {"messages": HELLO})
+                assert events[-1] == "[DONE]"
+        assert caplog.text.count("slow, public way") == 1
+
+    run(test())
+
+
+def without_chunks(body: bytes) -> bytes:
+    return re.sub(rb"(^|\r\n)[0-9a-f]+\r\n", b"", body).removesuffix(b"\r\n")
+
+
+async def slow_client(server: Server, **fields: object) -> socket.socket:
+    """A client that has sent its request and reads nothing."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, ("127.0.0.1", server.port))
+    body = orjson.dumps({"messages": HELLO, "stream": True, **fields})
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    await loop.sock_sendall(sock, head.encode() + body)
+    return sock
+
+
+def pending_bytes(server: Server) -> int:
+    """Of the one stream in progress, ours and the transport's."""
+    (generation,) = server.service._live
+    stream: SSEStream = generation._consumer._sse  # type: ignore[attr-defined]
+    transport = stream._request.transport
+    return stream._pending_bytes + (transport.get_write_buffer_size() if transport else 0)
+
+
+def test_slow_reader_is_coalesced_and_served() -> None:
+    """What the sockets do not take waits here, and arrives complete and in order."""
+
+    async def test() -> None:
+        async with serving(small_buffers=True) as server:
+            server.engine.chunk_text = lambda text: text * 30_000
+            sock = await slow_client(server, max_tokens=25)
+            loop = asyncio.get_running_loop()
+            await until(lambda: server.engine.seen and not server.engine.live)
+            waiting = pending_bytes(server)  # the engine is done, the client has read nothing
+            received = bytearray()
+            while not received.endswith(b"0\r\n\r\n"):
+                received += await loop.sock_recv(sock, 1 << 20)
+            sock.close()
+            assert COALESCE_ABOVE_BYTES < waiting <= MAX_PENDING_BYTES
+            assert server.engine.aborted == []
+            events = parse_events(
+                without_chunks(bytes(received).partition(b"\r\n\r\n")[2]).decode()
+            )
+            text = "".join(event["choices"][0]["delta"]["content"] for event in events[:-1])
+            whole = reply(0).encode()[:25].decode()
+            assert text == "".join(char * 30_000 for char in whole)
+
+    run(test())
+
+
+def test_reader_that_never_reads_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(small_buffers=True) as server:
+            server.engine.chunk_text = lambda text: text * 400_000
+            sock = await slow_client(server)
+            most = 0
+            while not server.engine.aborted:
+                if server.service.num_live:
+                    most = max(most, pending_bytes(server))
+                await asyncio.sleep(0.001)
+            await server.quiet()
+            sock.close()
+            # One frame above the limit is what was refused, and is the most ever held.
+            assert most <= MAX_PENDING_BYTES + 400_000 + 1000
+            assert len(server.engine.aborted) == 1
+            server.engine.chunk_text = lambda text: text
+            assert (await server.post(CHAT, {"messages": HELLO}))[0] == 200
+        assert "dropped a client" in caplog.text
+
+    run(test())

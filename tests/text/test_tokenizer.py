@@ -1,0 +1,242 @@
+"""Loading, encoding, single tokens, chat templates, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizer_folders as folders
+
+from asyncllm.engine.token_pieces import build_token_pieces
+from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
+from asyncllm.errors import InvalidRequestError, ModelLoadError
+
+USER = {"role": "user", "content": "Hello"}
+
+
+def refused(tokenizer: Tokenizer, messages: Any, **kwargs: Any) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.render_chat(messages, **kwargs)
+    return caught.value
+
+
+# --- ids and text ------------------------------------------------------------------------------
+
+
+def test_facts(byte_level: Tokenizer) -> None:
+    raw = byte_level._raw
+    assert byte_level.bos_token_id == raw.token_to_id("<|bos|>")
+    assert byte_level.eos_token_ids == (raw.token_to_id("<|eos|>"),)
+    assert byte_level.special_ids == {
+        raw.token_to_id(token) for token in ("<|bos|>", "<|eos|>", "<|end|>")
+    }
+    assert byte_level.vocab_size == raw.get_vocab_size()
+
+
+def test_encode_adds_special_tokens_when_asked(byte_level: Tokenizer) -> None:
+    plain = byte_level.encode("The fox", add_special_tokens=False)
+    assert byte_level.encode("The fox") == [byte_level.bos_token_id, *plain]
+
+
+def test_large_texts_encode_alike(byte_level: Tokenizer) -> None:
+    text = "The fox jumps. " * (LARGE_TEXT_CHARS // 10)
+    assert byte_level.encode(text) == byte_level._raw.encode(text).ids
+
+
+def test_lone_surrogates_are_refused(byte_level: Tokenizer) -> None:
+    for text in ("\ud800", "\ud800" * LARGE_TEXT_CHARS):
+        with pytest.raises(InvalidRequestError, match="Unicode"):
+            byte_level.encode(text)
+
+
+def test_token_text_and_bytes(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
+    eos = byte_level.eos_token_ids[0]
+    assert byte_level.token_text(eos) == "<|eos|>"
+    the = byte_level.encode(" the", add_special_tokens=False)
+    assert "".join(map(byte_level.token_text, the)) == " the"
+    half = byte_level._raw.token_to_id("ä")  # the byte-level code's letter for byte 0xE4
+    assert (byte_level.token_bytes(half), byte_level.token_text(half)) == (b"\xe4", "\ufffd")
+    assert byte_level.token_bytes(byte_level.vocab_size + 9) == b""
+    byte = sentencepiece._raw.token_to_id("<0xE4>")
+    assert (sentencepiece.token_bytes(byte), sentencepiece.token_text(byte)) == (b"\xe4", "\ufffd")
+    ids = sentencepiece.encode("The", add_special_tokens=False)
+    assert "".join(map(sentencepiece.token_text, ids)) == " The"
+
+
+def test_tokens_without_a_table(windowed: Tokenizer) -> None:
+    for token_id in range(windowed.vocab_size):
+        assert windowed.token_bytes(token_id) == windowed.token_text(token_id).encode()
+
+
+def test_padding_and_truncation_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    raw = folders.byte_level()
+    raw.enable_truncation(4)
+    raw.enable_padding(length=9)
+    tokenizer = Tokenizer.from_folder(folders.write_folder(tmp_path, raw))
+    assert len(tokenizer.encode("The quick brown fox jumps over the lazy dog")) > 9
+    assert len(tokenizer.encode("a")) == 2
+
+
+def test_a_large_table_is_built_fast(byte_level: Tokenizer) -> None:
+    tokens: list[str | None] = [f"Ġtoken{i}é" for i in range(128_000)]
+    started = time.perf_counter()
+    assert build_token_pieces(byte_level._raw, tokens, frozenset()) is not None
+    assert time.perf_counter() - started < 1  # 0.1 s on an idle machine
+
+
+# --- loading -----------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_tokenizer_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(folders.MODEL_CONFIG))
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_broken_tokenizer_names_the_file(model_folder: Path, tmp_path: Path) -> None:
+    folders.write_folder(tmp_path, folders.byte_level())
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_chat_template_as_file_and_as_text(model_folder: Path, tmp_path: Path) -> None:
+    text = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    file = tmp_path / "template.jinja"
+    file.write_text(text)
+    for template in (text, str(file)):
+        tokenizer = Tokenizer.from_folder(model_folder, template)
+        assert tokenizer.render_chat([USER]) == "<Hello>"
+
+
+def test_chat_template_that_is_neither(model_folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no_such_file\.jinja"):
+        Tokenizer.from_folder(model_folder, "no_such_file.jinja")
+
+
+# --- chat --------------------------------------------------------------------------------------
+
+
+def test_render(byte_level: Tokenizer) -> None:
+    rendered = byte_level.render_chat([USER])
+    assert rendered == "<|bos|><|user|>Hello<|end|><|assistant|>"
+    assert byte_level.render_chat([USER], add_generation_prompt=False) == rendered[:-13]
+
+
+def test_special_tokens_come_once(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode(byte_level.render_chat([USER]), add_special_tokens=False)
+    assert ids.count(byte_level.bos_token_id) == 1
+
+
+def test_continue_final_message(byte_level: Tokenizer) -> None:
+    messages = [USER, {"role": "assistant", "content": "It is"}]
+    rendered = byte_level.render_chat(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert rendered == "<|bos|><|user|>Hello<|end|><|assistant|>It is"
+    error = refused(byte_level, messages, continue_final_message=True)
+    assert error.param == "continue_final_message"
+
+
+def test_template_kwargs_and_tools(byte_level: Tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rendered = byte_level.render_chat([USER], tools, template_kwargs={"style": "terse"})
+    assert "(tool add)(style terse)" in rendered
+    for name in ("chat_template", "tokenize", "messages", "tools", "conversation"):
+        error = refused(byte_level, [USER], template_kwargs={name: "x"})
+        assert error.param == "chat_template_kwargs"
+
+
+def test_tool_call_arguments_are_parsed(byte_level: Tokenizer) -> None:
+    for arguments in ('{"a": 1, "b": [2]}', {"a": 1, "b": [2]}):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        before = copy.deepcopy(message)
+        rendered = byte_level.render_chat([USER, message])
+        assert "<|assistant|>[f a=1 b=[2]]<|end|>" in rendered
+        assert message == before, "the client's messages stay as they are"
+
+
+def test_tool_calls_without_arguments(byte_level: Tokenizer) -> None:
+    for arguments in ("", None, {}):
+        message = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
+        assert "[f]" in byte_level.render_chat([USER, message])
+
+
+def test_content_parts_become_one_string(byte_level: Tokenizer) -> None:
+    parts = [
+        {"type": "text", "text": "one"},
+        {"type": "input_text", "text": "two"},
+        {"type": "refusal", "refusal": "no"},
+    ]
+    rendered = byte_level.render_chat([{"role": "user", "content": parts}])
+    assert "<|user|>one\ntwo\nno<|end|>" in rendered
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "at least one message"),
+        ("hi", "list"),
+        (["hi"], r"messages\[0\] must be an object"),
+        ([USER, {"content": "x"}], r"messages\[1\] role"),
+        ([{"role": 5, "content": "x"}], "role"),
+        ([{"role": "user", "content": 5}], "content"),
+        ([{"role": "user", "content": [7]}], "content parts"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "not a string"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes text only"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], "takes text only"),
+        ([{"role": "assistant", "tool_calls": {}}, USER], None),
+        ([{"role": "assistant", "tool_calls": "x"}], "tool_calls must be a list"),
+        ([{"role": "assistant", "tool_calls": ["x"]}], "function"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "name"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "no JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}],
+            "no JSON object",
+        ),
+        ([{"role": "bad", "content": "x"}], "no bad roles"),
+    ],
+)
+def test_bad_messages(byte_level: Tokenizer, messages: Any, words: str | None) -> None:
+    if words is None:
+        byte_level.render_chat(messages)
+        return
+    error = refused(byte_level, messages)
+    assert error.param == "messages"
+    assert re.search(words, str(error))
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    folder = folders.write_folder(tmp_path, folders.byte_level(), chat_template=None)
+    error = refused(Tokenizer.from_folder(folder), [USER])
+    assert error.param == "messages"
+    assert "no chat template" in str(error)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 / 0 }}",
+        "{{ undefined_function() }}",
+        "{% for x in range(10000000) %}{% endfor %}",
+        "{% broken",
+    ],
+)
+def test_templates_are_sandboxed_and_fail_alone(model_folder: Path, template: str) -> None:
+    tokenizer = Tokenizer.from_folder(model_folder, template)
+    assert refused(tokenizer, [USER]).param == "messages"
