@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -71,15 +72,22 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     try:
         server_args.check()
-        logging.basicConfig(level=server_args.log_level.upper(), format=LOG_FORMAT)
+        _set_up_logging(server_args.log_level)
         with closing(Listener.bind(server_args)) as listener:
             _run(engine_args, server_args, listener)
-    except KeyboardInterrupt:
-        return EXIT_CODE_INTERRUPTED
+    except KeyboardInterrupt:  # while loading
+        os._exit(EXIT_CODE_INTERRUPTED)  # a usual exit would wait for the thread that loads
     except (ModelLoadError, ValueError, OSError) as error:
         print(f"asyncllm: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
+    # Handlers' errors are logged by our middleware; what is left to aiohttp's own log is a
+    # traceback for each thing that is no HTTP.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 
 def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -> None:

@@ -1,8 +1,8 @@
 """Configuration: `EngineArgs` is what a user types, `EngineConfig` what the engine obeys.
 
-`EngineArgs` fields are the command-line flags with underscores, under vLLM's names where they mean
-the same. `EngineArgs.create_engine_config()` validates once, in one place; what comes out is frozen.
-No torch here. Sizes that need the device (pages, context that fits) are settled by the worker.
+`EngineArgs` fields are the command-line flags with underscores, under vLLM's names where they
+mean the same. `EngineArgs.create_engine_config()` validates once, in one place; what comes out is
+frozen. Sizes that need the device (pages, context that fits) are settled by the worker.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` answers. In delta outputs `text`, `token_ids`, `logprobs` are the news only."""
+    """One of the `n` answers. In deltas `text`, `token_ids`, `logprobs` are the news only."""
 
     index: int
     text: str

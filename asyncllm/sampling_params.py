@@ -6,6 +6,7 @@ on the vocabulary or the context window are checked by the input processor.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -172,7 +173,7 @@ class SamplingParams:
                 token_id = int(key)
             except (TypeError, ValueError):
                 raise InvalidRequestError(
-                    f"logit_bias keys must be token ids, got {key!r}", "logit_bias"
+                    f"logit_bias keys must be token ids, got {_shown(key)}", "logit_bias"
                 ) from None
             _require_finite("logit_bias", bias)
             _require(token_id >= 0, "logit_bias", token_id, "token ids of at least 0")
@@ -183,11 +184,20 @@ class SamplingParams:
 
 def _require(ok: bool, param: str, value: object, wanted: str) -> None:
     if not ok:
-        raise InvalidRequestError(f"{param} must be {wanted}, got {value!r}", param)
+        raise InvalidRequestError(f"{param} must be {wanted}, got {_shown(value)}", param)
+
+
+def _shown(value: object) -> str:
+    """A short repr: what was sent may be huge, nested, or an int with too many digits to print."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return type(value).__name__
 
 
 def _require_int(param: str, value: object) -> None:
-    _require(isinstance(value, int) and not isinstance(value, bool), param, value, "an integer")
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer")  # type: ignore[arg-type]
 
 
 def _require_finite(param: str, value: object) -> None:

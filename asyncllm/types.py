@@ -48,8 +48,8 @@ class Request:
 
     `max_tokens` is resolved (never None) and prompt + max_tokens fits the window. `stop_token_ids`
     are those that end a sequence, EOS included unless ignored. `bad_words_ids` are token sequences.
-    `cache_key` separates prefix caches (salt, adapter); `rope_key` is set where KV depends on the
-    whole prompt's length (dynamic RoPE past its window).
+    `cache_key` separates prefix caches: by salt, and by the prompt's length where KV depends on it
+    (dynamic RoPE past its window).
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""The KV cache: one tensor per layer on the device, one pinned tensor on the host for swapped pages.
+"""The KV cache: one tensor per layer on the device, one pinned host tensor for swapped pages.
 
     layers[i]  [num_pages, 2 (key, value), block_size, num_kv_heads, head_dim]
     host       [num_host_pages, num_layers, 2, block_size, num_kv_heads, head_dim]

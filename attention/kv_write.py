@@ -27,8 +27,8 @@ def _write_kernel(
 def write_kv(cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """k, v [tokens, kv_heads, head_dim] to flat positions `slots` int64 [tokens] of one layer.
 
-    cache: [pages, 2, block_size, kv_heads, head_dim], contiguous. The last two dimensions of k and v
-    are contiguous; their rows may be strided.
+    cache: [pages, 2, block_size, kv_heads, head_dim], contiguous. The last two dimensions of k
+    and v are contiguous; their rows may be strided.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     row = num_kv_heads * head_dim

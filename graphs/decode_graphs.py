@@ -1,8 +1,8 @@
 """Captured decode steps: one CUDA graph per batch size, all in one memory pool.
 
-A graph reads the slots of its rows from one static tensor and everything else from tensors indexed by
-slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are padding:
-slot 0. Graphs share memory: the outputs of a replay hold until the next one on the same stream.
+A graph reads the slots of its rows from one static tensor and everything else from tensors indexed
+by slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are
+padding: slot 0. Graphs share memory: a replay's outputs hold until the next on the same stream.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DecodeGraphs:
         self._graphs[size] = (graph, outputs)
 
     def padded_slots(self, slots: np.ndarray) -> np.ndarray | None:
-        """`slots` int32 [rows] padded to the smallest captured size; None where none is as large."""
+        """`slots` int32 [rows] padded to the next captured size; None where none is as large."""
         place = bisect_left(self._sizes, len(slots))
         if place == len(self._sizes) or self._sizes[place] not in self._graphs:
             return None

@@ -1,7 +1,7 @@
 """The engine's public face inside an asyncio application; `EngineCore` does the work.
 
 One process, one event loop: every method is called on the loop that ran `start`. It starts no
-process, installs no signal handler, and leaves no thread and no device memory behind after `aclose`.
+process, installs no signal handler, and after `aclose` leaves no thread and no device memory.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def _normalize(message: ChatMessage, index: int) -> ChatMessage:
         raise _error(index, f"must be an object, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _error(index, f"role must be a non-empty string, got {role!r}")
+        raise _error(index, "role must be a non-empty string")
     # Many templates print a None or fail on it, and take a missing key well.
     result = {key: value for key, value in message.items() if value is not None}
     result["content"] = _flatten(message.get("content"), index)
@@ -57,9 +57,11 @@ def _part_text(part: object, index: int) -> str:
     if not isinstance(part, dict):
         raise _error(index, f"content parts must be objects, got {type(part).__name__}")
     kind = part.get("type")
-    key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if not isinstance(kind, str):
+        raise _error(index, "has a content part whose type is not a string")
+    key = TEXT_PARTS.get(kind)
     if key is None:
-        raise _error(index, f"has a part of type {kind!r}, but this model takes text only")
+        raise _error(index, f"has a part of type {kind[:100]!r}, but this model takes text only")
     text = part.get(key)
     if not isinstance(text, str):
         raise _error(index, f"has a {kind} part whose {key!r} is not a string")

@@ -22,7 +22,7 @@ from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import StatLogger
+from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from asyncllm.sampling_params import SamplingParams
@@ -47,19 +47,8 @@ class EngineCore:
         memory = worker.memory
         self.worker = worker
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(
-            BlockManager(
-                memory.num_pages,
-                config.block_size,
-                memory.num_host_pages,
-                config.enable_prefix_caching,
-            ),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            policy=config.scheduling_policy,
-            preemption_mode=config.preemption_mode,
-            swap_cost=worker.swap_cost,
-        )
+        self._config = config
+        self.scheduler = self._make_scheduler(SchedulerStats())
         self.input_processor = InputProcessor(
             config,
             tokenizer,
@@ -68,7 +57,6 @@ class EngineCore:
         )
         self.outputs = OutputProcessor(tokenizer)
         self.dead: str | None = None
-        self._config = config
         self._stat_loggers = stat_loggers
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[str] | None = None
@@ -161,31 +149,45 @@ class EngineCore:
     async def _recover(self, error: Exception) -> None:
         """End all live requests; go on if the device still answers, else be dead."""
         self._aborts_while_emitting = None
-        self._fail_all(f"the engine failed in a step: {error}")
+        live = self.scheduler.requests()
+        # A step that raised midway may have left anything: begin anew, with an empty cache.
+        self.scheduler = self._make_scheduler(self.scheduler.stats())
+        for request in live:
+            self.outputs.fail(request, f"the engine failed in a step: {error}", time.monotonic())
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
             logger.critical("the device is lost: %s", lost)
             self.dead = f"the device is lost: {lost}"
-        # Pages may have been published for steps that never ran.
-        self.scheduler.blocks.reset_prefix_cache()
 
-    def _fail_all(self, message: str) -> None:
-        for request in self.scheduler.requests():
-            self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            self.outputs.fail(request, message, time.monotonic())
+    def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
+        config, memory = self._config, self.worker.memory
+        blocks = BlockManager(
+            memory.num_pages, config.block_size, memory.num_host_pages, config.enable_prefix_caching
+        )
+        return Scheduler(
+            blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            preemption_mode=config.preemption_mode,
+            swap_cost=self.worker.swap_cost,
+            totals=totals,
+        )
 
     async def close(self) -> None:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
-        self._fail_all(self.dead)
+        for request in self.scheduler.requests():
+            self.scheduler.abort(request.request_id, FinishReason.ERROR)
+            self.outputs.fail(request, self.dead, time.monotonic())
         self.input_processor.close()
         await in_own_thread(self.worker.close)
 
 
 async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
-    """Run a blocking call in a thread that ends with it: the application's loop keeps none of ours."""
+    """Run a blocking call in a thread that ends with it: the application's loop keeps none."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm")
     try:
         result = await asyncio.get_running_loop().run_in_executor(thread, work, *args)

@@ -1,7 +1,7 @@
 """What `engine.generate()` returns: to be awaited for the end, or iterated for the way there.
 
-It is both because an application wants either, and it aborts its request when it is dropped: leaving
-an `async for` early, or losing the last reference, frees the request's pages within a step.
+It is both because an application wants either, and it aborts its request when it is dropped:
+leaving an `async for` early, or losing the last reference, frees its pages within a step.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class InputProcessor:
         priority: int,
         cache_salt: str | None,
     ) -> Request:
-        if type(priority) is not int:
-            raise InvalidRequestError(f"priority must be an integer, got {priority!r}", "priority")
+        if type(priority) is not int or abs(priority) >= 2**63:
+            raise InvalidRequestError("priority must be a 64-bit integer", "priority")
         max_tokens = self._resolve_max_tokens(len(ids), params, parsed)
         self._check_params(params, max_tokens)
         salt = parsed.cache_salt if cache_salt is None else cache_salt

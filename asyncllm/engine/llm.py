@@ -1,7 +1,7 @@
 """`LLM`: the same engine for batches, from synchronous code.
 
-It runs an `AsyncLLMEngine` on an event loop in one thread of its own, so that it works in a script, a
-REPL and a notebook (whose thread already runs a loop). `close()`, or the end of a `with`, ends both.
+It runs an `AsyncLLMEngine` on an event loop in one thread of its own, so that it works in a
+script, a REPL and a notebook (whose thread already runs a loop). `close()` ends both.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from asyncllm.outputs import CompletionOutput, RequestOutput
 
 
 class OutputCollector:
-    """`add` deltas, read `output`; `merge` is both."""
+    """`add` deltas, read `output`; `merge` is both. A copy is linear in the text: `add` is not."""
 
     def __init__(self) -> None:
-        self._request: RequestOutput | None = None
+        self._whole: RequestOutput | None = None  # but for its completions
         self._completions: dict[int, CompletionOutput] = {}
 
     def merge(self, delta: RequestOutput) -> RequestOutput:
@@ -26,8 +26,10 @@ class OutputCollector:
         return output
 
     def add(self, delta: RequestOutput) -> None:
-        before = self._request
-        self._request = delta if before is None else _join_requests(before, delta)
+        if self._whole is None:
+            self._whole = replace(delta, outputs=[])
+        else:
+            _update(self._whole, delta)
         for completion in delta.outputs:
             known = self._completions.get(completion.index)
             if known is None:
@@ -38,15 +40,18 @@ class OutputCollector:
     @property
     def output(self) -> RequestOutput | None:
         """A copy of all so far; None before the first delta."""
-        if self._request is None:
+        if self._whole is None:
             return None
         completions = [_copy(self._completions[index]) for index in sorted(self._completions)]
-        return replace(self._request, outputs=completions)
+        return replace(self._whole, outputs=completions)
 
 
-def _join_requests(before: RequestOutput, delta: RequestOutput) -> RequestOutput:
-    prompt_logprobs = before.prompt_logprobs or delta.prompt_logprobs
-    return replace(delta, prompt_logprobs=prompt_logprobs, error=before.error or delta.error)
+def _update(whole: RequestOutput, delta: RequestOutput) -> None:
+    whole.finished = delta.finished
+    whole.metrics = delta.metrics
+    whole.num_cached_tokens = delta.num_cached_tokens
+    whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
+    whole.error = whole.error or delta.error
 
 
 def _extend(known: CompletionOutput, delta: CompletionOutput) -> None:
@@ -60,8 +65,12 @@ def _extend(known: CompletionOutput, delta: CompletionOutput) -> None:
 
 def _copy(completion: CompletionOutput) -> CompletionOutput:
     logprobs = completion.logprobs
-    return replace(
-        completion,
-        token_ids=list(completion.token_ids),
-        logprobs=None if logprobs is None else list(logprobs),
+    return CompletionOutput(
+        completion.index,
+        completion.text,
+        list(completion.token_ids),
+        completion.cumulative_logprob,
+        None if logprobs is None else list(logprobs),
+        completion.finish_reason,
+        completion.stop_reason,
     )

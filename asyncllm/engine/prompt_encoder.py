@@ -71,9 +71,9 @@ class PromptEncoder:
         """Each must be in the vocabulary: the embedding has no row for another."""
         for extreme in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= extreme < self._vocab_size:
+                shown = f"token id {extreme}" if abs(extreme) < 2**63 else "a token id"
                 raise InvalidRequestError(
-                    f"{param}: token id {extreme} is not in the model's vocabulary of "
-                    f"{self._vocab_size}",
+                    f"{param}: {shown} is not in the model's vocabulary of {self._vocab_size}",
                     param,
                 )
 

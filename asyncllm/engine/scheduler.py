@@ -71,7 +71,9 @@ class Scheduler:
         policy: SchedulingPolicy = "fcfs",
         preemption_mode: PreemptionMode = "auto",
         swap_cost: SwapCost | None = None,
+        totals: SchedulerStats | None = None,
     ) -> None:
+        """`totals`: those of a scheduler that this one replaces, to count on from."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
@@ -90,7 +92,7 @@ class Scheduler:
         self._swap_cost = swap_cost
         self._next_step_id = 0
         self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
-        self._stats = SchedulerStats()
+        self._stats = totals or SchedulerStats()
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -183,6 +185,8 @@ class Scheduler:
         request = seq.request
         if seq.num_tokens - len(request.prompt_token_ids) >= request.max_tokens:
             return False
+        if not request.bad_words_ids:  # spares a generator per row and step
+            return True
         return seq.num_in_flight == 0 or not request.needs_known_tokens
 
     def _decode(self, seq: Sequence, draft: _Draft) -> None:
@@ -339,8 +343,10 @@ class Scheduler:
 
         Rows of sequences that ended while the step was in flight are dropped.
         """
+        block_size = self.blocks.block_size
         for row in plan.decodes:
-            self._publish(row.seq, row.position + 1)
+            if (row.position + 1) % block_size == 0:
+                self._publish(row.seq, row.position + 1)
         for prefill in plan.prefills:
             self._publish(prefill.seq, prefill.start + len(prefill.token_ids))
         updates: list[TokenUpdate] = []
@@ -362,8 +368,7 @@ class Scheduler:
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         request = seq.request
         num_output = seq.num_output_tokens
-        enough = num_output >= request.sampling_params.min_tokens
-        if enough and token_id in request.stop_token_ids:
+        if token_id in request.stop_token_ids and num_output >= request.sampling_params.min_tokens:
             is_eos = token_id not in (request.sampling_params.stop_token_ids or ())
             self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
         elif num_output >= request.max_tokens:
@@ -382,7 +387,9 @@ class Scheduler:
         """The running totals, with the gauges brought up to date."""
         stats, blocks = self._stats, self.blocks
         stats.num_running = len(self.running)
-        stats.num_swapped = sum(seq.status is SequenceStatus.SWAPPED for seq in self.waiting)
+        swapped = self.blocks.host.num_used > 0  # spares a walk over a long queue per step
+        waiting = self.waiting if swapped else []
+        stats.num_swapped = sum(seq.status is SequenceStatus.SWAPPED for seq in waiting)
         stats.num_waiting = len(self.waiting) - stats.num_swapped
         stats.num_pages, stats.num_used_pages = blocks.device.num_pages, blocks.device.num_used
         stats.num_host_pages = blocks.host.num_pages

@@ -27,6 +27,7 @@ VOCABULARY_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model",
 )  # fmt: skip
+MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
 LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
 
 
@@ -63,9 +64,7 @@ class Tokenizer:
             raise ModelLoadError(f"{path / 'tokenizer.json'} is missing: no tokenizer to load")
         template = None if chat_template is None else read_chat_template(chat_template)
         try:
-            hf = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, use_fast=True
-            )
+            hf = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises bare Exception for a broken file
             raise ModelLoadError(f"{_vocabulary_file(path)}: {error}") from error
         if not hf.is_fast:
@@ -163,7 +162,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: it may raise anything
             raise InvalidRequestError(
-                f"the chat template does not accept these messages: {error}", MESSAGES_PARAM
+                f"the chat template does not accept these messages: {error!s:.{MAX_ERROR_CHARS}}",
+                MESSAGES_PARAM,
             ) from error
 
 

@@ -25,6 +25,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
         middlewares=[error_middleware, auth_middleware(args.keys())],
         client_max_size=args.max_body_bytes,
     )
+    app.on_response_prepare.append(_name_server)
     service = Service(engine, args)
     app[SERVICE] = service
     app[METRICS] = Metrics(engine.stats, service.model_names[0], args.metrics_prefix)
@@ -43,3 +44,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
         ]
     )
     return app
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    """Instead of the versions of Python and aiohttp, which are nobody's business."""
+    response.headers["Server"] = "asyncllm"

@@ -31,19 +31,25 @@ async def read_body(request: web.Request, wanted: type[T]) -> T:
     """The body as `wanted`. Raises `ApiError` 400, 413 or 415."""
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise ApiError(415, "the request body must be application/json")
-    limit = request.client_max_size
-    if request.content_length is not None and request.content_length > limit:
-        raise ApiError(413, f"the request body is over the limit of {limit} bytes")
-    try:
-        raw = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise ApiError(413, f"the request body is over the limit of {limit} bytes") from None
-    except (web.RequestPayloadError, ValueError) as error:
-        raise bad_request("the request body could not be read") from error
+    raw = await _read(request)
     parsed = _decode(raw, wanted)
     if logger.isEnabledFor(logging.DEBUG):
         _log_unknown_fields(raw, wanted)
     return parsed
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body as sent, decompressed; never more than the limit of it in memory."""
+    limit = request.client_max_size
+    too_large = ApiError(413, f"the request body is over the limit of {limit} bytes", close=True)
+    if request.content_length is not None and request.content_length > limit:
+        raise too_large
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+    except web.RequestPayloadError:
+        raise ApiError(400, "the request body could not be read", close=True) from None
 
 
 def _decode(raw: bytes, wanted: type[T]) -> T:

@@ -39,7 +39,8 @@ class CollectedAnswer:
         self.prompts = [CollectedPrompt() for _ in call.prompts]
         self.usage = Usage()
         self._n = call.params.n
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end = asyncio.Event()
+        self._error: ApiError | None = None
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self.usage.count(prompt_index, output)
@@ -53,16 +54,17 @@ class CollectedAnswer:
                 choice.stop_reason = completion.stop_reason
 
     def finish(self) -> None:
-        if not self._end.done():
-            self._end.set_result(None)
+        self._end.set()
 
     def fail(self, error: ApiError) -> None:
-        if not self._end.done():
-            self._end.set_exception(error)
+        self._error = error
+        self._end.set()
 
     async def wait(self) -> None:
         """Until the last token. Raises the `ApiError` that ended it."""
-        await self._end
+        await self._end.wait()
+        if self._error is not None:
+            raise self._error
 
     def prompt_of(self, choice: CollectedChoice) -> CollectedPrompt:
         return self.prompts[choice.index // self._n]

@@ -15,16 +15,12 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from asyncllm.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
-)
+from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+MAX_MESSAGE_CHARS = 2000  # messages quote what the client sent
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
@@ -48,13 +44,16 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        close: bool = False,
     ) -> None:
+        """`close` ends the connection: its body was not read to the end."""
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message[:MAX_MESSAGE_CHARS]
         self.param = param
         self.code = code or _CODES.get(status)
         self.headers = headers or {}
+        self.close = close
 
     def body(self) -> bytes:
         return orjson.dumps(
@@ -69,12 +68,15 @@ class ApiError(Exception):
         )
 
     def response(self) -> web.Response:
-        return web.Response(
+        response = web.Response(
             status=self.status,
             body=self.body(),
             content_type="application/json",
             headers=self.headers,
         )
+        if self.close:
+            response.force_close()
+        return response
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -90,9 +92,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
     if isinstance(error, EngineDeadError):
-        return ApiError(503, str(error))
-    if isinstance(error, RequestFailedError):
-        return internal_error(str(error))
+        # Its reason is for the operator, who finds it in the log and at /health.
+        return ApiError(503, "the engine is not running")
     if isinstance(error, web.HTTPException):
         return _from_http_exception(error)
     if isinstance(error, ConnectionError):
@@ -127,11 +128,11 @@ def _error_type(status: int) -> str:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Everything that a handler raises becomes a four-key body.
-
-    A handler whose response has begun reports its errors in the stream and never raises here.
-    """
+    """Everything that a handler raises becomes a four-key body."""
     try:
         return await handler(request)
     except Exception as error:
-        return as_api_error(error).response()
+        response = as_api_error(error).response()
+        if request.writer.output_size:
+            raise  # a stream has begun, which cannot turn into this: aiohttp cuts it off
+        return response

@@ -64,7 +64,10 @@ class Generation:
         """End the answer with an error; the handler then aborts what still runs."""
         if not self._is_over and self.error is None and self._num_open:
             self.error = error
-            self._consumer.fail(error)
+            try:
+                self._consumer.fail(error)
+            except Exception:  # whatever it is, the engine's step must not see it
+                logger.exception("call %s: its error could not be reported", self._call.id)
 
     def _receive(self, request_id: str, index: int, output: RequestOutput) -> None:
         if self._is_over or self.error is not None:

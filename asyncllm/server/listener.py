@@ -25,8 +25,9 @@ class Listener:
     @classmethod
     def bind(cls, args: ServerArgs) -> Listener:
         """Raises `OSError` naming the address, `ValueError` naming the certificate."""
+        ssl_context = args.ssl_context()
         if args.uds is not None:
-            return cls(args, None, args.ssl_context())
+            return cls(args, None, ssl_context)
         try:
             found = socket.getaddrinfo(
                 args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -42,7 +43,7 @@ class Listener:
             sock.close()
             reason = error.strerror or str(error)
             raise OSError(f"cannot listen on {args.host}:{args.port}: {reason}") from error
-        return cls(args, sock, args.ssl_context())
+        return cls(args, sock, ssl_context)
 
     async def start(self, runner: web.AppRunner) -> web.BaseSite:
         """Accept connections."""

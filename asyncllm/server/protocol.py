@@ -99,6 +99,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
 
@@ -106,6 +107,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     function_call: Any = None
     audio: Any = None
     modalities: Any = None
+    moderation: Any = None
     verbosity: Any = None
     web_search_options: Any = None
     chat_template: Any = None

@@ -45,6 +45,7 @@ _CHAT: dict[str, _Harmless] = {
     "function_call": lambda value: value in ("none", "auto"),
     "audio": _empty,
     "modalities": lambda value: value == ["text"],
+    "moderation": _empty,
     "verbosity": lambda value: value == "medium",
     "web_search_options": lambda value: False,
     "chat_template": _empty,

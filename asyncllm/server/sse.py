@@ -51,7 +51,7 @@ class SSEStream:
         """Send status 200 and the headers."""
         writer = await self.response.prepare(self._request)
         transport = self._request.transport
-        if transport is None:
+        if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         transport.set_write_buffer_limits(high=COALESCE_ABOVE_BYTES)
         if _writes_plain_chunks(writer, self._request):
@@ -63,22 +63,27 @@ class SSEStream:
         return self._transport is not None
 
     def push(self, frames: bytes) -> None:
-        """Send one or more whole frames, now or as soon as the client has read enough."""
+        """Send whole frames, now or as soon as the client has read enough."""
+        if not frames:
+            return  # an empty chunk would end the response
+        if not frames:
+            return  # an empty chunk would end the body
         transport = self._transport
         if (
             transport is None
             or self._pending
-            or transport.get_write_buffer_size() > COALESCE_ABOVE_BYTES
             or transport.is_closing()
+            or transport.get_write_buffer_size() > COALESCE_ABOVE_BYTES
         ):
             self._hold_back(frames)
         else:
             transport.write(b"%x\r\n%b\r\n" % (len(frames), frames))
 
-    def end(self) -> None:
-        """Nothing more comes; `run` returns once all is written."""
+    def end(self, frames: bytes) -> None:
+        """Send the last frames; `run` returns once all is written."""
         self._ended = True
         self._wake.set()
+        self.push(frames)
 
     async def run(self) -> None:
         """Write what `push` held back, to the end. Raises `ConnectionError` for a lost client."""

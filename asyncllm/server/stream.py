@@ -135,13 +135,11 @@ class StreamedAnswer:
         end = DONE
         if self._include_usage:
             end = self._choices[0].usage(self._usage.as_dict()) + DONE
-        self._sse.push(end)
-        self._sse.end()
+        self._sse.end(end)
 
     def fail(self, error: ApiError) -> None:
         """One error event, and no [DONE]: a client must not take the text for a whole answer."""
-        self._sse.push(b"data: " + error.body() + b"\n\n")
-        self._sse.end()
+        self._sse.end(b"data: " + error.body() + b"\n\n")
 
     def _full_frame(
         self, choice: ChoiceFrames, prompt_index: int, completion: CompletionOutput

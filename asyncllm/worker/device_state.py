@@ -1,7 +1,7 @@
 """Every tensor that outlives a step, in one class. All are indexed by slot; slot 0 is padding.
 
-Readers and writers are device work on the one compute stream, in step order, so no tensor here needs
-an event. Shapes: S = slots (running sequences + 1), P = pages per sequence, V = vocabulary.
+Readers and writers are device work on the one compute stream, in step order, so no tensor here
+needs an event. S = slots (running sequences + 1), P = pages per sequence, V = vocabulary.
 
   tensor           dtype  shape   written by                    read by
   last_tokens      int32  [S]     init, sampler                 the next decode's embedding

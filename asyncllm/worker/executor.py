@@ -1,8 +1,8 @@
 """Where a step's device work runs and how its end is awaited; nothing of what the work is.
 
-`submit(work)` gives the device one step. `work()` does the step and returns `collect`, which reads the
-results once the device is done. Steps run in the order of their submission, always: that order is
-what makes slots and pages reusable at once (see scheduler.py).
+`submit(work)` gives the device one step. `work()` does it and returns `collect`, which reads the
+results once the device is done. Steps run in the order of their submission, always: that order
+is what makes slots and pages reusable at once (see scheduler.py).
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
   StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread

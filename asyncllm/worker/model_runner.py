@@ -1,8 +1,8 @@
 """One step on the device: a `StepPlan` in, launched work out.
 
-`launch` packs the plan on the host and submits `_run` to the executor, which enqueues, in order: page
-moves, state changes, the forward pass, sampling, the copies back. Nothing in `_run` waits for the
-device. A step of decodes only is `decode_step`, eager or replayed from a graph: the same function.
+`launch` packs the plan on the host and submits `_run` to the executor, which enqueues, in order:
+page moves, state changes, forward pass, sampling, the copies back. Nothing in `_run` waits for the
+device. A step of decodes only is `decode_step`, eager or from a graph: the same function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host arrays to device tensors, one copy per step however many arrays there are.
 
 On CUDA the arrays of a step are packed into one pinned buffer and copied once. The buffers rotate,
-and one is written again only after the event that says its copy was read: a step launched ahead must
-not overwrite what the step before has not read yet. On the CPU a tensor simply owns its array.
+and one is written again only after the event that says its copy was read: a step launched ahead
+must not overwrite what the step before has not read yet. On the CPU a tensor owns its array.
 """
 
 from __future__ import annotations

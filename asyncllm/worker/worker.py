@@ -1,7 +1,7 @@
 """One device's share of the engine: the model, its memory, its steps.
 
-It chooses the device's implementations, so that nothing above asks which device it is, and tells the
-engine what follows: how many pages there are, how long a context may be, what swapping costs.
+It chooses the device's implementations, so that nothing above asks which device it is, and tells
+the engine what follows: how many pages there are, how long a context may be, what a swap costs.
 """
 
 from __future__ import annotations

@@ -18,12 +18,15 @@ def make_request(
     *,
     max_tokens: int = 16,
     priority: int = 0,
-    stop_token_ids: SequenceOf[int] = (),
+    eos_token_ids: SequenceOf[int] = (),
     bad_words_ids: tuple[tuple[int, ...], ...] = (),
     cache_key: bytes = b"",
     **params: Any,
 ) -> Request:
-    """Request `r<number>`, its sequences numbered from 100 * `number`."""
+    """Request `r<number>`, its sequences numbered and seeded from 100 * `number`.
+
+    `params` are fields of `SamplingParams`.
+    """
     sampling_params = SamplingParams(max_tokens=max_tokens, **params)
     request = Request(
         request_id=f"r{number}",
@@ -31,7 +34,7 @@ def make_request(
         prompt_token_ids=list(prompt),
         sampling_params=sampling_params,
         max_tokens=max_tokens,
-        stop_token_ids=frozenset(stop_token_ids),
+        stop_token_ids=frozenset([*eos_token_ids, *(sampling_params.stop_token_ids or ())]),
         metrics=RequestMetrics(arrival_time=0.0),
         priority=priority,
         bad_words_ids=bad_words_ids,

@@ -222,7 +222,9 @@ def check_plan(plan: StepPlan) -> None:
     _assert_distinct("a page of copies and swap_in", targets)
     sources = {page for page, _ in plan.page_copies}
     assert sources.isdisjoint(targets), "page copies that cannot all be made at once"
-    _assert_distinct("an appended entry", [(a.slot, a.block_index) for a in plan.page_appends])
+    entries = [(init.slot, i) for init in plan.slot_inits for i in range(len(init.block_ids))]
+    entries += [(append.slot, append.block_index) for append in plan.page_appends]
+    _assert_distinct("an entry of a block table", entries)
     assert not (plan.swap_out and plan.swap_in), "host pages move both ways in one step"
     for row in plan.prefills:
         assert row.token_ids, "a prefill row without tokens"

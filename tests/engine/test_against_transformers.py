@@ -1,7 +1,7 @@
 """Greedy tokens and logprobs equal transformers' generate, whatever the engine does with a batch.
 
-Every family and RoPE variant, float32 on the CPU; batched, chunked, with shared prefixes, preempted by
-swap and by recompute, one step ahead and synchronous.
+Every family and RoPE variant, float32 on the CPU; batched, chunked, with shared prefixes, preempted
+by swap and by recompute, one step ahead and synchronous.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_prompts(long: bool) -> list[list[int]]:
     ids = lambda n: [rng.randrange(VOCAB_SIZE) for _ in range(n)]  # noqa: E731
     shared = ids(17)
     prompts = [shared + ids(n) for n in (1, 3, 8, 22)] + [ids(1), ids(5), ids(30)]
-    return prompts + [ids(WINDOW + 9)] if long else prompts
+    return [*prompts, ids(WINDOW + 9)] if long else prompts
 
 
 class Reference:

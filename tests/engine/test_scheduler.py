@@ -147,9 +147,8 @@ def test_the_pages_of_a_row_in_flight_are_not_published_after_an_abort() -> None
 
 def test_stop_tokens() -> None:
     scheduler = make_scheduler()
-    eos = add(scheduler, make_request(1, [1], stop_token_ids=[9]))
+    eos = add(scheduler, make_request(1, [1], eos_token_ids=[9]))
     asked = add(scheduler, make_request(2, [2], stop_token_ids=[9]))
-    asked.request.sampling_params.stop_token_ids = [9]
     run_step(scheduler, token_id=8)
     run_step(scheduler, token_id=9)
     assert (eos.finish_reason, eos.stop_reason) == (FinishReason.STOP, None)

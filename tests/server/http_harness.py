@@ -17,6 +17,7 @@ from fake_engine import FakeEngine
 
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 
 TEST_TIMEOUT_SECONDS = 20
@@ -85,18 +86,18 @@ async def serving(
 ) -> AsyncIterator[Server]:
     engine = engine or FakeEngine()
     await engine.start()
-    app = build_app(engine, ServerArgs(**args))
+    server_args = ServerArgs(**{"port": 0, **args})
+    listener = Listener.bind(server_args)
+    if listener.sock is not None and small_buffers:  # accepted connections inherit it
+        listener.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    app = build_app(engine, server_args)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()
-    sock = socket.create_server(("127.0.0.1", 0))
-    if small_buffers:  # accepted connections inherit it
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    await web.SockSite(runner, sock).start()
-    port = sock.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    await listener.start(runner)
+    port = listener.sock.getsockname()[1] if listener.sock is not None else 0
     try:
         async with aiohttp.ClientSession() as session:
-            yield Server(url, port, engine, app[SERVICE], session)
+            yield Server(listener.url, port, engine, app[SERVICE], session)
     finally:
         await runner.cleanup()
         await engine.aclose()

@@ -118,6 +118,18 @@ def test_stream_chunk_by_chunk() -> None:
     run(test())
 
 
+def test_first_step_without_text() -> None:
+    """Nothing to say is nothing on the wire: an empty chunk would end the stream."""
+
+    async def test() -> None:
+        async with serving() as server:
+            server.engine.chunk_text = lambda text: "" if text == "A" else text
+            events = await server.events(COMPLETIONS, completion())
+        assert [event["choices"][0]["text"] for event in events[:-1]] == ["n", "s", "w"]
+
+    run(test())
+
+
 def test_legacy_logprobs() -> None:
     async def test() -> None:
         async with serving() as server:

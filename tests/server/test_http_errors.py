@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import logging
 from typing import Any
 
 import orjson
 import pytest
 from fake_engine import MAX_MODEL_LEN, FakeEngine, reply
 from http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from asyncllm.server.errors import MAX_MESSAGE_CHARS
+from asyncllm.server.protocol import ChatRequest, CompletionRequest
+from asyncllm.server.sse import SSEStream
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -139,6 +147,14 @@ def test_bad_completion_fields(fields: dict[str, Any], param: str) -> None:
     run(test())
 
 
+def test_every_field_of_the_official_client_is_known() -> None:
+    """So that one which changes the answer is refused, and never just ignored as unknown."""
+    of_chat = set(chat_params.CompletionCreateParamsBase.__annotations__)
+    assert of_chat <= set(ChatRequest.__struct_fields__)
+    of_completions = set(completion_params.CompletionCreateParamsBase.__annotations__)
+    assert of_completions <= set(CompletionRequest.__struct_fields__)
+
+
 def test_harmless_fields_are_taken() -> None:
     async def test() -> None:
         harmless = {
@@ -237,6 +253,33 @@ def test_too_large() -> None:
     run(test())
 
 
+def test_compressed_bodies() -> None:
+    async def test() -> None:
+        good = gzip.compress(orjson.dumps({"messages": HELLO}))
+        bomb = gzip.compress(b'{"messages": "' + b"x" * 100_000 + b'"}')
+        encoding = {"Content-Encoding": "gzip"}
+        async with serving(max_body_bytes=10_000) as server:
+            assert (await raw(server, good, **encoding))[0] == 200
+            check(await raw(server, bomb, **encoding), 413)  # the decompressed size counts
+            check(await raw(server, good[:20] + b"garbage" + good[20:], **encoding), 400)
+            check(await raw(server, b"not gzip at all", **encoding), 400)
+            check(await raw(server, good, **{"Content-Encoding": "x-unknown"}), 400)
+
+    run(test())
+
+
+def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for _ in range(2):
+                body = {"messages": HELLO, "never_heard_of_it": 1}
+                assert (await server.post(CHAT, body))[0] == 200
+
+    with caplog.at_level(logging.DEBUG, "asyncllm.server.bodies"):
+        run(test())
+    assert caplog.text.count("never_heard_of_it") == 1
+
+
 def test_routes_and_methods() -> None:
     async def test() -> None:
         async with serving() as server:
@@ -245,6 +288,7 @@ def test_routes_and_methods() -> None:
             async with server.session.get(server.url + CHAT) as response:
                 check((response.status, await response.json()), 405)
                 assert response.headers["Allow"] == "POST"
+                assert response.headers["Server"] == "asyncllm"  # and no versions
 
     run(test())
 
@@ -265,6 +309,8 @@ def test_unknown_model() -> None:
                 if "model" in response[1]:
                     assert response[1]["model"] == "fake"  # the first name is reported
             check(await server.get("/v1/models/gpt-9"), 404, "model", "model_not_found")
+            long = await server.post(COMPLETIONS, {"prompt": "a", "model": "x" * 100_000})
+            assert len(check(long, 404, "model")) <= MAX_MESSAGE_CHARS
 
     run(test())
 
@@ -362,6 +408,25 @@ def test_unexpected_failure_stays_with_its_request(stream: bool) -> None:
                 response = await server.post(CHAT, bad)
                 assert check(response, 500, code="internal_error") == "internal error"
             assert (await other)[1]["choices"][0]["message"]["content"] == reply(0)
+            await server.quiet()
+            assert len(server.engine.aborted) == 1
+            assert not server.engine.sink_errors
+
+    run(test())
+
+
+def test_sink_never_raises_into_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the error cannot be told to the client either."""
+
+    def broken(self: SSEStream, frames: bytes) -> None:
+        raise RuntimeError("no such transport")
+
+    async def test() -> None:
+        async with serving() as server:
+            monkeypatch.setattr(SSEStream, "push", broken)
+            body = {"messages": HELLO, "stream": True}
+            async with server.session.post(server.url + CHAT, json=body) as response:
+                assert await response.text() == ""
             await server.quiet()
             assert len(server.engine.aborted) == 1
             assert not server.engine.sink_errors

@@ -32,6 +32,7 @@ def test_drain_lets_answers_end() -> None:
 def test_drain_ends_what_takes_too_long() -> None:
     async def test() -> None:
         async with serving() as server:
+            server.engine.step_seconds = 0.005
             stream = asyncio.create_task(server.events(CHAT, {"messages": HELLO}))
             whole = asyncio.create_task(server.post(CHAT, {"messages": HELLO}))
             await until(lambda: len(server.engine.live) == 2)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from typing import Any
 
 import orjson
 import pytest
+import uvloop
 from aiohttp import web
 from fake_engine import reply
 from http_harness import CHAT, HELLO, Server, parse_events, run, serving, until
@@ -47,7 +49,7 @@ def test_installed_aiohttp_lets_frames_go_straight_to_the_transport() -> None:
             stream = SSEStream(request)
             await stream.open()
             seen.append(stream.direct)
-            stream.end()
+            stream.end(b"data: a\n\n")
             await stream.run()
             return stream.response
 
@@ -59,8 +61,11 @@ def test_installed_aiohttp_lets_frames_go_straight_to_the_transport() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("loop", [uvloop, asyncio])
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-def test_wire_equals_the_public_way(version: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wire_equals_the_public_way(
+    version: bytes, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         async def handler(request: web.Request) -> web.StreamResponse:
             stream = SSEStream(request)
@@ -70,8 +75,7 @@ def test_wire_equals_the_public_way(version: bytes, monkeypatch: pytest.MonkeyPa
             for i in range(5):
                 await asyncio.sleep(0.002)
                 stream.push(b"data: %d\n\n" % i)
-            stream.push(b"data: a\n\ndata: b\n\n")
-            stream.end()
+            stream.end(b"data: a\n\ndata: b\n\n")
             await task
             return stream.response
 
@@ -90,7 +94,7 @@ def test_wire_equals_the_public_way(version: bytes, monkeypatch: pytest.MonkeyPa
         else:
             assert body.startswith(b"data: early\n\ndata: 0\n\n")
 
-    run(test())
+    loop.run(test())
 
 
 def test_changed_aiohttp_is_reported_once(

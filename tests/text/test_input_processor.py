@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +144,12 @@ def test_max_tokens_at_the_window_and_one_above(processor: InputProcessor) -> No
 def test_without_max_tokens_the_rest_of_the_window(processor: InputProcessor) -> None:
     assert process(processor, [1] * 50, max_tokens=None).max_tokens == 14
     assert process(processor, [1] * 63, max_tokens=None).max_tokens == 1
-    for prompt, param in (([1] * 64, "prompt"), ({"prompt_token_ids": [1] * 99}, None)):
-        error = refused(
-            lambda prompt=prompt: process(processor, prompt, max_tokens=None),
-            param or "prompt_token_ids",
-        )
+    too_long: list[tuple[Any, str]] = [
+        ([1] * 64, "prompt"),
+        ({"prompt_token_ids": [1] * 99}, "prompt_token_ids"),
+    ]
+    for prompt, param in too_long:
+        error = refused(partial(process, processor, prompt, max_tokens=None), param)
         assert "This model's maximum context length is 64 tokens" in str(error)
 
 
@@ -241,10 +243,7 @@ def test_priority_and_salt(processor: InputProcessor) -> None:
     in_prompt = processor.process("r", {"prompt_token_ids": [1], "cache_salt": "a"}, params, 0.0)
     assert in_prompt.cache_key in keys
     for salt in ("", longest + "s"):
-        refused(
-            lambda salt=salt: processor.process("r", [1], params, 0.0, cache_salt=salt),
-            "cache_salt",
-        )
+        refused(partial(processor.process, "r", [1], params, 0.0, cache_salt=salt), "cache_salt")
 
 
 def test_stop_token_ids(
@@ -425,9 +424,38 @@ def test_without_a_tokenizer(config: EngineConfig) -> None:
 def test_random_junk_is_refused_or_fits(processor: InputProcessor) -> None:
     """Nothing but `InvalidRequestError` comes out, and what passes keeps the invariant."""
     rng = random.Random(7)
-    values = [None, 0, 1, -1, 7, 64, 65, 2**70, 1.5, float("nan"), "", "abc", [], ["a"], [1], [[1]],
-              {}, {"role": "user"}, USER, [USER], True, {"prompt": "x"}, {"prompt_token_ids": [3]},
-              [10**9], [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "x" * 5000]  # fmt: skip
+    values = [
+        None,
+        0,
+        1,
+        -1,
+        7,
+        64,
+        65,
+        2**70,
+        1.5,
+        float("nan"),
+        "",
+        "abc",
+        [],
+        ["a"],
+        [1],
+        [[1]],
+        {},
+        {"role": "user"},
+        USER,
+        [USER],
+        True,
+        {"prompt": "x"},
+        {"prompt_token_ids": [3]},
+        [10**9],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "x" * 5000,
+    ]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    values += [deep, 10**5000, {"prompt_token_ids": [10**5000]}, {"x" * 10_000: 1}]
     fields = list(SamplingParams.__dataclass_fields__)
     num_passed = 0
     for _ in range(3000):

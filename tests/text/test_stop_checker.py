@@ -118,9 +118,9 @@ def test_what_was_held_comes_when_it_is_no_stop() -> None:
 def test_the_largest_allowed_stop_strings_are_no_burden() -> None:
     size = MAX_STOP_STRING_CHARS - 2
     strings = ["a" * size + chr(0x4E00 + i) for i in range(MAX_STOP_STRINGS)]
-    started = time.perf_counter()
+    started = time.process_time()
     stops = StopStrings(strings)
     checker = StopChecker(stops)
     sent = "".join(checker.push("aaaa")[0] for _ in range(500))
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert sent + checker.flush() == "aaaa" * 500

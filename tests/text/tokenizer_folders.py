@@ -10,14 +10,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers import processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, again and again.",
     "def main(): return {'answer': 42}  # the answer\n\n",
     "Äpfel über Größe, naïve café, déjà vu, 12345 + 67890 = ?",
-    "你好，世界。今天天气很好。こんにちは世界。",
+    "你好世界。今天天气很好。こんにちは世界。",
     "combining e\u0301 a\u0308",
 ]
 
@@ -175,11 +183,17 @@ def write_folder(
     return path
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 def _write_json(file: Path, value: object) -> None:
     file.write_text(json.dumps(value), encoding="utf-8")
 
 
 def _begin_with(tokenizer: Tokenizer, bos: str) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        single=f"{bos} $A", special_tokens=[(bos, id_of(tokenizer, bos))]
     )

@@ -1,0 +1,42 @@
+"""What a sequence must say, from its tokens alone: no pages, slots, steps or neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncllm.types import FinishReason, Sequence
+from tests.engine.fake_device import banned_tokens, first_cell, kv_cell, next_token
+
+STOP_SUM = 9  # two tokens whose sum is a multiple of it are the "stop string" of some requests
+
+
+@dataclass(frozen=True)
+class Answer:
+    output_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
+    """The whole answer of `seq`, however much of it the engine has computed."""
+    request = seq.request
+    params = request.sampling_params
+    cells = [first_cell(request.cache_key)]
+    for token_id in request.prompt_token_ids:
+        cells.append(kv_cell(token_id, cells))
+    output_ids: list[int] = []
+    while True:
+        token_id = next_token(cells, seq.seed, banned_tokens(request, output_ids))
+        output_ids.append(token_id)
+        cells.append(kv_cell(token_id, cells))
+        if token_id in request.stop_token_ids and len(output_ids) >= params.min_tokens:
+            asked_for = token_id in (params.stop_token_ids or ())
+            return Answer(output_ids, FinishReason.STOP, token_id if asked_for else None)
+        if len(output_ids) >= request.max_tokens:
+            return Answer(output_ids, FinishReason.LENGTH, None)
+        if has_stop_string and ends_with_stop_string(output_ids):
+            return Answer(output_ids, FinishReason.STOP, "string")
+
+
+def ends_with_stop_string(output_ids: list[int]) -> bool:
+    return len(output_ids) >= 2 and sum(output_ids[-2:]) % STOP_SUM == 0

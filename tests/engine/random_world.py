@@ -1,0 +1,296 @@
+"""A random small engine with random clients, whose every answer is compared with the oracle's.
+
+Pages are so short that preemption is the rule. Requests come, and are aborted, at random turns of
+the event loop. All books are checked after each plan, each finished step and each abort.
+`World.seen` counts what happened, so that a test can tell whether it happened at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from asyncllm.engine import scheduler as scheduler_module
+from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.pipeline import run_ahead, run_synchronous
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.types import (
+    PADDING_SLOT,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    SwapCost,
+)
+from tests.engine.builders import make_request
+from tests.engine.fake_device import VOCAB_SIZE, FakeDevice, FakeLaunched
+from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone
+
+MAX_LEN = 40  # tokens of prompt and answer
+MAX_REQUESTS = 24
+
+
+class WorldIsDone(Exception):
+    """Nothing is left to do in a world."""
+
+
+@dataclass
+class World:
+    """A random engine and random clients; the same for the same seed and pipeline."""
+
+    seed: int
+    ahead: bool
+    seen: Counter[str]
+    num_steps: int = 0
+    requests: list[Request] = field(default_factory=list)
+    stop_strings: set[str] = field(default_factory=set)  # request ids that have one
+    steps_at_add: dict[str, int] = field(default_factory=dict)
+    finished_texts: list[tuple[list[int], int]] = field(default_factory=list)  # and prompt lengths
+    followed: dict[str, int] = field(default_factory=dict)  # request -> prompt length before it
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        self.num_pages = rng.randint(3, 12)
+        self.block_size = rng.randint(1, 5)
+        max_num_seqs = rng.choice([1, 2, 3, 4, 5, 5, 6, 6])
+        self.budget = max_num_seqs + rng.choice([0, 1, 2, 5, 30])
+        num_host_pages = rng.choice([0, 2, 5, 12, 40])
+        self.blocks = BlockManager(
+            self.num_pages,
+            self.block_size,
+            num_host_pages,
+            enable_prefix_caching=rng.random() < 0.8,
+        )
+        scheduler_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            policy=rng.choice(["fcfs", "priority"]),
+            preemption_mode=rng.choice(["auto", "swap", "recompute"]),
+            swap_cost=rng.choice([None, SwapCost(1.0, rng.choice([0.1, 0.5, 2.0]))]),
+        )
+        self.device = FakeDevice(
+            num_pages=self.num_pages,
+            num_host_pages=num_host_pages,
+            block_size=self.block_size,
+            max_num_seqs=max_num_seqs,
+            rng=random.Random(self.seed + 1),
+            lazy=rng.random() < 0.7,
+        )
+        self.num_to_come = rng.randint(4, 16)
+        self.rush = rng.choice([0, 0, 1, 6])  # most event loop turns between two arrivals
+        self.abort_rate = rng.choice([0.0, 0.02, 0.1, 0.2])
+        self.bases = [[rng.randint(0, 2) for _ in range(12)] for _ in range(2)]
+
+    # --- the verbs of the pipeline ---
+
+    def plan(self) -> StepPlan | None:
+        swapped = [s for s in self.scheduler.waiting if s.status is SequenceStatus.SWAPPED]
+        on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
+        prefilling = [s for s in self.scheduler.running if s.num_computed < s.num_prefill]
+        plan = self.scheduler.plan()
+        self._check_sequences()
+        self.seen["preemption of a prefill"] += sum(
+            seq.status is not SequenceStatus.RUNNING for seq in prefilling
+        )
+        if plan is not None:
+            self.num_steps += 1
+            self._note_plan(plan, on_host)
+            assert plan.num_tokens <= self.budget
+            assert len({id(s) for s in plan.sampled}) == len(plan.sampled)
+        return plan
+
+    def launch(self, plan: StepPlan) -> FakeLaunched:
+        return self.device.launch(plan)
+
+    def finish(self, plan: StepPlan, result: StepResult) -> None:
+        self.seen["wasted row"] += sum(
+            s.status is SequenceStatus.FINISHED and s.finish_reason is not FinishReason.ABORT
+            for s in plan.sampled
+        )
+        for update in self.scheduler.finish_step(plan, result):
+            seq = update.seq
+            output_ids = seq.token_ids[seq.num_prompt_tokens :]
+            has_stop_string = seq.request.request_id in self.stop_strings
+            if seq.status is SequenceStatus.FINISHED:
+                self._note_finish(seq)
+            elif has_stop_string and ends_with_stop_string(output_ids):
+                if seq.status is not SequenceStatus.RUNNING:
+                    self.seen["finished while preempted"] += 1
+                self.scheduler.finish(seq, FinishReason.STOP, "string")
+                self.seen["finish by the output processor"] += 1
+                self._note_finish(seq)
+        self._check_sequences()
+        work = sum(self._work(request) for request in self.requests)
+        for request in self.scheduler.requests():
+            age = self.num_steps - self.steps_at_add[request.request_id]
+            assert age <= 4 * work, f"{request.request_id} has waited for {age} steps"
+
+    def _check_sequences(self) -> None:
+        self.scheduler.check_integrity()
+        for seq in self.scheduler.running:
+            most = seq.num_prompt_tokens + seq.request.max_tokens
+            assert seq.num_tokens <= most, f"{seq.seq_id}: a row is wasted on a known end"
+        for seq in self.scheduler.waiting:
+            assert seq.slot == PADDING_SLOT
+            assert seq.status is SequenceStatus.SWAPPED or seq.num_computed == 0
+
+    async def idle(self) -> None:
+        if self.clients.done():
+            raise WorldIsDone
+        assert not self.scheduler.num_requests, "live requests and nothing to plan: stuck"
+        await asyncio.sleep(0)
+
+    # --- the clients ---
+
+    async def _run_clients(self) -> None:
+        """Requests come and go at random turns of the event loop, also while a step is awaited."""
+        while self.num_to_come or self.scheduler.num_requests:
+            for _ in range(self.rng.randint(0, self.rush)):
+                await asyncio.sleep(0)
+            if self.num_to_come:
+                self.num_to_come -= 1
+                self._add(self._random_request())
+            if self.rng.random() < self.abort_rate:
+                self._abort_one()
+            if self.rng.random() < 0.002:
+                self.blocks.reset_prefix_cache()
+                self.seen["cache reset"] += 1
+            self._check_sequences()
+            await asyncio.sleep(0)
+
+    def _random_request(self) -> Request:
+        rng = self.rng
+        most = min(self.num_pages * self.block_size, MAX_LEN)  # what admission lets in
+        request_id = f"r{len(self.requests)}"
+        prompt = self._random_prompt(request_id)[: max(1, most - rng.randint(1, 9))]
+        max_tokens = rng.randint(1, max(1, most - len(prompt)))
+        request = make_request(
+            len(self.requests),
+            prompt,
+            max_tokens=max_tokens,
+            priority=rng.randint(-1, 1),
+            eos_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 2])),
+            bad_words_ids=self._random_bad_words(),
+            cache_key=rng.choice([b"", b"", b"adapter"]),
+            n=rng.choice([1, 1, 1, 2, 3, 5]),
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+            stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 3])),
+            prompt_logprobs=rng.choice([None, None, None, None, None, 0]),
+        )
+        if rng.random() < 0.3:
+            self.stop_strings.add(request.request_id)
+        return request
+
+    def _random_prompt(self, request_id: str) -> list[int]:
+        """Few token ids and few beginnings, some of them the text of an answer given before."""
+        rng = self.rng
+        start = rng.choice(self.bases)
+        if self.finished_texts and rng.random() < 0.5:
+            start, self.followed[request_id] = rng.choice(self.finished_texts[-2:])
+        start = start[: rng.choice([len(start), rng.randint(0, len(start))])]
+        return start + [rng.randint(0, 1) for _ in range(rng.randint(0 if start else 1, 3))]
+
+    def _random_bad_words(self) -> tuple[tuple[int, ...], ...]:
+        """Mostly none; single tokens; or words of several, that need the tokens before."""
+        rng = self.rng
+        ids = rng.sample(range(VOCAB_SIZE), 30)
+        return rng.choice(
+            [(), (), (), ((ids[0],), (ids[1],)), tuple((i, j) for i in ids[:20] for j in ids[20:])]
+        )
+
+    def _add(self, request: Request) -> None:
+        self.requests.append(request)
+        self.steps_at_add[request.request_id] = self.num_steps
+        self.scheduler.add(request)
+
+    def _abort_one(self) -> None:
+        """Abort a request that has a sequence in a random one of the states there are now."""
+        by_state: dict[str, Request] = {}
+        for request in self.scheduler.requests():
+            by_state |= {self._state(s): request for s in request.sequences}
+        by_state.pop("finished", None)
+        if by_state:
+            request = by_state[self.rng.choice(sorted(by_state))]
+            self.seen.update({f"abort {self._state(s)}" for s in request.sequences})
+            del self.seen["abort finished"]
+            assert self.scheduler.abort(request.request_id) is request
+            assert not self.scheduler.has_request(request.request_id)
+
+    @staticmethod
+    def _work(request: Request) -> int:
+        return len(request.sequences) * (len(request.prompt_token_ids) + request.max_tokens)
+
+    # --- what happened ---
+
+    def _note_plan(self, plan: StepPlan, on_host: dict[int, int]) -> None:
+        seen = self.seen
+        seen["copy on write"] += len(plan.page_copies)
+        for row in plan.prefills:
+            seen["chunked prefill"] += not row.samples
+            seen["fork"] += len(row.samples[1:])
+            if row.samples:
+                siblings = row.seq.request.sequences
+                seen["fork without a slot"] += sum(
+                    s.status is SequenceStatus.WAITING and s.num_prefill == 0 for s in siblings
+                )
+        moved = len(plan.swap_in)
+        back = sum(on_host.get(init.seq.seq_id, 0) for init in plan.slot_inits)
+        if any(init.seq.seq_id in on_host for init in plan.slot_inits):
+            seen["swapped page still on the device"] += max(0, back - moved)
+        else:
+            seen["host hit"] += moved
+
+    def _note_finish(self, seq: Sequence) -> None:
+        assert seq.finish_reason is not None
+        self.seen[f"finish {seq.finish_reason.value}"] += 1
+        self.finished_texts.append((list(seq.token_ids), seq.num_prompt_tokens))
+        if self.rng.random() < 0.2 and len(self.requests) < MAX_REQUESTS:
+            self.num_to_come += 1  # the dialogue goes on
+
+    def _state(self, seq: Sequence) -> str:
+        if seq.status is SequenceStatus.FINISHED:
+            return "finished"
+        if seq.status is SequenceStatus.RUNNING:
+            state = "prefilling" if seq.num_computed < seq.num_prefill else "decoding"
+        elif seq.status is SequenceStatus.SWAPPED:
+            state = "swapped"
+        elif seq not in self.scheduler.waiting:
+            state = "unforked"
+        else:
+            state = "preempted" if seq.num_prefill else "waiting"
+        return state + (", in flight" if seq.num_in_flight else "")
+
+    # --- from the first request to the last check ---
+
+    async def run(self) -> None:
+        self.clients = asyncio.create_task(self._run_clients())
+        with pytest.raises(WorldIsDone):
+            await (run_ahead(self) if self.ahead else run_synchronous(self))
+        await self.clients
+        self.scheduler.check_empty()
+        for request in self.requests:
+            for seq in request.sequences:
+                self._check_answer(seq)
+            before = self.followed.get(request.request_id, 1 << 30)
+            self.seen["prefix hit of an output"] += request.sequences[0].num_cached_tokens > before
+        stats = self.scheduler.stats()
+        self.seen["swap preemption"] += stats.num_preemptions_swap
+        self.seen["recompute preemption"] += stats.num_preemptions_recompute
+        self.seen["prefix hit"] += stats.prefix_cache_hits
+
+    def _check_answer(self, seq: Sequence) -> None:
+        right = generate_alone(seq, seq.request.request_id in self.stop_strings)
+        output_ids = seq.token_ids[seq.num_prompt_tokens :]
+        what = f"{seq.request.request_id}, sequence {seq.index}"
+        if seq.finish_reason is FinishReason.ABORT:
+            assert output_ids == right.output_ids[: len(output_ids)], what
+        else:
+            assert Answer(output_ids, seq.finish_reason, seq.stop_reason) == right, what  # type: ignore[arg-type]
