@@ -297,7 +297,7 @@ def _resolve_device(name: str) -> Literal["cpu", "cuda"]:
 def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
     """Decode batch sizes to capture, ascending, the last one max_num_seqs."""
     if sizes is None:
-        sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 513, 32)]
+        sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(288, 513, 32)]
         sizes = [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 512)]
     if any(size < 1 or size > max_num_seqs for size in sizes):
         raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")

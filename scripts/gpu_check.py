@@ -222,12 +222,10 @@ async def check_all() -> list[tuple[str, bool, str]]:
             await answer(greedy, **ROOMY)
             gc.collect()
             torch.cuda.empty_cache()
-            left.append(torch.cuda.mem_get_info()[0])
-        lost = left[0] - left[-1]
-        return (
-            lost < LEAK_TOLERANCE_BYTES,
-            f"{lost / 2**20:.1f} MiB less free after two more engines",
-        )
+            left.append((torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()))
+        lost = left[0][0] - left[-1][0]
+        history = ", ".join(f"{free >> 20} free {used >> 20} held" for free, used in left)
+        return lost < LEAK_TOLERANCE_BYTES, f"{lost >> 20} MiB lost over three engines ({history})"
 
     await check("no leak", no_leak)
     return rows

@@ -45,7 +45,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-EVALUATION_SECONDS = 75  # kept free at the end of --deadline-minutes
+TOKENIZER_PARTS = 16  # of the sample that the tokenizer learns from
+EVALUATION_SECONDS = 130  # kept free at the end of --deadline-minutes
 CHECKED_EXAMPLES = 500
 SHAPES = (
     Shape("tiny", 256, 7, 8, 768, peak_rate=2e-3, time_share=0.7),
@@ -85,8 +86,8 @@ def save_model(model: LlamaForCausalLM, shape: Shape, tokenizer: Tokenizer, out:
 
 def learn_tokenizer(num_texts: int, num_processes: int) -> Tokenizer:
     """Learn the tokenizer from a sample, and check the chat template against the trained text."""
-    per_process = max(1, num_texts // num_processes)
-    work = [(seed, per_process) for seed in range(num_processes)]
+    # As many parts on every machine, so that the tokenizer does not depend on its cores.
+    work = [(seed, max(1, num_texts // TOKENIZER_PARTS)) for seed in range(TOKENIZER_PARTS)]
     with get_context("fork").Pool(num_processes) as pool:
         texts = [text for part in pool.starmap(sample_texts, work) for text in part]
     tokenizer = train_tokenizer(texts)
@@ -152,7 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data-seconds", type=float, default=60.0, help="stop making data then")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokenizer-texts", type=int, default=40000)
-    parser.add_argument("--eval-per-kind", type=int, help="default: 200 on a GPU, 20 on a CPU")
+    parser.add_argument("--eval-per-kind", type=int, help="default: 100 on a GPU, 20 on a CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile, where it works")
     parser.add_argument("--threads", type=int, help="torch threads on a CPU")
     parser.add_argument("--seed", type=int, default=0)
@@ -160,7 +161,7 @@ def parse_arguments() -> argparse.Namespace:
     on_gpu = args.device.startswith("cuda")
     args.batch_tokens = args.batch_tokens or (65536 if on_gpu else 4096)
     args.data_tokens = int(args.data_tokens or (400e6 if on_gpu else 4e6))
-    args.eval_per_kind = args.eval_per_kind or (200 if on_gpu else 20)
+    args.eval_per_kind = args.eval_per_kind or (100 if on_gpu else 20)
     args.deadline_minutes = args.deadline_minutes or (9.0 if on_gpu else math.inf)
     return args
 

@@ -80,11 +80,16 @@ class _EventStep:
         return self._collect()
 
 
+# Streams of closed engines, for the next one: torch keeps cuBLAS workspaces (64 MiB on Hopper) for
+# every stream that ever ran a product, so a new stream per engine would leak them.
+_idle_streams: list[torch.cuda.Stream] = []
+
+
 class StreamExecutor:
     """One CUDA stream, and one thread that only ever waits for events."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-wait")
 
     @torch.inference_mode()
@@ -101,3 +106,4 @@ class StreamExecutor:
     def close(self) -> None:
         self._waiter.shutdown(wait=True)
         self.stream.synchronize()
+        _idle_streams.append(self.stream)

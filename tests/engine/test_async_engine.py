@@ -320,6 +320,29 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     run(main())
 
 
+def test_a_plan_that_raises_midway_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with small_engine(num_gpu_blocks_override=8) as engine:
+            core = engine._core
+            assert core is not None
+            take_slot = core.scheduler._leave_slot
+
+            def fail_in_preemption(seq: Any) -> None:
+                take_slot(seq)  # the sequence is in no list any more
+                raise ArithmeticError("planted")
+
+            monkeypatch.setattr(core.scheduler, "_leave_slot", fail_in_preemption)
+            results = await asyncio.gather(
+                *(engine.generate(f"story {i}", ENDLESS_SAMPLED) for i in range(4)),
+                return_exceptions=True,
+            )
+            assert all(isinstance(result, RequestFailedError) for result in results)
+            engine.check_idle()
+            assert (await engine.generate("hello", GREEDY)).finished
+
+    run(main())
+
+
 def test_bad_configuration_fails_before_loading() -> None:
     with pytest.raises(ValueError, match="max_model_len"):
         AsyncLLMEngine("tiny", max_model_len=10**6)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from dense_sequence import DenseSequence
-from tiny_checkpoints import CONFIGS, VOCAB_SIZE, WINDOW, load, random_reference
+
+from tests.models.dense_sequence import DenseSequence
+from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, WINDOW, load, random_reference
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 40

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import CONFIGS, build, llama, load, random_reference
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.models import loader
 from asyncllm.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from asyncllm.models.loader import load_weights
+from tests.models.tiny_checkpoints import CONFIGS, build, llama, load, random_reference
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoints import CONFIGS, build, llama, random_reference, rope
 from transformers import LlamaConfig
 
 from asyncllm.config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
+from tests.models.tiny_checkpoints import CONFIGS, build, llama, random_reference, rope
 
 META = torch.device("meta")
 ARCHITECTURES = {

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from dense_sequence import DenseSequence
-from tiny_checkpoints import VOCAB_SIZE, llama, load, random_reference, rope
+
+from tests.models.dense_sequence import DenseSequence
+from tests.models.tiny_checkpoints import VOCAB_SIZE, llama, load, random_reference, rope
 
 ORIGINAL_WINDOW = 16
 MAX_LEN = 64

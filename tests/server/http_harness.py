@@ -13,12 +13,12 @@ from typing import Any
 import aiohttp
 import uvloop
 from aiohttp import web
-from fake_engine import FakeEngine
 
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
+from tests.server.fake_engine import FakeEngine
 
 TEST_TIMEOUT_SECONDS = 20
 CHAT = "/v1/chat/completions"

@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from http_harness import Server, run, serving, until
 from openai import AsyncOpenAI, OpenAI
 
 from asyncllm import AsyncLLMEngine
+from tests.server.http_harness import Server, run, serving, until
 
 ENGINE = {"num_gpu_blocks_override": 400, "swap_space": 0, "max_model_len": 512, "device": "cpu"}
 MODEL = "tiny"

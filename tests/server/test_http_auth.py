@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from http_harness import CHAT, HELLO, run, serving
 
 from asyncllm.server.args import ServerArgs
+from tests.server.http_harness import CHAT, HELLO, run, serving
 
 KEYS = {"api_key": ["secret-1", "schlüssel"]}
 ROUTES = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_engine import MAX_MODEL_LEN, reply
-from http_harness import CHAT, HELLO, run, serving
+from tests.server.fake_engine import MAX_MODEL_LEN, reply
+from tests.server.http_harness import CHAT, HELLO, run, serving
 
 
 def chat(**fields: Any) -> dict[str, Any]:

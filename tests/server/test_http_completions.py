@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import BOS, reply
-from http_harness import COMPLETIONS, run, serving
+
+from tests.server.fake_engine import BOS, reply
+from tests.server.http_harness import COMPLETIONS, run, serving
 
 
 def completion(**fields: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import struct
 
 import orjson
 import pytest
-from http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving, until
+
+from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving, until
 
 
 async def connect(server: Server, path: str, body: object) -> asyncio.StreamWriter:

@@ -9,14 +9,14 @@ from typing import Any
 
 import orjson
 import pytest
-from fake_engine import MAX_MODEL_LEN, FakeEngine, reply
-from http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from asyncllm.server.errors import MAX_MESSAGE_CHARS
 from asyncllm.server.protocol import ChatRequest, CompletionRequest
 from asyncllm.server.sse import SSEStream
+from tests.server.fake_engine import MAX_MODEL_LEN, FakeEngine, reply
+from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from fake_engine import BOS, MAX_MODEL_LEN
-from http_harness import CHAT, COMPLETIONS, HELLO, run, serving, until
-
 import asyncllm.server.info as info
+from tests.server.fake_engine import BOS, MAX_MODEL_LEN
+from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, run, serving, until
 
 
 def test_models() -> None:

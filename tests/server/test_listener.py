@@ -8,7 +8,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from http_harness import CHAT, HELLO, run, serving
+
+from tests.server.http_harness import CHAT, HELLO, run, serving
 
 STREAM = {"messages": HELLO, "stream": True}
 

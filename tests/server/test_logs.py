@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from http_harness import CHAT, HELLO, run, serving
 
 from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.server.logs import RequestLog, StatsLog
+from tests.server.http_harness import CHAT, HELLO, run, serving
 
 
 def test_request_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
-from fake_engine import FakeEngine, reply
-from http_harness import run, serving, until
 from openai import AsyncOpenAI
+
+from tests.server.fake_engine import FakeEngine, reply
+from tests.server.http_harness import run, serving, until
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from fake_engine import reply
-from http_harness import CHAT, HELLO, run, serving, until
-
 from asyncllm.server.serve import drain
+from tests.server.fake_engine import reply
+from tests.server.http_harness import CHAT, HELLO, run, serving, until
 
 
 def test_drain_lets_answers_end() -> None:

@@ -12,11 +12,11 @@ import orjson
 import pytest
 import uvloop
 from aiohttp import web
-from fake_engine import reply
-from http_harness import CHAT, HELLO, Server, parse_events, run, serving, until
 
 from asyncllm.server import sse
 from asyncllm.server.sse import COALESCE_ABOVE_BYTES, MAX_PENDING_BYTES, SSEStream
+from tests.server.fake_engine import reply
+from tests.server.http_harness import CHAT, HELLO, Server, parse_events, run, serving, until
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -28,7 +28,7 @@ async def serve_handler(handler: object) -> tuple[web.AppRunner, int]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    return runner, site.port
+    return runner, runner.addresses[0][1]
 
 
 async def exchange(port: int, request: bytes) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tokenizer_folders as folders
 
 from asyncllm.engine.tokenizer import Tokenizer
+from tests.text import tokenizer_folders as folders
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizer_folders import id_of
 
 from asyncllm.engine.detokenizer import TableDetokenizer, WindowDetokenizer
 from asyncllm.engine.tokenizer import Tokenizer
+from tests.text.tokenizer_folders import id_of
 
 PROPERTY = settings(
     max_examples=300,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizer_folders as folders
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.input_processor import MAX_CACHE_SALT_CHARS, InputProcessor, parse_prompt
@@ -21,6 +20,7 @@ from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import MAX_SEED, SamplingParams
 from asyncllm.types import Request, SequenceStatus
+from tests.text import tokenizer_folders as folders
 
 WINDOW = 64
 VOCAB = folders.MODEL_CONFIG["vocab_size"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from token_feed import TokenFeed, finish, make_request
-from tokenizer_folders import id_of
 
 from asyncllm.engine.output_processor import OutputCollector, OutputProcessor, Stop
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
+from tests.text.token_feed import TokenFeed, finish, make_request
+from tests.text.tokenizer_folders import id_of
 
 LOGPROBS = TokenLogprobs(-0.5, 2, [7, 8, 9], [-0.25, -0.5, -2.0])
 

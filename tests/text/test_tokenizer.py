@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizer_folders as folders
 
 from asyncllm.engine.token_pieces import build_token_pieces
 from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import InvalidRequestError, ModelLoadError
+from tests.text import tokenizer_folders as folders
 
 USER = {"role": "user", "content": "Hello"}
 
