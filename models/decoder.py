@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.attention.base import Attend, AttentionLayer
-from asyncllm.config import ModelConfig
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.layers.attention import Attention
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.config import ModelConfig
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DecoderSpec, DenseDecoder
 from asyncllm.models.layers.build import Build
 from asyncllm.models.supported import unsupported

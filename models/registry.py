@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from asyncllm.config import ModelConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear_method import UnquantizedLinearMethod

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncllm.config import ModelConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
 
 
 def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.stats import SchedulerStats
+from asyncllm.engine.step_draft import StepDraft
 from asyncllm.types import (
     PADDING_SLOT,
     DecodeRow,
     FinishReason,
-    PageAppend,
     PrefillRow,
     Request,
     Sequence,
@@ -42,21 +41,6 @@ if TYPE_CHECKING:  # its module imports transformers
     from asyncllm.config import PreemptionMode, SchedulingPolicy
 
 FREE_PAGES_WATERMARK = 0.01  # share of pages kept free at admission, so that decodes can grow
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The plan in the making."""
-
-    budget: int
-    decodes: list[DecodeRow]
-    prefills: list[PrefillRow]
-    swap_out: list[tuple[int, int]]
-    swap_in: list[tuple[int, int]]
-    page_copies: list[tuple[int, int]]
-    slot_inits: list[SlotInit]
-    page_appends: list[PageAppend]
-    preempted: bool = False
 
 
 class Scheduler:
@@ -148,25 +132,16 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, its sequences advanced as if it were done; None where there is nothing."""
-        draft = _Draft(self.max_num_batched_tokens, [], [], [], [], [], [], [])
+        draft = StepDraft(self.max_num_batched_tokens)
         self._plan_running(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
-        if not draft.decodes and not draft.prefills and not draft.swap_out:
+        if draft.empty:
             return None
         self._next_step_id += 1
-        return StepPlan(
-            step_id=self._next_step_id,
-            decodes=tuple(draft.decodes),
-            prefills=tuple(draft.prefills),
-            swap_out=tuple(draft.swap_out),
-            swap_in=tuple(draft.swap_in),
-            page_copies=tuple(draft.page_copies),
-            slot_inits=tuple(draft.slot_inits),
-            page_appends=tuple(draft.page_appends),
-        )
+        return draft.finish(self._next_step_id)
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, draft: StepDraft) -> None:
         index = 0
         prefilling: list[Sequence] = []
         while index < len(self.running):  # preemption shortens the list from its end
@@ -189,7 +164,7 @@ class Scheduler:
             return True
         return seq.num_in_flight == 0 or not request.needs_known_tokens
 
-    def _decode(self, seq: Sequence, draft: _Draft) -> None:
+    def _decode(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan one token of a running sequence, preempting the youngest while pages are short."""
         blocks, position = self.blocks, seq.num_computed
         if blocks.needs_page(seq, position):
@@ -210,7 +185,7 @@ class Scheduler:
         seq.num_computed += 1
         seq.num_in_flight += 1
 
-    def _prefill_chunk(self, seq: Sequence, draft: _Draft) -> None:
+    def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
         start = seq.num_computed
         end = min(seq.num_prefill, start + draft.budget)
@@ -233,7 +208,7 @@ class Scheduler:
             sampled.num_computed = end
             sampled.num_in_flight += 1
 
-    def _fork(self, seq: Sequence, draft: _Draft) -> list[Sequence]:
+    def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
         """Siblings that share this prompt from here on; those without a slot queue on their own."""
         siblings = self._unforked.pop(seq.request.request_id, [])
         forks = siblings[: len(self._free_slots)]
@@ -248,7 +223,7 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: StepDraft) -> None:
         while self.waiting and draft.budget > 0 and self._free_slots:
             seq = self.waiting[0]
             if seq.num_in_flight > 0:
@@ -259,7 +234,7 @@ class Scheduler:
                 return
             del self.waiting[0]
 
-    def _admit(self, seq: Sequence, draft: _Draft) -> bool:
+    def _admit(self, seq: Sequence, draft: StepDraft) -> bool:
         """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
         match = self.blocks.match_prefix(seq)
         if seq.request.sampling_params.prompt_logprobs is not None:
@@ -278,7 +253,7 @@ class Scheduler:
         self._prefill_chunk(seq, draft)
         return True
 
-    def _swap_in(self, seq: Sequence, draft: _Draft) -> bool:
+    def _swap_in(self, seq: Sequence, draft: StepDraft) -> bool:
         """Bring a swapped sequence back, if it fits with its next token; False where not."""
         if not self._fits(self.blocks.num_pages_to_swap_in(seq)):
             return False
@@ -294,7 +269,7 @@ class Scheduler:
         watermark = self._watermark if self.running else 0
         return self.blocks.device.num_free - num_pages >= watermark
 
-    def _take_slot(self, seq: Sequence, draft: _Draft) -> None:
+    def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
         seq.slot = self._free_slots.popleft()
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=self._key)
@@ -305,7 +280,7 @@ class Scheduler:
 
     # --- preemption --------------------------------------------------------------------------
 
-    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
         """Take slot and pages from a running sequence and put it back into the queue."""
         draft.preempted = True
         seq.request.metrics.num_preemptions += 1

@@ -19,8 +19,9 @@ from asyncllm.types import StepPlan, StepResult, TokenLogprobs
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.slot_sampling import PLAIN, Arrays
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_inputs import PLAIN, Arrays, PromptLogprobs, StepBuilder, StepInputs
+from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs

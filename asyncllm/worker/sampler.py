@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.step_inputs import Feature
+from asyncllm.worker.slot_sampling import Feature
 
 MASK32 = 0xFFFFFFFF
 

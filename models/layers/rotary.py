@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from asyncllm.config import ModelConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.layers.build import Build
 
 SCALED_ROPE_TYPES = ("linear", "llama3", "yarn")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from asyncllm.config import ModelConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
 from tests.models.tiny_checkpoints import CONFIGS, build, llama, random_reference, rope

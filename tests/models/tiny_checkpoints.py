@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from asyncllm.config import ModelConfig
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights

@@ -19,8 +19,9 @@ from asyncllm.worker.sampler import (
     plain_sample_torch,
     top_k_top_p_torch,
 )
+from asyncllm.worker.slot_sampling import PLAIN
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_inputs import PLAIN, StepBuilder
+from asyncllm.worker.step_inputs import StepBuilder
 
 VOCAB = 40
 CPU = torch.device("cpu")

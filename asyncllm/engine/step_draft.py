@@ -1,0 +1,38 @@
+"""A step's plan in the making: what the scheduler has decided so far of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncllm.types import DecodeRow, PageAppend, PrefillRow, SlotInit, StepPlan
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """`budget`: tokens that the step may still take. The lists become the plan's fields."""
+
+    budget: int
+    preempted: bool = False  # then nothing is admitted: memory is short
+    decodes: list[DecodeRow] = field(default_factory=list)
+    prefills: list[PrefillRow] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    slot_inits: list[SlotInit] = field(default_factory=list)
+    page_appends: list[PageAppend] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.decodes or self.prefills or self.swap_out)
+
+    def finish(self, step_id: int) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            decodes=tuple(self.decodes),
+            prefills=tuple(self.prefills),
+            swap_out=tuple(self.swap_out),
+            page_copies=tuple(self.page_copies),
+            swap_in=tuple(self.swap_in),
+            slot_inits=tuple(self.slot_inits),
+            page_appends=tuple(self.page_appends),
+        )

@@ -1,0 +1,172 @@
+"""What the host remembers of each slot's sampling, so that plain rows cost nothing.
+
+Which features a step needs decides between the captured sampler and the full one. What changes on
+the device (parameters, penalty counts, allowed tokens) is packed when a sequence takes its slot;
+what depends on the tokens so far (bad words, stop tokens before min_tokens) is packed per step.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncllm.types import Sequence, SlotInit
+
+Arrays = dict[str, np.ndarray]
+NEVER = float("-inf")
+
+
+class Feature(enum.IntFlag):
+    """What sampling a slot needs beyond the argmax."""
+
+    RANDOM = 1  # temperature
+    FILTER = 2  # top-k, top-p, min-p
+    PENALTY = 4
+    EDIT = 8  # logit bias, bad words, min_tokens
+    ALLOWED = 16
+    LOGPROBS = 32
+
+
+# What the captured sampler does; logprobs are read from the logits beside it.
+PLAIN = Feature.RANDOM | Feature.LOGPROBS
+
+
+@dataclass(slots=True)
+class _SlotMemory:
+    """The host's memory of one slot, where it is not plain."""
+
+    seq: Sequence
+    bias_tokens: list[int] = field(default_factory=list)
+    bias_values: list[float] = field(default_factory=list)
+
+
+class SlotSampling:
+    def __init__(self, num_slots: int) -> None:
+        self._features = np.zeros(num_slots, np.int32)
+        self._memory: dict[int, _SlotMemory] = {}  # of slots with EDIT
+        self._restricted: set[int] = set()  # slots whose row of `allowed` is not empty
+
+    def features(self, slots: np.ndarray) -> Feature:
+        """All that any of these slots needs."""
+        return Feature(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
+
+    def init(self, inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
+        """Sequences take slots: remember what they need, pack what the device must know."""
+        params = [init.seq.request.sampling_params for init in inits]
+        arrays["init_top_ks"] = int32([max(p.top_k, 0) for p in params])
+        arrays["init_seeds"] = np.array([init.seq.seed for init in inits], np.int64)
+        arrays["init_floats"] = np.array(
+            [
+                [0.0 if p.greedy else p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+                [p.presence_penalty for p in params],
+                [p.frequency_penalty for p in params],
+                [p.repetition_penalty for p in params],
+            ],
+            np.float32,
+        )
+        for init in inits:
+            self._remember(init)
+        penalised = [i for i in inits if self._features[i.slot] & Feature.PENALTY]
+        if penalised:
+            _penalty_entries(penalised, arrays)
+        restricted = {i.slot for i in inits if self._features[i.slot] & Feature.ALLOWED}
+        # A slot that was restricted and is no more needs its row cleared as well.
+        changed = [i for i in inits if i.slot in restricted | self._restricted]
+        if changed:
+            _allowed_entries(changed, arrays)
+        self._restricted = (self._restricted - {i.slot for i in inits}) | restricted
+
+    def _remember(self, init: SlotInit) -> None:
+        """Note which features the slot's new sequence uses, forgetting those of the one before."""
+        request = init.seq.request
+        params = request.sampling_params
+        features = Feature(0)
+        if not params.greedy:
+            features |= Feature.RANDOM
+            if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                features |= Feature.FILTER
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+            features |= Feature.PENALTY
+        if params.allowed_token_ids is not None:
+            features |= Feature.ALLOWED
+        if params.logprobs is not None:
+            features |= Feature.LOGPROBS
+        self._memory.pop(init.slot, None)
+        if params.logit_bias or params.min_tokens or request.bad_words_ids:
+            features |= Feature.EDIT
+            memory = _SlotMemory(init.seq)
+            for token, bias in (params.logit_bias or {}).items():
+                memory.bias_tokens.append(token)
+                memory.bias_values.append(bias)
+            for word in request.bad_words_ids:
+                if len(word) == 1:
+                    memory.bias_tokens.append(word[0])
+                    memory.bias_values.append(NEVER)
+            self._memory[init.slot] = memory
+        self._features[init.slot] = features
+
+    def add_logit_edits(self, slots: np.ndarray, arrays: Arrays) -> None:
+        """(row, token, value to add) for bias, bad words and stop tokens before min_tokens."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for row, slot in enumerate(slots.tolist()):
+            memory = self._memory.get(slot)
+            if memory is None:
+                continue
+            edits = list(zip(memory.bias_tokens, memory.bias_values, strict=True))
+            edits += [(token, NEVER) for token in _forbidden_now(memory.seq)]
+            for token, value in edits:
+                rows.append(row)
+                tokens.append(token)
+                values.append(value)
+        arrays["edit_rows"] = np.array(rows, np.int64)
+        arrays["edit_tokens"] = np.array(tokens, np.int64)
+        arrays["edit_values"] = np.array(values, np.float32)
+
+
+def _forbidden_now(seq: Sequence) -> list[int]:
+    """Tokens that must not come next: stop tokens before min_tokens, ends of bad words.
+
+    Called right after the plan, so the token to be sampled is already counted as in flight.
+    """
+    request = seq.request
+    num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
+    forbidden: list[int] = []
+    if num_before < request.sampling_params.min_tokens:
+        forbidden += request.stop_token_ids
+    outputs = seq.token_ids[seq.num_prompt_tokens :]
+    for word in request.bad_words_ids:
+        start = len(word) - 1
+        # Only sequences whose tokens are all known carry longer words: needs_known_tokens.
+        if start > 0 and tuple(outputs[-start:]) == word[:-1]:
+            forbidden.append(word[-1])
+    return forbidden
+
+
+def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
+    arrays["penalty_slots"] = int32([init.slot for init in inits])
+    prompts = [init.token_ids[: init.seq.num_prompt_tokens] for init in inits]
+    outputs = [init.token_ids[init.seq.num_prompt_tokens :] for init in inits]
+    for name, lists in (("prompt", prompts), ("output", outputs)):
+        arrays[f"{name}_slots"] = int32(
+            [init.slot for init, ids in zip(inits, lists, strict=True) for _ in ids]
+        )
+        arrays[f"{name}_tokens"] = int32([token for ids in lists for token in ids])
+
+
+def _allowed_entries(inits: list[SlotInit], arrays: Arrays) -> None:
+    lists = [init.seq.request.sampling_params.allowed_token_ids or [] for init in inits]
+    arrays["allowed_slots"] = int32([init.slot for init in inits])
+    arrays["allowed_row_slots"] = int32(
+        [init.slot for init, ids in zip(inits, lists, strict=True) for _ in ids]
+    )
+    arrays["allowed_tokens"] = int32([token for ids in lists for token in ids])
+
+
+def int32(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int32)

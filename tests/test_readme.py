@@ -1,0 +1,95 @@
+"""README's code runs as written, and what README and the log name exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from asyncllm.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def block(name: str) -> str:
+    """The code after the comment `<!-- tested: name -->`."""
+    found = re.search(rf"<!-- tested: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+    assert found, name
+    return found[1]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_application() -> None:
+    assert "Paris" in run_python(block("application"))
+
+
+def test_batch() -> None:
+    lines = run_python(block("batch")).splitlines()
+    assert len(lines) == 8 and "4 + 4 = 8" in lines[4]
+
+
+def test_openai_client_against_the_command() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "asyncllm.cli", "serve", "tiny", "--port", str(port)]
+    server = subprocess.Popen([*command, "--swap-space", "0"], stdout=subprocess.DEVNULL)
+    try:
+        wait_until_healthy(f"http://127.0.0.1:{port}/health", server)
+        code = block("openai").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+        assert "12 + 30 = 42" in run_python(code)
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 0
+
+
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(url, timeout=1) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.1)
+    raise AssertionError("the server was not healthy within 60 s")
+
+
+@pytest.mark.parametrize("flag", sorted(set(re.findall(r"--[a-z]+(?:-[a-z]+)+", README))))
+def test_flags_exist(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert flag in capsys.readouterr().out
+
+
+def test_named_places_exist() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+    for place in re.findall(r"`((?:server|engine|worker|attention|models)/[^`]+)`", README):
+        path, _, names = place.partition(": ")
+        home = ROOT if (ROOT / path).exists() else ROOT / "asyncllm"
+        text = (home / path).read_text()
+        assert not names or re.search(rf"def {names}\b", text), place
+
+
+def test_scripts_are_executable() -> None:
+    for name in ("demo", "test", "setup", "loadtest.py", "gpu_check.py"):
+        assert os.access(ROOT / "scripts" / name, os.X_OK), name
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
