@@ -1,8 +1,9 @@
 """What a model asks of attention, and what a backend is told about a step.
 
-A model calls `attend(layer, q, k, v)` once per layer: it writes the new keys and values to their
-pages and returns the attention output. Everything else (which rows, which pages, which kernel) was
-settled before the forward pass by the backend, from an `AttentionBatch`. A model knows no pages.
+A model calls `attend(layer, qkv, rotation)` once per layer, with the projection's raw output: it
+normalises and rotates the heads, writes the new keys and values to their pages and returns the
+attention output. That is one call because on a GPU all before the attention is one kernel. What
+else there is (which rows, which pages) was settled before the forward pass. A model knows no pages.
 
 Token order in a step: the decodes, one token each, then each prefill row's tokens in order.
 """
@@ -16,6 +17,27 @@ import numpy as np
 import torch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """RMSNorm over each head of q and of k, before the rotation. Weights: [head_dim]."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """Rotary embedding of one step, NeoX style: entry i of a head pairs with i + head_dim / 2.
+
+    rows: int32 or int64 [tokens], each token's row of cos_sin: float32 [rows, head_dim], the
+    cosines in the first half, the sines in the second.
+    """
+
+    rows: torch.Tensor
+    cos_sin: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """The constants of one layer's attention. `window` counts the tokens seen, itself included."""
@@ -26,18 +48,18 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int | None = None
+    head_norm: HeadNorm | None = None
 
 
 class Attend(Protocol):
     """One step's attention, bound to its batch.
 
-    q: [tokens, num_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim], rotated already.
-    Returns [tokens, num_heads * head_dim]. Rows may be strided views (of a merged projection); the
-    last two dimensions of each are contiguous.
+    qkv: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous: the heads of q, of k, of v;
+    may be overwritten. Returns [tokens, num_heads * head_dim].
     """
 
     def __call__(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor: ...
 
 

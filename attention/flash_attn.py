@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows
+from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows, Rotation
+from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.kv_write import write_kv
 
 PAGE_MULTIPLE = 256
 
@@ -31,10 +31,9 @@ class FlashAttnAttention:
     def decode(self, rows: DecodeRows) -> Attend:
         write_slots = rows.write_slots(self._cache.block_size)
 
-        def attend(
-            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
-            write_kv(self._cache.layers[layer.index], write_slots, k, v)
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            cache = self._cache.layers[layer.index]
+            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
             return self._decode(layer, q, rows).flatten(1)
 
         return attend
@@ -53,11 +52,9 @@ class FlashAttnAttention:
         kv_indptr = _upload(np.concatenate([[0], kv_lens.cumsum()]).astype(np.int32), device)
         max_query = int(np.diff(prefills.query_indptr).max())
 
-        def attend(
-            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             cache = self._cache.layers[layer.index]
-            write_kv(cache, write_slots, k, v)
+            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
             prefilled = flash_attn_varlen_func(
                 q[num_decodes:],
                 cache[:, 0],

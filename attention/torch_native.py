@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows
+from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows, Rotation
+from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVCache
 
 
@@ -22,10 +23,8 @@ class TorchAttention:
     def decode(self, rows: DecodeRows) -> Attend:
         write_slots = rows.write_slots(self._cache.block_size)
 
-        def attend(
-            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
-            self._cache.write(layer.index, write_slots, k, v)
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            q = self._rotate_and_write(layer, qkv, rotation, write_slots)
             return self._attend_decodes(layer, q, rows).flatten(1)
 
         return attend
@@ -39,10 +38,8 @@ class TorchAttention:
             write_slots = torch.cat([decodes.write_slots(self._cache.block_size), write_slots])
         page_tensor = torch.from_numpy(prefills.pages).to(write_slots.device)
 
-        def attend(
-            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
-            self._cache.write(layer.index, write_slots, k, v)
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            q = self._rotate_and_write(layer, qkv, rotation, write_slots)
             parts = []
             if decodes is not None:
                 parts.append(self._attend_decodes(layer, q[:num_decodes], decodes))
@@ -60,6 +57,14 @@ class TorchAttention:
             return torch.cat(parts).flatten(1)
 
         return attend
+
+    def _rotate_and_write(
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotated q; keys and values to their pages."""
+        q, k, v = rotated_heads(layer, qkv, rotation)
+        self._cache.write(layer.index, slots, k, v)
+        return q
 
     def _attend_decodes(
         self, layer: AttentionLayer, q: torch.Tensor, rows: DecodeRows

@@ -98,11 +98,11 @@ class DenseDecoder:
         prompt_lens: torch.Tensor | None,
         attend: Attend,
     ) -> torch.Tensor:
-        rows, cos_sin = self._rotary.cos_sin(positions, prompt_lens)
+        rotation = self._rotary.rotation(positions, prompt_lens)
         residual = self._embed_tokens(token_ids)  # [T, hidden_size]
         x = self._input_norms[0](residual)
         for layer, next_norm in zip(self._layers, self._input_norms[1:], strict=True):
-            x = layer.attention(x, rows, cos_sin, attend)
+            x = layer.attention(x, rotation, attend)
             layer.post_attention_norm.add(x, residual)
             x = layer.mlp(x)
             next_norm.add(x, residual)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.base import AttentionLayer, Rotation
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.models.base import CausalLM
@@ -73,10 +73,8 @@ def profile_step(
     return Profile(peak_bytes, seconds / num_tokens)
 
 
-def _no_attention(
-    layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    return torch.zeros_like(q).flatten(1)
+def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    return torch.zeros_like(qkv[:, : layer.num_heads]).flatten(1)
 
 
 def plan_memory(

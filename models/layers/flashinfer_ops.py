@@ -16,13 +16,5 @@ class FlashInferOps:
     ) -> None:
         flashinfer.norm.fused_add_rmsnorm(x, residual, weight, eps)
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
-    ) -> None:
-        num_tokens, _, head_dim = q.shape
-        flashinfer.rope.apply_rope_with_cos_sin_cache_inplace(
-            positions, q.view(num_tokens, -1), k.view(num_tokens, -1), head_dim, cos_sin
-        )
-
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return flashinfer.activation.silu_and_mul(gate_up)

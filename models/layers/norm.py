@@ -1,4 +1,4 @@
-"""RMSNorm: of the residual stream, fused with the addition to it, or of each head."""
+"""RMSNorm of the residual stream, alone or fused with the addition to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RMSNorm:
         self._ops = build.ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] or [T, heads, size] -> the same shape, a new tensor."""
+        """[T, size] -> the same shape, a new tensor."""
         return self._ops.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor.
 
-        x: [T, size], or [T, heads, size] for a norm per head; weight: [size].
+        x: [T, size]; weight: [size].
         """
         ...
 
@@ -27,17 +27,6 @@ class Ops(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> None:
         """In place: residual += x, then x = rms_norm(residual). Both [T, size], no overlap."""
-        ...
-
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
-    ) -> None:
-        """In place: rotary embedding of the first rotary_dim entries of each head, NeoX style.
-
-        Entry i is paired with entry i + rotary_dim / 2.
-        q: [T, heads, head_dim]; k: [T, kv_heads, head_dim]; positions: int32 or int64 [T], rows of
-        cos_sin: float32 [rows, rotary_dim], the cosines in the first half, the sines in the second.
-        """
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

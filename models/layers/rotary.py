@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles. Applying them is `Ops.rotate`.
+"""Rotary position embedding: the angles. Applying them is the attention backend's.
 
 Frequencies of the scaled variants come from transformers' `ROPE_INIT_FUNCTIONS`, so they are those
 of the reference by construction. All but `dynamic` are one table of max_model_len positions, built
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from asyncllm.attention.base import Rotation
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.layers.build import Build
@@ -33,10 +34,8 @@ class Rotary(Protocol):
     @property
     def uses_prompt_lens(self) -> bool: ...
 
-    def cos_sin(
-        self, positions: torch.Tensor, prompt_lens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `Ops.rotate` takes for one step: (row of each token [T], cos_sin table).
+    def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
+        """The angles of one step's tokens.
 
         positions: int32 or int64 [T]; prompt_lens: the same, its sequence's prompt length of each
         token, or None where `uses_prompt_lens` is False.
@@ -55,10 +54,8 @@ class StaticRotary:
         angles = positions[:, None].float() * inv_freq.to(build.device)
         self._table = _cos_sin(angles).mul_(scaling)
 
-    def cos_sin(
-        self, positions: torch.Tensor, prompt_lens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return positions, self._table
+    def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
+        return Rotation(positions, self._table)
 
 
 class DynamicRotary:
@@ -75,16 +72,14 @@ class DynamicRotary:
         self._growth_power = rotary_dim / (rotary_dim - 2)
         self._exponents = _exponents(rotary_dim).to(build.device)
 
-    def cos_sin(
-        self, positions: torch.Tensor, prompt_lens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
         assert prompt_lens is not None, "dynamic RoPE needs the prompt length of every token"
         rope_lens = torch.maximum(prompt_lens, positions + 1)  # [T]
         growth = self._factor * rope_lens.float() / self._window - (self._factor - 1)
         growth = torch.where(rope_lens > self._window, growth, 1.0) ** self._growth_power
         inv_freq = 1.0 / ((self._base * growth)[:, None] ** self._exponents)  # [T, rotary_dim / 2]
         rows = torch.arange(len(positions), device=positions.device, dtype=positions.dtype)
-        return rows, _cos_sin(positions[:, None].float() * inv_freq)
+        return Rotation(rows, _cos_sin(positions[:, None].float() * inv_freq))
 
 
 def build_rotary(config: ModelConfig, build: Build) -> Rotary:

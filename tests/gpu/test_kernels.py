@@ -77,43 +77,37 @@ def test_elementwise_ops_equal_torch(tokens: int) -> None:
     assert relative_error(a[0], b[0]) < 5e-3 and relative_error(a[1], b[1]) < 5e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rotation_and_head_norm_on_views_of_a_merged_projection(head_dim: int) -> None:
-    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
-    from asyncllm.models.layers.torch_ops import TorchOps
-
-    fast, slow = FlashInferOps(), TorchOps()
-    qkv = torch.randn(19, 12, head_dim, device=CUDA, dtype=BF16)
-    weight = torch.randn(head_dim, device=CUDA, dtype=BF16)
-    angles = torch.rand(500, head_dim // 2, device=CUDA) * 6
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    positions = torch.randint(0, 500, (19,), device=CUDA, dtype=torch.int32)
-    results = []
-    for ops in (fast, slow):
-        q, k, v = qkv.clone().split([8, 2, 2], dim=1)
-        q_normed = ops.rms_norm(q, weight, 1e-6)
-        before = v.clone()
-        ops.rotate(q, k, positions, cos_sin)
-        assert torch.equal(v, before)
-        results.append((q.clone(), k.clone(), q_normed))
-    for ours, reference in zip(*results, strict=True):
-        assert relative_error(ours, reference) < 6e-3
-
-
-def test_kv_write_equals_torch() -> None:
+@pytest.mark.parametrize("tokens", [1, 19, 300])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (6, 2, 96), (32, 8, 128)])
+def test_heads_kernel_equals_torch(
+    tokens: int, normed: bool, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
+    from asyncllm.attention.heads import rotated_heads
+    from asyncllm.attention.heads_kernel import rotate_and_write
     from asyncllm.attention.kv_cache import KVCache
-    from asyncllm.attention.kv_write import write_kv
 
-    def make() -> KVCache:
-        return KVCache(
-            num_layers=1, num_pages=20, block_size=16, num_kv_heads=3, head_dim=64,
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=CUDA, dtype=BF16)
+
+    norm = HeadNorm(random(head_dim), random(head_dim), 1e-6) if normed else None
+    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, None, norm)
+    angles = torch.rand(500, head_dim // 2, device=CUDA) * 6
+    rows = torch.randint(0, 500, (tokens,), device=CUDA, dtype=torch.int32)
+    rotation = Rotation(rows, torch.cat([angles.cos(), angles.sin()], dim=1))
+    caches = [
+        KVCache(
+            num_layers=1, num_pages=40, block_size=16, num_kv_heads=kv_heads, head_dim=head_dim,
             dtype=BF16, device=CUDA,
-        )  # fmt: skip
-
-    ours, reference = make(), make()
-    qkv = torch.randn(50, 9, 64, device=CUDA, dtype=BF16)
-    _, k, v = qkv.split([3, 3, 3], dim=1)
-    slots = torch.randperm(320, device=CUDA)[:50]
-    write_kv(ours.layers[0], slots, k, v)
-    reference.write(0, slots, k, v)
-    assert torch.equal(ours.layers[0], reference.layers[0])
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    slots = torch.randperm(640, device=CUDA)[:tokens]
+    qkv = random(tokens, heads + 2 * kv_heads, head_dim)
+    ours = rotate_and_write(layer, qkv.clone(), rotation, caches[0].layers[0], slots)
+    q, k, v = rotated_heads(layer, qkv.clone(), rotation)
+    caches[1].write(0, slots, k, v)
+    assert relative_error(ours, q) < 6e-3
+    assert relative_error(caches[0].layers[0], caches[1].layers[0]) < 6e-3
+    assert torch.equal(caches[0].layers[0][:, 1], caches[1].layers[0][:, 1])  # values as they were

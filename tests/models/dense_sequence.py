@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.attention.heads import rotated_heads
 from asyncllm.models.base import CausalLM
 
 
@@ -28,9 +29,8 @@ class DenseSequence:
         self.num_computed += len(token_ids)
         return self.model.compute_logits(hidden)
 
-    def attend(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        q, k, v = rotated_heads(layer, qkv, rotation)
         self.keys[layer.index].append(k)
         self.values[layer.index].append(v)
         group = layer.num_heads // layer.num_kv_heads

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from asyncllm.attention.heads import rotated_heads
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.layers.torch_ops import TorchOps
@@ -64,7 +65,7 @@ def test_old_style_rope_scaling_is_understood(tmp_path):
     del config["rope_parameters"]
     config |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, table = build(tmp_path)._rotary.cos_sin(torch.tensor([1]), None)
+    table = build(tmp_path)._rotary.rotation(torch.tensor([1]), None).cos_sin
     half = torch.tensor(5e5) ** (-torch.arange(0, 8, 2) / 8) / 2
     torch.testing.assert_close(table[1], torch.cat((half.cos(), half.sin())))
 
@@ -78,11 +79,12 @@ def test_forward_never_reads_a_value_on_the_host(tmp_path, name):
     prompt_lens = positions if model.uses_prompt_lens else None
     layers = []
 
-    def attend(layer, q, k, v):
+    def attend(layer, qkv, rotation):
         layers.append(layer)
-        assert q.shape == (7, layer.num_heads, layer.head_dim)
+        assert qkv.shape == (7, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
+        assert qkv.is_contiguous()
+        q, k, v = rotated_heads(layer, qkv, rotation)
         assert k.shape == v.shape == (7, layer.num_kv_heads, layer.head_dim)
-        assert all(tensor.stride()[1:] == (layer.head_dim, 1) for tensor in (q, k, v))
         return q.flatten(1)
 
     hidden = model.forward(positions, positions, prompt_lens, attend)

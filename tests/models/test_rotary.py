@@ -59,10 +59,11 @@ def test_dynamic_rows_depend_on_their_own_sequence_alone(dynamic_folder):
     """A step that mixes a short sequence, a long prompt and a long decode, in int64."""
     rotary = load(dynamic_folder, MAX_LEN)._rotary
     positions, prompt_lens = torch.tensor([[3, 3, 40, 15, 16], [4, 30, 4, 4, 4]])
-    rows, table = rotary.cos_sin(positions, prompt_lens)
-    assert rows.tolist() == [0, 1, 2, 3, 4] and table.dtype == torch.float32
+    rotation = rotary.rotation(positions, prompt_lens)
+    table = rotation.cos_sin
+    assert rotation.rows.tolist() == [0, 1, 2, 3, 4] and table.dtype == torch.float32
     for i in range(5):
-        _, alone = rotary.cos_sin(positions[i : i + 1], prompt_lens[i : i + 1])
+        alone = rotary.rotation(positions[i : i + 1], prompt_lens[i : i + 1]).cos_sin
         assert torch.equal(alone[0], table[i])
     assert not torch.equal(table[0], table[1])  # equal positions, another prompt length
 
@@ -71,9 +72,9 @@ def test_dynamic_within_the_window_is_default(dynamic_folder, tmp_path):
     random_reference(llama(**rope("default"))).save_pretrained(tmp_path)
     positions = torch.arange(ORIGINAL_WINDOW, dtype=torch.int32)
     prompt_lens = torch.full_like(positions, ORIGINAL_WINDOW)
-    _, rows = load(dynamic_folder, MAX_LEN)._rotary.cos_sin(positions, prompt_lens)
-    index, table = load(tmp_path)._rotary.cos_sin(positions, None)
-    assert torch.equal(rows, table[index])
+    dynamic = load(dynamic_folder, MAX_LEN)._rotary.rotation(positions, prompt_lens)
+    static = load(tmp_path)._rotary.rotation(positions, None)
+    assert torch.equal(dynamic.cos_sin, static.cos_sin[static.rows])
 
 
 def test_static_table_has_max_model_len_rows(tmp_path):
@@ -81,6 +82,7 @@ def test_static_table_has_max_model_len_rows(tmp_path):
     model = load(tmp_path, max_model_len=24)
     assert not model.uses_prompt_lens
     positions = torch.tensor([0, 23])
-    index, table = model._rotary.cos_sin(positions, None)
-    assert index is positions and table.shape == (24, 8) and table.dtype == torch.float32
+    rotation = model._rotary.rotation(positions, None)
+    table = rotation.cos_sin
+    assert rotation.rows is positions and table.shape == (24, 8) and table.dtype == torch.float32
     assert table[0].tolist() == [1.0] * 4 + [0.0] * 4

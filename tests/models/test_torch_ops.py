@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from asyncllm.models.layers.torch_ops import TorchOps
 
@@ -16,11 +16,6 @@ def merged_heads(dtype):
     """(q, k) as views of one merged projection."""
     qkv = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
     return qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS]
-
-
-def random_table(rotary_dim):
-    angles = torch.rand(50, rotary_dim // 2) * 6
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def transformers_norm(weight, eps):
@@ -49,27 +44,6 @@ def test_add_rms_norm_updates_both(dtype):
     OPS.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, total)
     torch.testing.assert_close(x, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@dtypes
-@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_rotate_equals_transformers(dtype, position_dtype):
-    q, k = merged_heads(dtype)
-    table = random_table(HEAD_DIM)
-    positions = torch.tensor([0, 49, 7, 7, 1], dtype=position_dtype)
-    cos, sin = (half.repeat(1, 2) for half in table[positions.long()].chunk(2, dim=-1))
-    expected = apply_rotary_pos_emb(q.double(), k.double(), cos, sin)
-    OPS.rotate(q, k, positions, table)
-    for out, want in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(out, want.to(dtype), atol=TOLERANCE[dtype], rtol=0)
-
-
-def test_rotate_leaves_the_rest_of_the_head():
-    q, k = merged_heads(torch.float32)
-    before = q.clone()
-    OPS.rotate(q, k, torch.arange(TOKENS), random_table(4))
-    assert torch.equal(q[..., 4:], before[..., 4:])
-    assert not torch.allclose(q[..., :4], before[..., :4])
 
 
 @dtypes

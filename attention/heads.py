@@ -1,0 +1,52 @@
+"""From a merged projection to rotated heads, in plain torch: the reference for `heads_kernel`.
+
+In half precision the norm is rounded before the multiplication by its weight, as transformers does;
+the rotation stays in float32 until its result is rounded, as CUDA kernels do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncllm.attention.base import AttentionLayer, Rotation
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def split_heads(layer: AttentionLayer, qkv: torch.Tensor) -> Heads:
+    """Views of q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim]."""
+    q, k, v = qkv.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+    return q, k, v
+
+
+def rotated_heads(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> Heads:
+    """`split_heads` with q and k normalised, where the layer does so, and rotated."""
+    q, k, v = split_heads(layer, qkv)
+    norm = layer.head_norm
+    if norm is not None:
+        q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
+    rotate(q, k, rotation)
+    return q, k, v
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor."""
+    x32 = x.float()
+    return (x32 * inverse_rms(x32, eps)).to(x.dtype).mul_(weight)
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, kept: [..., size] -> [..., 1], float32."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> None:
+    """In place on q and k, [tokens, heads, head_dim]; rows may be strided."""
+    half = rotation.cos_sin.shape[-1] // 2
+    table = rotation.cos_sin.index_select(0, rotation.rows).unsqueeze(1)  # [tokens, 1, 2 * half]
+    cos, sin = table.split(half, dim=-1)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    for heads in (q, k):
+        x = heads.float()
+        heads.copy_((x * cos).addcmul_(x.roll(half, dims=-1), sin))
