@@ -3,7 +3,8 @@
 The adapter to FlashInfer's attention: whatever it renames breaks here and nowhere else (0.6.12).
 
   decode   XQA reads block tables and lengths on the device and needs no plan, so a captured graph
-           replays as it is. It is as fast as the planned tensor-core kernel (docs/LOG.md).
+           replays as it is. It is as fast as the planned tensor-core kernel (docs/LOG.md). Cards
+           and page sizes without XQA decode by triton_decode.py, which needs no plan either.
   prefill  the paged wrapper, planned on the host per step. plan() fills a pinned buffer that the
            device reads later; a step launched ahead must not overwrite it, so two wrappers take
            turns, each guarded by the event after its last plan.
@@ -16,13 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows
+from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows, Rotation
 from asyncllm.attention.flashinfer_import import flashinfer, xqa
+from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.kv_write import write_kv
+from asyncllm.attention.triton_decode import paged_decode
 
 WORKSPACE_BYTES = 128 << 20
 SEMAPHORE_BYTES = 8 << 20  # XQA wants them zeroed once; it leaves them zero
+PREFILL_HEAD_DIMS = (64, 128, 256)
 XQA_CAPABILITIES = (9, 10, 12)
 XQA_HEAD_DIMS = (64, 128, 256)
 XQA_PAGE_SIZES = (16, 32, 64, 128)
@@ -36,7 +39,8 @@ class FlashInferAttention:
         self._cache = cache
         tensor = cache.layers[0]
         device = tensor.device
-        _check_supported(cache, layers[0], device)
+        _check_supported(cache, layers[0])
+        self.uses_xqa = _xqa_supports(cache, layers[0])  # for decodes; else Triton
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._semaphores = torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.uint32, device=device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -50,11 +54,10 @@ class FlashInferAttention:
         write_slots = rows.write_slots(self._cache.block_size)
         lengths = _lengths(rows)
 
-        def attend(
-            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
-            write_kv(self._cache.layers[layer.index], write_slots, k, v)
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            cache = self._cache.layers[layer.index]
+            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
+            out = torch.empty_like(q)
             self._decode(layer, q, rows.block_tables, lengths, out)
             return out.flatten(1)
 
@@ -72,12 +75,10 @@ class FlashInferAttention:
             lengths = _lengths(decodes)
             write_slots = torch.cat([decodes.write_slots(self._cache.block_size), write_slots])
 
-        def attend(
-            layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             cache = self._cache.layers[layer.index]
-            write_kv(cache, write_slots, k, v)
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
+            out = torch.empty_like(q)
             if decodes is not None and lengths is not None:
                 self._decode(
                     layer, q[:num_decodes], decodes.block_tables, lengths, out[:num_decodes]
@@ -95,10 +96,22 @@ class FlashInferAttention:
         lengths: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """q, out [rows, heads, head_dim]; lengths uint32 [rows, 1]."""
+        """q, out [rows, heads, head_dim], contiguous; lengths uint32 [rows, 1]."""
         cache = self._cache.layers[layer.index]
+        if not self.uses_xqa:
+            paged_decode(
+                q,
+                cache,
+                block_tables,
+                lengths,
+                out,
+                scale=layer.scale,
+                window=layer.window,
+                num_sms=self._num_sms,
+            )
+            return
         xqa(
-            q.contiguous().unsqueeze(1),
+            q.unsqueeze(1),
             cache[:, 0],
             cache[:, 1],
             block_tables,
@@ -175,22 +188,24 @@ class _PrefillPlan:
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:
-    """uint32 [rows, 1]: keys that each row sees, its own included."""
+    """uint32 [rows, 1], as XQA wants it: keys that each row sees, its own included."""
     return (rows.positions + 1).view(torch.uint32).unsqueeze(1)
 
 
-def _check_supported(cache: KVCache, layer: AttentionLayer, device: torch.device) -> None:
-    capability = torch.cuda.get_device_capability(device)
-    dtype = cache.layers[0].dtype
-    supported = (
-        capability[0] in XQA_CAPABILITIES
+def _xqa_supports(cache: KVCache, layer: AttentionLayer) -> bool:
+    return (
+        torch.cuda.get_device_capability(cache.layers[0].device)[0] in XQA_CAPABILITIES
         and layer.head_dim in XQA_HEAD_DIMS
         and cache.block_size in XQA_PAGE_SIZES
-        and dtype in (torch.bfloat16, torch.float16)
     )
-    if not supported:
+
+
+def _check_supported(cache: KVCache, layer: AttentionLayer) -> None:
+    """What no prefill kernel can do; decodes have one for everything else."""
+    dtype = cache.layers[0].dtype
+    half = dtype in (torch.bfloat16, torch.float16)
+    if not half or layer.head_dim not in PREFILL_HEAD_DIMS:
         raise ValueError(
-            f"attention_backend flashinfer cannot decode head_dim {layer.head_dim}, block_size "
-            f"{cache.block_size}, {dtype} on compute capability {capability[0]}.{capability[1]}: "
+            f"attention_backend flashinfer cannot prefill head_dim {layer.head_dim} in {dtype}: "
             "use --attention-backend torch"
         )

@@ -1,0 +1,191 @@
+"""Paged decode attention in Triton, for the cards and shapes that XQA has no kernel for.
+
+Flash decoding: a row's keys are cut into tiles and the tiles shared out among splits, one program
+each, whose outputs a second kernel merges. The number of splits follows from shapes alone, and a
+program finds its share from the row's length on the device. So there is no plan, and a captured
+graph replays as it is. A program serves the query heads of one KV head together (more than
+MAX_GROUP, in turns): each key is read once.
+
+    tiles of 64, 4 splits, 700 keys:          |0 1 2|3 4 5|6 7 8|9 10|
+                           a window of 300:               |6 7|8 9|10|nothing: returns at once
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 64  # keys that a program takes at a time
+TILE_ELEMENTS = 8192  # its head_dims together, at most: two tiles in flight are then 64 KiB
+PROGRAMS_PER_SM = 4  # some resident, some to follow: rows of different lengths then balance
+MAX_SPLITS = 64  # one program merges them in one go
+MAX_GROUP = 32  # query heads of a program: what registers and a 4090's on-chip memory hold
+MIN_DOT = 16  # the least side of a tensor-core product
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first tile that a row of `length` keys sees, and how many it sees."""
+    first = 0
+    if WINDOW is not None:
+        first = tl.maximum(length - WINDOW, 0) // TILE
+    return first, tl.cdiv(length, TILE) - first
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _attend_split(
+    q_ptr, cache_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, lse_ptr,
+    q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One split of a row and group of heads. WHOLE: there is no other, this is the row's output."""
+    group = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    first, num_tiles = _tiles(length, TILE, WINDOW)
+    share = tl.cdiv(num_tiles, num_splits)
+    start = first + split * share
+    end = tl.minimum(start + share, first + num_tiles)
+    if start >= end:
+        return
+
+    turns: tl.constexpr = tl.cdiv(GROUP, GROUP_PADDED)
+    kv_head = group // turns
+    member = group % turns * GROUP_PADDED + tl.arange(0, GROUP_PADDED)
+    column = tl.arange(0, DIM_PADDED)
+    head = kv_head * GROUP + member
+    in_q = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    in_row = head[:, None] * HEAD_DIM + column[None, :]
+    q = tl.load(q_ptr + row * q_stride + in_row, in_q, other=0.0)
+
+    cache = cache_ptr + kv_head * HEAD_DIM + column[None, :]
+    table = tables_ptr + row * table_stride
+    token = start * TILE + tl.arange(0, TILE)
+    page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
+    best = tl.full([GROUP_PADDED], float("-inf"), tl.float32)  # largest score so far
+    total = tl.zeros([GROUP_PADDED], tl.float32)  # of exp2(score - best)
+    acc = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+    for _ in range(start, end):
+        seen = token < length
+        if WINDOW is not None:
+            seen &= token >= length - WINDOW
+        offset = (token % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        key = cache + (page.to(tl.int64) * page_stride + offset)[:, None]
+        in_cache = seen[:, None] & (column < HEAD_DIM)[None, :]
+        k = tl.load(key, in_cache, other=0.0)  # [TILE, DIM_PADDED]
+        v = tl.load(key + kv_stride, in_cache, other=0.0)
+        # The next tile's pages already: its keys can then be fetched while this one is computed.
+        token += TILE
+        page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
+
+        scores = tl.dot(q, tl.trans(k)) * scale_log2  # [GROUP_PADDED, TILE]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        # Finite from the first tile on: every tile of a share holds a key that is seen.
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        best = new_best
+
+    acc = acc / total[:, None]
+    if WHOLE:
+        tl.store(out_ptr + row * out_stride + in_row, acc.to(out_ptr.dtype.element_ty), in_q)
+    else:
+        part = (row * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+        tl.store(partial_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, in_q)
+        tl.store(lse_ptr + part, best + tl.log2(total), member < GROUP)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_splits(
+    partial_ptr, lse_ptr, lengths_ptr, out_ptr, out_stride, num_splits,
+    HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: its splits' outputs, weighted by their parts of the softmax's sum."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    _, num_tiles = _tiles(length, TILE, WINDOW)
+    num_used = tl.cdiv(num_tiles, tl.cdiv(num_tiles, num_splits))
+    split = tl.arange(0, MAX_SPLITS)
+    column = tl.arange(0, DIM_PADDED)
+    used = split < num_used
+    in_head = column < HEAD_DIM
+    part = (row * tl.num_programs(0) + head) * num_splits + split
+    lse = tl.load(lse_ptr + part, used, other=float("-inf"))
+    partial = tl.load(
+        partial_ptr + part[:, None] * HEAD_DIM + column[None, :],
+        used[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    weights = tl.exp2(lse - tl.max(lse, axis=0))
+    merged = tl.sum(weights[:, None] * partial, axis=0) / tl.sum(weights, axis=0)
+    target = out_ptr + row * out_stride + head * HEAD_DIM + column
+    tl.store(target, merged.to(out_ptr.dtype.element_ty), in_head)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    num_sms: int,
+) -> None:
+    """Attention of one query token per row over its pages, into `out`.
+
+    q, out: [rows, heads, head_dim] in half precision. Rows may be strided; the last two dimensions
+    are contiguous. cache: [pages, 2, block_size, kv_heads, head_dim], one layer's, contiguous.
+    block_tables: int32 [rows, pages per sequence]. lengths: int32 or uint32, one per row: the keys
+    that it sees, at least 1. `window`: a row sees its last so many keys only.
+
+    Only enqueues, and decides nothing by what the tensors hold: it may be captured.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = cache.shape[2:4]
+    group = num_heads // num_kv_heads
+    group_padded = min(MAX_GROUP, max(MIN_DOT, triton.next_power_of_2(group)))
+    num_groups = num_kv_heads * triton.cdiv(group, group_padded)
+    dim_padded = max(MIN_DOT, triton.next_power_of_2(head_dim))
+    tile = min(TILE, TILE_ELEMENTS // dim_padded)
+    num_splits = _num_splits(
+        num_rows * num_groups, block_tables.shape[1] * block_size, window, tile, num_sms
+    )
+    partial = lse = None
+    if num_splits > 1:
+        parts = (num_rows, num_heads, num_splits)
+        partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+    _attend_split[(num_groups, num_rows, num_splits)](
+        q, cache, block_tables, lengths, out, partial, lse,
+        q.stride(0), block_tables.stride(0), cache.stride(0), cache.stride(1), out.stride(0),
+        scale * LOG2_E, num_splits,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
+        HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
+        TILE=tile, WINDOW=window, WHOLE=num_splits == 1,
+        num_warps=4, num_stages=3,  # two tiles in flight
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge_splits[(num_heads, num_rows)](
+            partial, lse, lengths, out, out.stride(0), num_splits,
+            HEAD_DIM=head_dim, DIM_PADDED=dim_padded, MAX_SPLITS=MAX_SPLITS,
+            TILE=tile, WINDOW=window, num_warps=4,
+        )  # fmt: skip
+
+
+def _num_splits(num_units: int, max_len: int, window: int | None, tile: int, num_sms: int) -> int:
+    """Splits that fill the card with `num_units` = rows x groups of heads; none without a tile."""
+    max_tiles = triton.cdiv(max_len, tile)
+    if window is not None:
+        max_tiles = min(max_tiles, triton.cdiv(window, tile) + 1)  # it may begin within a tile
+    return min(triton.cdiv(PROGRAMS_PER_SM * num_sms, num_units), max_tiles, MAX_SPLITS)
