@@ -7,6 +7,7 @@ frozen. Sizes that need the device (pages, context that fits) are settled by the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -190,6 +191,10 @@ class EngineArgs:
         _at_least("max_logprobs", self.max_logprobs, 0)
         _at_least("max_queued_requests", self.max_queued_requests, 1)
         _at_least("swap_space", self.swap_space, 0)
+        if not math.isfinite(self.swap_space):
+            raise ValueError(f"swap_space must be finite, got {self.swap_space}")
+        if any(not name for name in self.served_model_name or []):
+            raise ValueError("served_model_name must not be empty")
         for name in (
             "max_model_len",
             "max_num_batched_tokens",
@@ -213,11 +218,15 @@ class EngineArgs:
 
 
 def _resolve_device(name: str) -> Literal["cpu", "cuda"]:
-    if name == "auto":
-        import torch  # the one question that only torch can answer
+    if name == "cpu":
+        return "cpu"
+    import torch  # the one question that only torch can answer
 
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if name == "cuda" else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if name == "cuda":
+        raise ValueError("device cuda: torch finds no CUDA device")
+    return "cpu"
 
 
 def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:

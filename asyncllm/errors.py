@@ -38,3 +38,9 @@ class EngineDeadError(RuntimeError):
 
 class ModelLoadError(RuntimeError):
     """A model folder that cannot be loaded; the message names the file and the key."""
+
+
+def one_line(error: BaseException) -> str:
+    """Another library's complaint as part of a message of ours: it may have many lines or none."""
+    text = " ".join(str(error).split())
+    return f"missing key {text}" if isinstance(error, KeyError) else text or type(error).__name__

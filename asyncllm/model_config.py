@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, PretrainedConfig
+from asyncllm.errors import ModelLoadError, one_line
 
-from asyncllm.errors import ModelLoadError
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BUILTIN_MODELS = {
     "tiny": Path(__file__).parent / "assets" / "tiny",
     "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
 }
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -37,25 +51,27 @@ class ModelConfig:
         file = path / "config.json"
         if not file.is_file():
             raise ModelLoadError(f"{path} is no model folder: it has no config.json")
-        try:
-            hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{file}: {error}") from error
-        architectures = hf.architectures or []
+        hf = _read(file)
+        architectures = hf.architectures
         if not architectures:
             raise ModelLoadError(f"{file}: 'architectures' is missing")
+        if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+            raise ModelLoadError(f"{file}: 'architectures' must be a list of names")
         eos = hf.eos_token_id
-        num_heads = hf.num_attention_heads
+        num_heads = _size(file, hf, "num_attention_heads")
+        hidden_size = _size(file, hf, "hidden_size")
+        has_kv_heads = getattr(hf, "num_key_value_heads", None) is not None
+        has_head_dim = getattr(hf, "head_dim", None) is not None
         return cls(
             path=path,
             architecture=architectures[0],
             hf_config=hf,
-            vocab_size=hf.vocab_size,
-            max_position_embeddings=hf.max_position_embeddings,
-            context_window=_context_window(hf),
-            num_layers=hf.num_hidden_layers,
-            num_kv_heads=getattr(hf, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // num_heads,
+            vocab_size=_size(file, hf, "vocab_size"),
+            max_position_embeddings=_size(file, hf, "max_position_embeddings"),
+            context_window=_context_window(file, hf),
+            num_layers=_size(file, hf, "num_hidden_layers"),
+            num_kv_heads=_size(file, hf, "num_key_value_heads") if has_kv_heads else num_heads,
+            head_dim=_size(file, hf, "head_dim") if has_head_dim else hidden_size // num_heads,
             dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         )
@@ -71,12 +87,47 @@ def resolve_model_path(name: str) -> Path:
     return path.resolve()
 
 
-def _context_window(hf: PretrainedConfig) -> int:
+def _read(file: Path) -> PretrainedConfig:
+    from transformers import AutoConfig  # seconds that --help and a taken port should not cost
+
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file}: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file}: must hold a JSON object, not {type(content).__name__}")
+    for key in SIZES:  # before the library divides by one of them
+        if isinstance(content.get(key), int) and content[key] < 1:
+            raise _bad_size(file, key, content[key])
+    try:
+        return AutoConfig.from_pretrained(
+            file.parent, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the library checks values, and its errors have no common base
+        raise ModelLoadError(f"{file}: {one_line(error)}") from error
+
+
+def _size(file: Path, hf: PretrainedConfig, key: str) -> int:
+    """A key that counts something. Raises `ModelLoadError`."""
+    value: Any = getattr(hf, key, None)
+    if not isinstance(value, int) or value < 1:
+        raise _bad_size(file, key, value)
+    return value
+
+
+def _bad_size(file: Path, key: str, value: object) -> ModelLoadError:
+    return ModelLoadError(f"{file}: {key} must be a positive integer, got {value!r}")
+
+
+def _context_window(file: Path, hf: PretrainedConfig) -> int:
     """max_position_embeddings, stretched where the RoPE variant stretches it (as vLLM does)."""
     rope = getattr(hf, "rope_parameters", None) or {}
     window = hf.max_position_embeddings
     if rope.get("rope_type") == "yarn":
         window = rope.get("original_max_position_embeddings") or window
     if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-        window = int(window * rope.get("factor", 1))
+        factor = rope.get("factor", 1)
+        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise ModelLoadError(f"{file}: rope_parameters: factor must be positive: {factor!r}")
+        window = int(window * factor)
     return int(window)

@@ -57,8 +57,12 @@ def load_weights(
     return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
+class _Bar(tqdm):
+    monitor_interval = 0  # no thread that outlives the engine
+
+
 def _copy(checkpoint: Checkpoint, views: Mapping[str, torch.Tensor], progress: bool) -> None:
-    bar = tqdm(
+    bar = _Bar(
         views.items(),
         "Loading weights",
         unit="tensor",

@@ -42,5 +42,5 @@ def build_model(
             f"{model_config.path / 'config.json'}: architecture {model_config.architecture!r} is "
             f"not supported, only {', '.join(ARCHITECTURES)}"
         )
-    linear_method = UnquantizedLinearMethod(dtype, device)
+    linear_method = UnquantizedLinearMethod(dtype, device, ops)
     return build_architecture(model_config, Build(dtype, device, ops, linear_method, max_model_len))

@@ -106,8 +106,10 @@ def time_http(model: str, workloads: list[str], out: Path | None) -> list[dict[s
         wait_until_healthy(url, server)
         ready_s = round(time.perf_counter() - start, 2)
         loadtest = Path(__file__).with_name("loadtest.py")
-        for workload in workloads:
-            run = [sys.executable, str(loadtest), "--base-url", url, "--workload", workload]
+        for seed, workload in enumerate(workloads):
+            # A seed of its own: no workload may find the prompts of another in the cache.
+            load = ["--base-url", url, "--workload", workload, "--seed", str(100 + seed)]
+            run = [sys.executable, str(loadtest), *load]
             done = subprocess.run(run, capture_output=True, text=True, timeout=300)
             if done.returncode != 0:
                 print(done.stderr[-2000:], file=sys.stderr, flush=True)

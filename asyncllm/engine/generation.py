@@ -63,6 +63,7 @@ class Generation:
         self._abort = abort
         self._kind = kind
         self._mailbox: _Mailbox | None = None  # None until submitted
+        self._last: RequestOutput | None = None
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._final().__await__()
@@ -83,6 +84,7 @@ class Generation:
         output = mailbox.ready.popleft()
         if output.error is not None:
             raise RequestFailedError(f"request {output.request_id}: {output.error}")
+        self._last = output
         return output
 
     async def aclose(self) -> None:
@@ -91,8 +93,16 @@ class Generation:
             self._abort()
 
     async def _final(self) -> RequestOutput:
-        self._kind = RequestOutputKind.FINAL_ONLY
-        return await anext(self)
+        """A second time, or after a loop, too: the outputs that end one hold everything."""
+        if self._mailbox is None:
+            self._kind = RequestOutputKind.FINAL_ONLY
+        elif self._kind is RequestOutputKind.DELTA:
+            raise RuntimeError("a generation that was iterated by deltas cannot be awaited")
+        async for _ in self:
+            pass
+        if self._last is None:
+            raise RuntimeError("a generation that failed or was aborted has no final output")
+        return self._last
 
     async def _or_abort(self, work: Coroutine[Any, Any, Any]) -> None:
         """Await; cancelled or refused, leave nothing running."""
@@ -100,6 +110,8 @@ class Generation:
             await work
         except BaseException:
             self._abort()
+            if self._mailbox is not None:
+                self._mailbox.finished = True  # refused, it hears nothing more
             raise
 
     def __del__(self) -> None:

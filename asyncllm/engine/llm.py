@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -20,6 +21,7 @@ from asyncllm.outputs import RequestOutput
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
+EXIT_TIMEOUT_SECONDS = 5.0
 Message = dict[str, Any]
 
 
@@ -42,6 +44,8 @@ class LLM:
         except BaseException:
             self._stop_loop()
             raise
+        # A script that ends without `close` ends without asyncio's complaints.
+        self._finalizer = weakref.finalize(self, _abandon, self._loop, self._thread)
 
     def generate(
         self,
@@ -89,7 +93,7 @@ class LLM:
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
-        if self._thread.is_alive():
+        if self._finalizer.detach() is not None:
             try:
                 self._call(self.engine.aclose())
             finally:
@@ -144,6 +148,19 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _abandon(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End an unclosed LLM's tasks and thread, at exit or when it is collected."""
+
+    def cancel_and_stop() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.call_soon(loop.stop)  # after the tasks have seen it
+
+    loop.call_soon_threadsafe(cancel_and_stop)
+    if threading.current_thread() is not thread:  # a collection may happen in any thread
+        thread.join(EXIT_TIMEOUT_SECONDS)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

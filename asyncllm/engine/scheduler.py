@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from typing import TYPE_CHECKING
 
+from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_draft import StepDraft
@@ -36,9 +36,6 @@ from asyncllm.types import (
     SwapCost,
     TokenUpdate,
 )
-
-if TYPE_CHECKING:  # its module imports transformers
-    from asyncllm.config import PreemptionMode, SchedulingPolicy
 
 FREE_PAGES_WATERMARK = 0.01  # share of pages kept free at admission, so that decodes can grow
 

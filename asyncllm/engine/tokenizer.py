@@ -9,6 +9,7 @@ It knows no request and no limit of the model.
 from __future__ import annotations
 
 import inspect
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
 from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
 from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
-from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 
 # At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
 VOCABULARY_FILES = (
@@ -66,7 +67,7 @@ class Tokenizer:
         try:
             hf = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises bare Exception for a broken file
-            raise ModelLoadError(f"{_vocabulary_file(path)}: {error}") from error
+            raise ModelLoadError(f"{_blamed_file(path)}: {one_line(error)}") from error
         if not hf.is_fast:
             raise ModelLoadError(f"{_vocabulary_file(path)}: no fast tokenizer for {type(hf)}")
         return cls(hf, template)
@@ -191,6 +192,16 @@ def read_chat_template(template: str) -> str:
 
 def _looks_like_jinja(text: str) -> bool:
     return any(mark in text for mark in "{}\n")
+
+
+def _blamed_file(path: Path) -> Path:
+    """The file that a failed load is about: the first that is no JSON, else the vocabulary."""
+    for file in sorted(path.glob("*token*.json")):
+        try:
+            json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return file
+    return _vocabulary_file(path)
 
 
 def _vocabulary_file(path: Path) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import ssl
 from dataclasses import dataclass, field
 
 API_KEY_VARIABLE = "ASYNCLLM_API_KEY"
+METRICS_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -46,8 +49,10 @@ class ServerArgs:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
-        if self.shutdown_timeout < 0:
+        if not 0 <= self.shutdown_timeout < math.inf:
             raise ValueError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        if not METRICS_PREFIX.fullmatch(self.metrics_prefix):
+            raise ValueError(f"metrics_prefix must be a metric name, got {self.metrics_prefix!r}")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         if self.log_level not in LOG_LEVELS:

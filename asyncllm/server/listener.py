@@ -46,7 +46,7 @@ class Listener:
         return cls(args, sock, ssl_context)
 
     async def start(self, runner: web.AppRunner) -> web.BaseSite:
-        """Accept connections."""
+        """Accept connections. Raises `OSError` naming the address."""
         site: web.BaseSite
         ssl_context = self.ssl_context
         if self.sock is None:
@@ -54,7 +54,11 @@ class Listener:
             site = web.UnixSite(runner, self.args.uds, ssl_context=ssl_context, backlog=BACKLOG)
         else:
             site = web.SockSite(runner, self.sock, ssl_context=ssl_context, backlog=BACKLOG)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(f"cannot listen on {self.url}: {reason}") from error
         return site
 
     def close(self) -> None:

@@ -45,6 +45,8 @@ class StatsLog:
             await asyncio.sleep(STATS_INTERVAL_SECONDS)
             if self._worked:
                 logger.info("%s", self.line())
+            else:
+                self._since = time.monotonic()  # idle time is no part of the next rates
 
     def line(self) -> str:
         """The line for the time since the last one; starts the next interval."""

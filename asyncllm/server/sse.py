@@ -65,8 +65,6 @@ class SSEStream:
     def push(self, frames: bytes) -> None:
         """Send whole frames, now or as soon as the client has read enough."""
         if not frames:
-            return  # an empty chunk would end the response
-        if not frames:
             return  # an empty chunk would end the body
         transport = self._transport
         if (

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+
+from asyncllm.models.layers.ops import Ops
 
 
 class LinearMethod(Protocol):
@@ -35,6 +36,7 @@ class UnquantizedLinearMethod:
 
     dtype: torch.dtype
     device: torch.device
+    ops: Ops
 
     def create_weights(
         self, in_features: int, out_features: int, bias: bool
@@ -48,4 +50,4 @@ class UnquantizedLinearMethod:
         }
 
     def apply(self, weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weights["weight"], weights.get("bias"))
+        return self.ops.linear(x, weights["weight"], weights.get("bias"))

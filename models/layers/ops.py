@@ -1,4 +1,4 @@
-"""The elementwise kernels a dense decoder needs besides matrix products and attention.
+"""The kernels that a dense decoder needs besides attention.
 
 A model is written once against `Ops`; `TorchOps` is the reference and the CPU path, a CUDA
 implementation calls fused kernels. All run without a host synchronisation and with shapes that
@@ -16,6 +16,12 @@ import torch
 
 
 class Ops(Protocol):
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], a new tensor."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor.
 

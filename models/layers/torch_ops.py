@@ -16,6 +16,11 @@ class TorchOps:
     """Stateless. Works in place where it can: on a CPU a large new tensor costs more than its
     arithmetic."""
 
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
 

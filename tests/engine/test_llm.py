@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -70,3 +73,21 @@ def test_works_where_a_loop_is_running_already(llm: LLM) -> None:
 def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b", "c"], GREEDY)
     assert "3/3" in capsys.readouterr().err
+
+
+def test_a_script_that_never_closes_ends_quietly() -> None:
+    code = (
+        "from asyncllm import LLM\n"
+        "llm = LLM('tiny', num_gpu_blocks_override=64, swap_space=0)\n"
+        "print(len(llm.generate('a', use_tqdm=False)))"
+    )
+    end = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (end.stdout, end.stderr) == ("1\n", "")
+
+
+def test_a_collected_llm_leaves_no_thread() -> None:
+    llm = LLM("tiny", num_gpu_blocks_override=64, swap_space=0)
+    thread = llm._thread
+    del llm
+    gc.collect()
+    assert not thread.is_alive()

@@ -77,6 +77,23 @@ def test_elementwise_ops_equal_torch(tokens: int) -> None:
     assert relative_error(a[0], b[0]) < 5e-3 and relative_error(a[1], b[1]) < 5e-3
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"),
+    [(6144, 4096), (1024, 3072), (512, 192), (97, 256), (4097, 11008)],
+)
+def test_gemv_equals_torch(out_features: int, in_features: int, bias: bool) -> None:
+    from asyncllm.models.layers.gemv import gemv
+
+    x = torch.randn(1, in_features, device=CUDA, dtype=BF16)
+    weight = torch.randn(out_features, in_features, device=CUDA, dtype=BF16)
+    addend = torch.randn(out_features, device=CUDA, dtype=BF16) * 30 if bias else None
+    reference = torch.nn.functional.linear(
+        x.double(), weight.double(), addend.double() if addend is not None else None
+    )
+    assert relative_error(gemv(x, weight, addend), reference) < 3e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 19, 300])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (6, 2, 96), (32, 8, 128)])

@@ -53,6 +53,41 @@ def test_refusals_name_the_file_and_the_key(tmp_path, name, changes, words):
         assert str(word) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": 3}, ["architectures"]),
+        ({"architectures": [3]}, ["architectures"]),
+        ({"hidden_size": "x"}, ["hidden_size", "'x'"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads", "0"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"head_dim": 7}, ["head_dim", "7"]),
+        ({"max_position_embeddings": None}, ["max_position_embeddings", "None"]),
+        ({"max_position_embeddings": -5}, ["max_position_embeddings", "-5"]),
+        ({"eos_token_id": "x"}, ["eos_token_id", "'x'"]),
+        ({"model_type": "no_such_type"}, ["no_such_type"]),
+        (rope("linear", factor="x"), ["rope_parameters", "factor", "'x'"]),
+        (rope("linear", factor=-1.0), ["rope_parameters", "factor", "-1.0"]),
+    ],
+)
+def test_values_that_are_none_name_the_file_and_the_key_in_one_line(tmp_path, changes, words):
+    write_config(tmp_path, CONFIGS["llama"], **changes)
+    with pytest.raises(ModelLoadError) as error:
+        ModelConfig.from_folder(tmp_path)
+    for word in (tmp_path / "config.json", *words):
+        assert str(word) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "[" * 100_000, "\x00"])
+def test_a_configuration_that_is_no_json_object(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=r"config\.json: ") as error:
+        ModelConfig.from_folder(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_rope_parameters_per_layer_type_are_refused(tmp_path):
     config = ModelConfig.from_folder(write_config(tmp_path, CONFIGS["qwen3"]))
     config.hf_config.rope_parameters = {"full_attention": rope("default")["rope_parameters"]}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncllm import cli
 from asyncllm.config import EngineArgs
 from asyncllm.server.args import ServerArgs
+
+SMALL = ["--num-gpu-blocks-override", "8", "--swap-space", "0"]
 
 
 def parse(*words: str) -> tuple[EngineArgs, ServerArgs]:
@@ -141,6 +146,12 @@ def test_bad_config_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--host", "256.1.1.1.1"], "host"),
         (["--api-key", ""], "api_key"),
         (["--log-level", "loud"], "log_level"),
+        (["--metrics-prefix", "a b"], "metrics_prefix"),
+        (["--shutdown-timeout", "nan"], "shutdown_timeout"),
+        (["--swap-space", "nan", "--port", "0"], "swap_space"),
+        (["--swap-space", "inf", "--port", "0"], "swap_space"),
+        (["--served-model-name", "", "--port", "0"], "served_model_name"),
+        (["--uds", "/nowhere/server.sock", *SMALL], "/nowhere/server.sock"),
         (["/nowhere/model", "--port", "0"], "/nowhere/model"),
         (["--max-model-len", "0", "--port", "0"], "max_model_len"),
     ],
@@ -160,3 +171,14 @@ def test_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--device", "cuda", "--port", "0"]) == 1
+    assert capsys.readouterr().err == "asyncllm: error: device cuda: torch finds no CUDA device\n"
+
+
+def test_what_fails_early_does_not_wait_for_torch() -> None:
+    code = "import sys, asyncllm.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -37,3 +38,24 @@ def test_stats_line() -> None:
     assert line.startswith("prompt 100.0 tokens/s, generation 50.0 tokens/s, running 2, waiting 1")
     assert line.endswith("KV cache 25.0%, prefix cache hits 50.0%")
     assert log.line().startswith("prompt 0.0 tokens/s")
+
+
+def test_idle_time_is_no_part_of_the_rates(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("asyncllm.server.logs.STATS_INTERVAL_SECONDS", 0.01)
+    stats = SchedulerStats()
+    log = StatsLog(lambda: stats)
+    log._since -= 3600  # started an hour ago
+
+    async def test() -> None:
+        task = asyncio.create_task(log.run())
+        await asyncio.sleep(0.05)
+        log.record(stats, IterationStats(num_prompt_tokens=1000))
+        await asyncio.sleep(0.05)
+        task.cancel()
+
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        run(test())
+    (line,) = caplog.messages
+    assert float(line.split()[1]) > 1000  # 1000 tokens in far less than a second

@@ -106,6 +106,13 @@ def test_a_broken_tokenizer_names_the_file(model_folder: Path, tmp_path: Path) -
         Tokenizer.from_folder(tmp_path)
 
 
+def test_of_two_files_the_broken_one_is_named(tmp_path: Path) -> None:
+    folders.write_folder(tmp_path, folders.byte_level())
+    (tmp_path / "tokenizer_config.json").write_text("zz")
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_chat_template_as_file_and_as_text(model_folder: Path, tmp_path: Path) -> None:
     text = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     file = tmp_path / "template.jinja"
