@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from asyncllm.attention.base import AttentionBackend, DecodeRows
+from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.types import StepPlan, StepResult, TokenLogprobs
+from asyncllm.types import PADDING_PAGE, StepPlan, StepResult, TokenLogprobs
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
@@ -63,6 +64,28 @@ class ModelRunner:
         """Give the step to the device. The plan's effects are as if it were done already."""
         inputs = self._builder.build(plan)
         return self._executor.submit(lambda: self._run(inputs))
+
+    def warm_up(self, num_tokens: int) -> None:
+        """A prefill of `num_tokens` on the padding page and slot, on the current stream.
+
+        Kernels are compiled and loaded at first use: here, not under somebody's first request.
+        """
+        num_pages = -(-num_tokens // self._cache.block_size)
+        prefills = PrefillRows(
+            query_indptr=np.array([0, num_tokens], np.int32),
+            kv_lens=np.array([num_tokens], np.int32),
+            page_indptr=np.array([0, num_pages], np.int32),
+            pages=np.full(num_pages, PADDING_PAGE, np.int32),
+        )
+        slots = torch.zeros(num_tokens, dtype=torch.int32, device=self._state.positions.device)
+        hidden = self._model.forward(
+            slots,
+            torch.arange(num_tokens, dtype=torch.int32, device=slots.device),
+            slots + num_tokens if self._model.uses_prompt_lens else None,
+            self._attention.mixed(None, prefills, slots.long()),
+        )
+        logits = self._model.compute_logits(hidden[-1:])
+        self._sampler.plain(logits, slots[:1], slots[:1])
 
     # --- on the stream -----------------------------------------------------------------------
 

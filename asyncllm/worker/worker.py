@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from tqdm import tqdm
@@ -27,6 +27,9 @@ from asyncllm.worker.memory import measure_swap_cost, plan_memory, profile_step
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_inputs import StepBuilder
+
+# Lengths that bring in the kernel variants: one token, few, many, a whole step.
+WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048, 8192)
 
 
 class Worker:
@@ -87,8 +90,12 @@ class Worker:
             builder=StepBuilder(config.num_slots, config.block_size),
             device=self.device,
         )
+        with self._phase("warm_up"), self._on_stream():
+            most = min(config.max_num_batched_tokens, self.memory.max_model_len)
+            for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
+                self.runner.warm_up(min(num_tokens, most))
         if attention.supports_graphs and not config.enforce_eager:
-            with self._phase("graphs"):
+            with self._phase("graphs"), self._on_stream():
                 self._capture(config.cuda_graph_sizes)
 
     @property
@@ -113,22 +120,29 @@ class Worker:
                 torch.cuda.empty_cache()
 
     def _capture(self, sizes: tuple[int, ...]) -> None:
-        """One decode graph per size, largest first, on the stream that will replay them."""
+        """One decode graph per size, largest first."""
         graphs = DecodeGraphs(self.runner.decode_step, sizes, self.device)
-        executor = self._executor
-        stream = executor.stream if isinstance(executor, StreamExecutor) else None
-        on_stream = torch.cuda.stream(stream) if stream is not None else nullcontext()
-        torch.cuda.synchronize(self.device)
-        with on_stream:
-            for size in tqdm(
-                sorted(sizes, reverse=True),
-                desc="capturing decode graphs",
-                disable=not self._progress,
-                leave=False,
-                delay=2,
-            ):
-                graphs.capture(size)
+        for size in tqdm(
+            sorted(sizes, reverse=True),
+            desc="capturing decode graphs",
+            disable=not self._progress,
+            leave=False,
+            delay=2,
+        ):
+            graphs.capture(size)
         self.runner.graphs = graphs
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Work on the stream that the steps will use, after all that came before."""
+        executor = self._executor
+        if not isinstance(executor, StreamExecutor):
+            yield
+            return
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(executor.stream):
+            yield
+        executor.drain()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
