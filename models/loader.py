@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from asyncllm.config import LoadFormat
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import CausalLM
 from asyncllm.models.checkpoint import Checkpoint, list_keys
+from asyncllm.progress import DELAY_S, ProgressBar
 
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-PROGRESS_DELAY_S = 2.0
 DUMMY_STD = 0.02
 
 
@@ -57,16 +56,12 @@ def load_weights(
     return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
-class _Bar(tqdm):
-    monitor_interval = 0  # no thread that outlives the engine
-
-
 def _copy(checkpoint: Checkpoint, views: Mapping[str, torch.Tensor], progress: bool) -> None:
-    bar = _Bar(
+    bar = ProgressBar(
         views.items(),
         "Loading weights",
         unit="tensor",
-        delay=PROGRESS_DELAY_S,
+        delay=DELAY_S,
         disable=not progress,
     )
     for name, view in bar:

@@ -43,4 +43,12 @@ def build_model(
             f"not supported, only {', '.join(ARCHITECTURES)}"
         )
     linear_method = UnquantizedLinearMethod(dtype, device, ops)
-    return build_architecture(model_config, Build(dtype, device, ops, linear_method, max_model_len))
+    build = Build(dtype, device, ops, linear_method, max_model_len)
+    try:
+        return build_architecture(model_config, build)
+    except AttributeError as error:  # a model_type whose configuration lacks what this one needs
+        model_type = model_config.hf_config.model_type
+        raise ModelLoadError(
+            f"{model_config.path / 'config.json'}: model_type {model_type!r} does not fit "
+            f"{model_config.architecture}: {error}"
+        ) from error

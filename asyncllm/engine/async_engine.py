@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.engine_core import EngineCore, in_own_thread
@@ -151,6 +151,10 @@ class AsyncLLMEngine:
         if self._core is not None:
             for name in names:
                 self._core.abort(name)
+
+    async def encode(self, prompt: PromptInput) -> NoReturn:
+        """Reserved for pooling models (embeddings, scores), under vLLM's name; none is served yet."""
+        raise NotImplementedError("encode: pooling models are not served yet")
 
     # --- views -------------------------------------------------------------------------------
 

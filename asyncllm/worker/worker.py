@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from tqdm import tqdm
 
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, resolve_backend
@@ -19,6 +18,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
+from asyncllm.progress import DELAY_S, ProgressBar
 from asyncllm.types import StepPlan
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
@@ -63,16 +63,7 @@ class Worker:
             )
             self.memory = plan_memory(config, page_bytes, profile, self.device)
         with self._phase("kv_cache"):
-            cache = KVCache(
-                num_layers=config.model.num_layers,
-                num_pages=self.memory.num_pages + 1,
-                block_size=config.block_size,
-                num_kv_heads=config.model.num_kv_heads,
-                head_dim=config.model.head_dim,
-                dtype=dtype,
-                device=self.device,
-                num_host_pages=self.memory.num_host_pages,
-            )
+            cache = self._allocate_cache(config, dtype)
             self.swap_cost = measure_swap_cost(cache, profile)
             pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
             state = DeviceState(
@@ -119,15 +110,35 @@ class Worker:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    def _allocate_cache(self, config: EngineConfig, dtype: torch.dtype) -> KVCache:
+        """Raises `ValueError` naming the flags where the memory is not there."""
+        try:
+            return KVCache(
+                num_layers=config.model.num_layers,
+                num_pages=self.memory.num_pages + 1,
+                block_size=config.block_size,
+                num_kv_heads=config.model.num_kv_heads,
+                head_dim=config.model.head_dim,
+                dtype=dtype,
+                device=self.device,
+                num_host_pages=self.memory.num_host_pages,
+            )
+        except (MemoryError, RuntimeError) as error:
+            raise ValueError(
+                f"no memory for {self.memory.num_pages} KV pages and {self.memory.num_host_pages} "
+                "swapped ones: lower num_gpu_blocks_override, kv_cache_memory_bytes, "
+                "gpu_memory_utilization or swap_space"
+            ) from error
+
     def _capture(self, sizes: tuple[int, ...]) -> None:
         """One decode graph per size, largest first."""
         graphs = DecodeGraphs(self.runner.decode_step, sizes, self.device)
-        for size in tqdm(
+        for size in ProgressBar(
             sorted(sizes, reverse=True),
             desc="capturing decode graphs",
             disable=not self._progress,
             leave=False,
-            delay=2,
+            delay=DELAY_S,
         ):
             graphs.capture(size)
         self.runner.graphs = graphs

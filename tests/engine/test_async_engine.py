@@ -378,6 +378,20 @@ def test_bad_configuration_fails_before_loading() -> None:
         AsyncLLMEngine("tiny", no_such_flag=1)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [{"num_gpu_blocks_override": 10**10}, {"swap_space": 10**8}, {"kv_cache_memory_bytes": 2**60}],
+)
+def test_a_cache_that_has_no_memory_names_the_flags(flags: dict[str, Any]) -> None:
+    async def main() -> None:
+        engine = small_engine(**{"num_gpu_blocks_override": None} | flags)
+        with pytest.raises(ValueError, match=r"no memory for .* KV pages"):
+            await engine.start()
+        await engine.aclose()
+
+    run(main())
+
+
 def test_a_start_that_fails_leaves_nothing_behind() -> None:
     async def main() -> None:
         threads = threading.active_count()

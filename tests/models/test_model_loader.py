@@ -187,7 +187,7 @@ def test_progress_bar_only_when_asked_and_slow(folder, monkeypatch, capfd):
     model = build(folder)
     load_weights(model, folder, "auto", seed=0, progress=True)
     assert "Loading" not in capfd.readouterr().err
-    monkeypatch.setattr(loader, "PROGRESS_DELAY_S", 0.0)
+    monkeypatch.setattr(loader, "DELAY_S", 0.0)
     load_weights(model, folder, "auto", seed=0, progress=False)
     assert "Loading" not in capfd.readouterr().err
     load_weights(model, folder, "auto", seed=0, progress=True)

@@ -158,3 +158,10 @@ def test_config_without_head_dim_or_kv_heads(tmp_path):
     layer = build(tmp_path).attention_layers[0]
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (4, 4, 8)
     assert layer.scale == 8**-0.5
+
+
+def test_a_model_type_that_does_not_fit_its_architecture_is_named(tmp_path):
+    config = CONFIGS["qwen2"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"config\.json.*model_type 'qwen2' does not fit"):
+        build(tmp_path)
