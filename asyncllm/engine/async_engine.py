@@ -153,7 +153,7 @@ class AsyncLLMEngine:
                 self._core.abort(name)
 
     async def encode(self, prompt: PromptInput) -> NoReturn:
-        """Reserved for pooling models (embeddings, scores), under vLLM's name; none is served yet."""
+        """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""
         raise NotImplementedError("encode: pooling models are not served yet")
 
     # --- views -------------------------------------------------------------------------------
