@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -70,7 +71,18 @@ class Tokenizer:
             raise ModelLoadError(f"{_blamed_file(path)}: {one_line(error)}") from error
         if not hf.is_fast:
             raise ModelLoadError(f"{_vocabulary_file(path)}: no fast tokenizer for {type(hf)}")
-        return cls(hf, template)
+        tokenizer = cls(hf, template)
+        if template is not None:
+            tokenizer._check_template_compiles()
+        return tokenizer
+
+    def _check_template_compiles(self) -> None:
+        """Raises `ModelLoadError` for a syntax error; what else it refuses depends on messages."""
+        try:
+            self.render_chat([{"role": "user", "content": "?"}])
+        except InvalidRequestError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                raise ModelLoadError(f"chat template: {one_line(error.__cause__)}") from error
 
     # --- ids and text ------------------------------------------------------------------------
 
