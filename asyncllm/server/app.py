@@ -12,6 +12,7 @@ from asyncllm.server.args import ServerArgs
 from asyncllm.server.auth import auth_middleware
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
+from asyncllm.server.connection import connection_middleware
 from asyncllm.server.errors import error_middleware
 from asyncllm.server.info import health, list_models, metrics, show_model, show_version
 from asyncllm.server.metrics import METRICS, Metrics
@@ -22,7 +23,7 @@ from asyncllm.server.tokenize import detokenize, tokenize
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     """The app for one engine, which need not have started yet. Registers the metrics with it."""
     app = web.Application(
-        middlewares=[error_middleware, auth_middleware(args.keys())],
+        middlewares=[connection_middleware, error_middleware, auth_middleware(args.keys())],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)

@@ -6,6 +6,7 @@ logged once at debug level.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from typing import TypeVar
@@ -18,6 +19,8 @@ from asyncllm.server.errors import ApiError, bad_request
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+BODY_SECONDS = 60.0  # from the last header to the last byte of the body
 
 _MAX_REMEMBERED_NAMES = 256
 _FIELD_PATH = re.compile(r" - at `\$\.([A-Za-z0-9_]+)")
@@ -45,7 +48,11 @@ async def _read(request: web.Request) -> bytes:
     if request.content_length is not None and request.content_length > limit:
         raise too_large
     try:
-        return await request.read()
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        late = f"the request body took over {BODY_SECONDS:g} s"
+        raise ApiError(408, late, close=True) from None
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
     except web.RequestPayloadError:

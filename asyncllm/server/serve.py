@@ -1,8 +1,8 @@
 """The server's life: bind, load, serve, drain.
 
-SIGINT or SIGTERM stops accepting, refuses newcomers on open connections, and lets the answers in
-progress end within `shutdown_timeout`; those that do not are ended with an error event. A second
-signal leaves at once. While the model loads Python's own handling applies.
+SIGINT or SIGTERM refuses newcomers (503, at /health too) and lets the answers in progress end
+within `shutdown_timeout`; those that do not are ended with an error event. A second signal leaves
+at once. While the model loads Python's own handling applies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def _serve_loaded(engine: AsyncLLMEngine, args: ServerArgs, listener: List
     )
     await runner.setup()
     try:
-        site = await listener.start(runner)
+        await listener.start(runner)
         stop = _stop_on_signals()
         # What exists now lives as long as the process: spare every later collection the walk over
         # it, which would show up as pauses between tokens.
@@ -59,8 +59,8 @@ async def _serve_loaded(engine: AsyncLLMEngine, args: ServerArgs, listener: List
         gc.freeze()
         _announce(engine, listener)
         await stop.wait()
-        await site.stop()
         await drain(app[SERVICE], args.shutdown_timeout)
+        listener.close()
     finally:
         if stats_task is not None:
             stats_task.cancel()

@@ -99,6 +99,7 @@ async def serving(
         async with aiohttp.ClientSession() as session:
             yield Server(listener.url, port, engine, app[SERVICE], session)
     finally:
+        listener.close()
         await runner.cleanup()
         await engine.aclose()
     assert not getattr(engine, "sink_errors", None)

@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -276,8 +278,10 @@ def test_second_signal_leaves_at_once() -> None:
         )
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
             while True:  # until the first signal was taken: then newcomers are refused
                 late.completions.create(model=MODEL, prompt="A", max_tokens=1)
+        with pytest.raises(urllib.error.HTTPError, match="503"):  # a new connection is told so
+            urllib.request.urlopen(f"{url}/health", timeout=5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(4) == 1
