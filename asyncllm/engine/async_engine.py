@@ -197,7 +197,7 @@ class AsyncLLMEngine:
             return "closed"
         if self._core is None:
             return "loading"
-        return self._core.dead
+        return self._core.dead or self._core.watchdog.stalled
 
     def stats(self) -> SchedulerStats:
         return self._running().scheduler.stats()

@@ -24,6 +24,7 @@ from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import FinishReason, Request, StepPlan, StepResult
@@ -58,6 +59,11 @@ class EngineCore:
         self.outputs = OutputProcessor(tokenizer)
         self.dead: str | None = None
         self._stat_loggers = stat_loggers
+        self.watchdog = Watchdog(
+            config.watchdog_timeout,
+            lambda: self.scheduler.num_requests,
+            lambda: str(self.scheduler.stats()),
+        )
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[str] | None = None
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
@@ -115,6 +121,7 @@ class EngineCore:
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         """Take the step's tokens, then tell the clients."""
+        self.watchdog.step_done()
         updates = self.scheduler.finish_step(plan, result)
         self._aborts_while_emitting = []
         stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
@@ -183,6 +190,7 @@ class EngineCore:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             self.outputs.fail(request, self.dead, time.monotonic())
         self.input_processor.close()
+        self.watchdog.close()
         await in_own_thread(self.worker.close)
 
 
