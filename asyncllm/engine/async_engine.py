@@ -211,6 +211,7 @@ class AsyncLLMEngine:
         core = self._running()
         core.scheduler.check_empty()
         core.outputs.check_empty()
+        core.admission.check_empty()
 
     def reset_prefix_cache(self) -> None:
         self._running().scheduler.blocks.reset_prefix_cache()

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
@@ -25,7 +26,7 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import FinishReason, Request, StepPlan, StepResult
 from asyncllm.worker.worker import Worker
@@ -57,6 +58,9 @@ class EngineCore:
             max_kv_tokens=memory.num_pages * config.block_size,
         )
         self.outputs = OutputProcessor(tokenizer)
+        self.admission = Admission(
+            config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
+        )
         self.dead: str | None = None
         self._stat_loggers = stat_loggers
         self.watchdog = Watchdog(
@@ -83,37 +87,46 @@ class EngineCore:
         request = await self.input_processor.process_async(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
-        self._check_open(request_id)  # things may have changed while a long prompt was tokenised
+        # Things may have changed while a long prompt was tokenised.
+        self._check_open(request_id, len(request.prompt_token_ids))
+        self.admission.enter(request)
         self.outputs.add(request, sink)
         self.scheduler.add(request)
         self._work.set()
         return request
 
-    def _check_open(self, request_id: str) -> None:
+    def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if self.scheduler.has_request(request_id):
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
-        if len(self.scheduler.waiting) >= self._config.max_queued_requests:
-            raise QueueFullError(
-                f"request {request_id}: {len(self.scheduler.waiting)} requests wait already, "
-                f"max_queued_requests is {self._config.max_queued_requests}"
-            )
+        self.admission.check_room(request_id, num_tokens)
 
     def abort(self, request_id: str) -> None:
         if self._aborts_while_emitting is not None:  # called by a sink, amid the outputs' loop
             self._aborts_while_emitting.append(request_id)
-        elif self.scheduler.abort(request_id) is not None:
+        elif (request := self.scheduler.abort(request_id)) is not None:
+            self.admission.leave(request)
             self.outputs.abort(request_id, time.monotonic())
+
+    def _expire(self, request: Request) -> None:
+        """End a request that has waited too long."""
+        self.scheduler.abort(request.request_id, FinishReason.ERROR)
+        self.admission.leave(request)
+        waited = f"it waited over max_queue_seconds ({self._config.max_queue_seconds:g})"
+        self.outputs.fail(request, waited, time.monotonic(), overloaded=True)
 
     # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
 
     def plan(self) -> StepPlan | None:
+        for request in self.admission.late(time.monotonic()):
+            self._expire(request)
         plan = self.scheduler.plan()
         for init in plan.slot_inits if plan is not None else ():
-            metrics = init.seq.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = time.monotonic()
+            request = init.seq.request
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.monotonic()
+                self.admission.leave(request)
         return plan
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -160,6 +173,7 @@ class EngineCore:
         # A step that raised midway may have left anything: begin anew, with an empty cache.
         self.scheduler = self._make_scheduler(self.scheduler.stats())
         for request in live:
+            self.admission.leave(request)
             self.outputs.fail(request, f"the engine failed in a step: {error}", time.monotonic())
         try:
             await in_own_thread(self.worker.drain)
@@ -188,6 +202,7 @@ class EngineCore:
         await asyncio.wait([self._task])
         for request in self.scheduler.requests():
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
+            self.admission.leave(request)
             self.outputs.fail(request, self.dead, time.monotonic())
         self.input_processor.close()
         self.watchdog.close()

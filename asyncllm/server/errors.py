@@ -108,6 +108,12 @@ def internal_error(message: str) -> ApiError:
     return ApiError(500, message, headers={"x-should-retry": "false"})
 
 
+def overloaded() -> ApiError:
+    """For a request that was taken, and waited too long."""
+    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    return ApiError(503, "the request waited too long for its turn", headers=retry)
+
+
 def _from_http_exception(error: web.HTTPException) -> ApiError:
     """aiohttp's own refusals: no such route, wrong method, body too large."""
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}

@@ -257,6 +257,52 @@ def test_the_queue_has_a_limit() -> None:
     run(main())
 
 
+def test_the_queue_has_a_limit_of_tokens() -> None:
+    """At the limit, and one above."""
+
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1, max_queued_tokens=40) as engine:
+            running = asyncio.create_task(_await(engine.generate([1], ENDLESS, request_id="run")))
+            await asyncio.sleep(0.1)
+            waiting = [
+                asyncio.create_task(_await(engine.generate([1] * n, GREEDY, request_id=f"w{n}")))
+                for n in (25, 15)
+            ]
+            await asyncio.sleep(0.05)
+            with pytest.raises(QueueFullError, match="40 prompt tokens wait already"):
+                await engine.generate([1], GREEDY)
+            engine.abort(["run", "w25"])
+            await asyncio.gather(running, *waiting)
+            await settle(engine)
+
+    run(main())
+
+
+def test_a_prompt_over_the_whole_limit_may_wait_alone() -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1, max_queued_tokens=10) as engine:
+            output = await engine.generate([1] * 30, GREEDY)
+            assert output.finished
+            await settle(engine)
+
+    run(main())
+
+
+def test_a_request_that_waits_too_long_ends_and_running_ones_do_not() -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1, max_queue_seconds=0.2) as engine:
+            running = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="run")))
+            await asyncio.sleep(0.1)
+            with pytest.raises(QueueFullError, match=r"over max_queue_seconds \(0\.2\)"):
+                await engine.generate("b", GREEDY, request_id="late")
+            assert engine.stats().num_running == 1
+            engine.abort("run")
+            await running
+            await settle(engine)
+
+    run(main())
+
+
 def test_a_request_id_in_use_is_refused() -> None:
     async def main() -> None:
         async with small_engine() as engine:

@@ -185,6 +185,21 @@ def test_overload_is_429() -> None:
     run(test())
 
 
+def test_waiting_too_long_is_503() -> None:
+    async def test() -> None:
+        async with client(max_queue_seconds=0.01, max_num_seqs=1) as (api, server):
+            body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+            running = asyncio.create_task(server.post("/v1/completions", body))
+            await until(lambda: server.engine.stats().num_running == 1)
+            with pytest.raises(openai.InternalServerError) as refused:
+                await whole(api, messages=QUESTION)
+            assert refused.value.status_code == 503
+            assert refused.value.response.headers["Retry-After"] == "1"
+            assert (await running)[0] == 200
+
+    run(test())
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_pages(stream: bool) -> None:
     async def test() -> None:
