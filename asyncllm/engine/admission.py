@@ -48,6 +48,10 @@ class Admission:
         if self._queued.pop(request.request_id, None) is not None:
             self._num_tokens -= len(request.prompt_token_ids)
 
+    def holds(self, request: Request) -> bool:
+        """Whether it still waits for its first step."""
+        return request.request_id in self._queued
+
     def late(self, now: float) -> list[Request]:
         """Requests that have waited too long. Looks once a second; `now`: monotonic seconds."""
         if now < self._next_check:

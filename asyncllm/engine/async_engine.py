@@ -199,6 +199,10 @@ class AsyncLLMEngine:
             return "loading"
         return self._core.dead or self._core.watchdog.stalled
 
+    async def wait_failed(self) -> str:
+        """Until the engine, once started, has failed for good; why."""
+        return await asyncio.shield(self._running().failed)
+
     def stats(self) -> SchedulerStats:
         return self._running().scheduler.stats()
 

@@ -2,7 +2,7 @@
 
     add_request -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
-A step that fails ends the requests that were live, each with an error, and the engine goes on; if
+A step that fails ends the requests that had begun, each with an error, and the engine goes on; if
 the device is lost with it, the engine is dead and says so.
 """
 
@@ -62,6 +62,7 @@ class EngineCore:
             config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
         )
         self.dead: str | None = None
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stat_loggers = stat_loggers
         self.watchdog = Watchdog(
             config.watchdog_timeout,
@@ -70,6 +71,7 @@ class EngineCore:
         )
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[str] | None = None
+        self._planning = False  # left true by a plan that raised
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
 
     # --- requests ----------------------------------------------------------------------------
@@ -121,7 +123,9 @@ class EngineCore:
     def plan(self) -> StepPlan | None:
         for request in self.admission.late(time.monotonic()):
             self._expire(request)
+        self._planning = True
         plan = self.scheduler.plan()
+        self._planning = False
         for init in plan.slot_inits if plan is not None else ():
             request = init.seq.request
             if request.metrics.first_scheduled_time is None:
@@ -161,25 +165,38 @@ class EngineCore:
             try:
                 await loop(self)
             except Exception as error:
-                logger.exception("a step failed; its requests end with an error")
+                logger.exception("a step failed; the requests that had begun end with an error")
                 await self._recover(error)
 
     # --- failure and end ---------------------------------------------------------------------
 
     async def _recover(self, error: Exception) -> None:
-        """End all live requests; go on if the device still answers, else be dead."""
+        """End the requests that the step may have hurt; go on if the device answers, else be dead.
+
+        Those that still wait for their first step are kept, unless it was planning that failed: the
+        first of them may be the reason.
+        """
         self._aborts_while_emitting = None
         live = self.scheduler.requests()
         # A step that raised midway may have left anything: begin anew, with an empty cache.
         self.scheduler = self._make_scheduler(self.scheduler.stats())
-        for request in live:
-            self.admission.leave(request)
-            self.outputs.fail(request, f"the engine failed in a step: {error}", time.monotonic())
+        unhurt = [] if self._planning else [r for r in live if self.admission.holds(r)]
+        self._fail([r for r in live if r not in unhurt], f"the engine failed in a step: {error}")
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
             logger.critical("the device is lost: %s", lost)
             self.dead = f"the device is lost: {lost}"
+            self._fail(unhurt, self.dead)
+            self.failed.set_result(self.dead)
+        else:
+            for request in unhurt:
+                self.scheduler.add(request)
+
+    def _fail(self, requests: list[Request], message: str) -> None:
+        for request in requests:
+            self.admission.leave(request)
+            self.outputs.fail(request, message, time.monotonic())
 
     def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
@@ -200,10 +217,10 @@ class EngineCore:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
-        for request in self.scheduler.requests():
+        live = self.scheduler.requests()
+        for request in live:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            self.admission.leave(request)
-            self.outputs.fail(request, self.dead, time.monotonic())
+        self._fail(live, self.dead)
         self.input_processor.close()
         self.watchdog.close()
         await in_own_thread(self.worker.close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -41,6 +41,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 def small_engine(**changes: Any) -> AsyncLLMEngine:
     return AsyncLLMEngine("tiny", **SMALL | changes)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 (any condition will do)
+        await asyncio.sleep(0.002)
 
 
 async def settle(engine: AsyncLLMEngine) -> None:
@@ -386,6 +391,44 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
                 await engine.generate("hello", GREEDY)
             engine.check_idle()
             assert (await engine.generate("hello", GREEDY)).outputs[0].token_ids == expected
+
+    run(main())
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["step failed", "device lost"])
+def test_a_failing_step_hurts_the_queued_only_if_the_device_is_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            core = engine._core
+            assert core is not None
+            running = asyncio.create_task(_await(engine.generate("a", ENDLESS)))
+            await until(lambda: engine.stats().num_running == 1)
+            queued = asyncio.create_task(_await(engine.generate("hello", GREEDY)))
+            await until(lambda: engine.stats().num_waiting == 1)
+            launch = core.worker.launch
+
+            def fail(*_: Any) -> Any:
+                monkeypatch.setattr(core.worker, "launch", launch)
+                raise ArithmeticError("planted")
+
+            monkeypatch.setattr(core.worker, "launch", fail)
+            if lost:
+                monkeypatch.setattr(core.worker, "drain", fail)
+            with pytest.raises(RequestFailedError, match="planted"):
+                await running
+            if lost:
+                with pytest.raises(RequestFailedError, match="device is lost"):
+                    await queued
+                assert "device is lost" in await engine.wait_failed()
+                assert "device is lost" in (engine.health() or "")
+                with pytest.raises(EngineDeadError):
+                    await engine.generate("more", GREEDY)
+                monkeypatch.undo()
+            else:
+                assert (await queued).finished
+                engine.check_idle()
 
     run(main())
 
