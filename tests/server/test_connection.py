@@ -71,6 +71,33 @@ def test_unreadable_http_gets_the_four_keys_and_its_connection_ends(sent: bytes)
     run(test())
 
 
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            last = b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            answer = await exchange(
+                server, GOOD + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + last
+            )
+            statuses = [int(part.split()[0]) for part in answer.split(b"HTTP/1.1 ")[1:]]
+            assert statuses == [200, 200, 404]
+
+    run(test())
+
+
+def test_an_upgrade_is_not_taken() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            answer = await exchange(
+                server,
+                b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade, close\r\n"
+                b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+                b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
+            )
+            assert answer.startswith(b"HTTP/1.1 200")
+
+    run(test())
+
+
 def test_slow_headers_end_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
 
@@ -144,6 +171,7 @@ def test_a_stalled_reader_is_ended_and_others_are_not(monkeypatch: pytest.Monkey
 
     async def test() -> None:
         async with serving(small_buffers=True) as server:
+            server.engine.step_seconds = 0.005
             stalled = socket.socket()
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             stalled.setblocking(False)

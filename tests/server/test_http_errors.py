@@ -235,6 +235,24 @@ def test_content_type() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [("abc-123_x.Y", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("é", False)],
+)
+def test_request_ids_are_echoed_where_they_are_harmless(given: str, echoed: bool) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            headers = {"X-Request-Id": given}
+            for path, stream in (("/nowhere", False), (CHAT, False), (CHAT, True)):
+                async with server.session.post(
+                    server.url + path, json={"messages": HELLO, "stream": stream}, headers=headers
+                ) as response:
+                    assert response.headers.get("X-Request-Id") == (given if echoed else None)
+            assert all(given not in request.request_id for request in server.engine.seen)
+
+    run(test())
+
+
 def test_too_large() -> None:
     async def test() -> None:
         async with serving(max_body_bytes=1000) as server:
