@@ -98,6 +98,7 @@ async def serving(
     try:
         async with aiohttp.ClientSession() as session:
             yield Server(listener.url, port, engine, app[SERVICE], session)
+        await until(lambda: not app[SERVICE].num_live)  # every client has gone, and so its answer
     finally:
         listener.close()
         await runner.cleanup()
