@@ -20,7 +20,7 @@ from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from tests.server.fake_engine import FakeEngine
 
-TEST_TIMEOUT_SECONDS = 20
+TEST_TIMEOUT_SECONDS = 60
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
