@@ -8,6 +8,10 @@ sequence, which is known without the token. What `plan` decides, in this order:
      prefill; where no page is left, the youngest is preempted (swapped or recomputed)
   2. if none was preempted, waiting sequences as long as tokens, slots and pages last
 
+Prompts get what is left of `max_num_batched_tokens`, and beside decodes at most `chunk_tokens`, so
+that no token waits long for a neighbour's prompt. What a step computes of a prompt is found by
+the plans after it, before it is done: steps run in the order of their launch.
+
 A sequence that finished is freed at once although a step in flight may still write for it: steps
 run in the order of their launch, so no later step sees those writes.
 Invariant: `check_integrity()`; with no live request `check_empty()`.
@@ -16,15 +20,14 @@ Invariant: `check_integrity()`; with no live request `check_empty()`.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from itertools import repeat
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.running_set import RunningSet, may_decode
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_draft import StepDraft
 from asyncllm.types import (
-    PADDING_SLOT,
-    DecodeRow,
     FinishReason,
     PrefillRow,
     Request,
@@ -49,25 +52,28 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        chunk_tokens: int | None = None,
         policy: SchedulingPolicy = "fcfs",
         preemption_mode: PreemptionMode = "auto",
         swap_cost: SwapCost | None = None,
         totals: SchedulerStats | None = None,
     ) -> None:
-        """`totals`: those of a scheduler that this one replaces, to count on from."""
+        """`chunk_tokens`: most prompt tokens of a step that also decodes; None: no such bound.
+
+        `totals`: those of a scheduler that this one replaces, to count on from.
+        """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({max_num_seqs}): each running sequence takes a token per step"
             )
         self.blocks = blocks
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Sequence] = []  # WAITING or SWAPPED, in order of _key
-        self.running: list[Sequence] = []  # in order of _key
+        self.running = RunningSet(max_num_seqs, self._key)
         self._requests: dict[str, Request] = {}
         self._unforked: dict[str, list[Sequence]] = {}  # siblings that wait for a prompt's prefill
-        self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
-        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._chunk_tokens = chunk_tokens or max_num_batched_tokens
         self._by_priority = policy == "priority"
         self._preemption_mode = preemption_mode
         self._swap_cost = swap_cost
@@ -113,7 +119,7 @@ class Scheduler:
         assert seq.status is not SequenceStatus.FINISHED, f"sequence {seq.seq_id} ended twice"
         siblings = self._unforked.get(seq.request.request_id, [])
         if seq.status is SequenceStatus.RUNNING:
-            self._leave_slot(seq)
+            self.running.remove(seq)
         elif seq in siblings:
             siblings.remove(seq)
         else:
@@ -129,58 +135,48 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, its sequences advanced as if it were done; None where there is nothing."""
-        draft = StepDraft(self.max_num_batched_tokens)
-        self._plan_running(draft)
-        if not draft.preempted:
-            self._admit_waiting(draft)
+        draft = StepDraft()
+        self._plan_decodes(draft)
+        self._plan_prefills(draft)
         if draft.empty:
             return None
+        for row in draft.prefills:
+            self.blocks.publish(row.seq, row.seq.num_computed)
         self._next_step_id += 1
         return draft.finish(self._next_step_id)
 
-    def _plan_running(self, draft: StepDraft) -> None:
-        index = 0
-        prefilling: list[Sequence] = []
-        while index < len(self.running):  # preemption shortens the list from its end
-            seq = self.running[index]
-            if seq.num_computed < seq.num_prefill:
-                prefilling.append(seq)
-            elif self._may_decode(seq):
-                self._decode(seq, draft)
-            index += 1
-        for seq in prefilling:
-            if seq.status is SequenceStatus.RUNNING and draft.budget > 0:
-                self._prefill_chunk(seq, draft)
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        """One token of each sequence that decodes, preempting the youngest while pages are short."""
+        blocks = self.blocks
+        seqs = self.running.at_block_start(blocks.block_size)
+        for seq in self.running.decoding() if seqs is None else seqs:
+            if seq.status is SequenceStatus.RUNNING and blocks.needs_page(seq, seq.num_computed):
+                self._take_page(seq, draft)
+        draft.decodes = self.running.take_batch()
 
-    def _may_decode(self, seq: Sequence) -> bool:
-        """False for a sequence that only waits for tokens in flight."""
-        request = seq.request
-        if seq.num_tokens - len(request.prompt_token_ids) >= request.max_tokens:
-            return False
-        if not request.bad_words_ids:  # spares a generator per row and step
-            return True
-        return seq.num_in_flight == 0 or not request.needs_known_tokens
-
-    def _decode(self, seq: Sequence, draft: StepDraft) -> None:
-        """Plan one token of a running sequence, preempting the youngest while pages are short."""
+    def _take_page(self, seq: Sequence, draft: StepDraft) -> None:
+        """A page for the next token of `seq`, unless it is itself the youngest where none is left."""
         blocks, position = self.blocks, seq.num_computed
-        if blocks.needs_page(seq, position):
-            while blocks.device.num_free == 0:
-                victim = self.running[-1]
-                self._preempt(victim, draft)
-                if victim is seq:
-                    return
-                if not blocks.needs_page(seq, position):
-                    break  # the victim shared the page and left it
-            else:
-                append, copy = blocks.reserve(seq, position)
-                draft.page_appends.append(append)
-                if copy is not None:
-                    draft.page_copies.append(copy)
-        draft.decodes.append(DecodeRow(seq, seq.slot, position))
-        draft.budget -= 1
-        seq.num_computed += 1
-        seq.num_in_flight += 1
+        while blocks.device.num_free == 0:
+            victim = self.running.seqs[-1]
+            self._preempt(victim, draft)
+            if victim is seq or not blocks.needs_page(seq, position):
+                return  # or the victim shared the page and left it
+        append, copy = blocks.reserve(seq, position)
+        draft.page_appends.append(append)
+        if copy is not None:
+            draft.page_copies.append(copy)
+
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        num_decodes = len(draft.decodes)
+        draft.budget = self._max_num_batched_tokens - num_decodes
+        if num_decodes:
+            draft.budget = min(draft.budget, self._chunk_tokens)
+        for seq in self.running.prefilling():
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
+        if not draft.preempted:
+            self._admit_waiting(draft)
 
     def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
@@ -200,6 +196,8 @@ class Scheduler:
             )
         )
         draft.budget -= end - start
+        if samples:
+            self.running.set_changed()
         seq.num_computed = end
         for sampled in samples:
             sampled.num_computed = end
@@ -208,7 +206,7 @@ class Scheduler:
     def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
         """Siblings that share this prompt from here on; those without a slot queue on their own."""
         siblings = self._unforked.pop(seq.request.request_id, [])
-        forks = siblings[: len(self._free_slots)]
+        forks = siblings[: self.running.num_free_slots]
         for child in forks:
             self.blocks.fork(seq, child)
             child.num_prefill = child.num_computed = seq.num_prefill
@@ -221,7 +219,7 @@ class Scheduler:
     # --- admission ---------------------------------------------------------------------------
 
     def _admit_waiting(self, draft: StepDraft) -> None:
-        while self.waiting and draft.budget > 0 and self._free_slots:
+        while self.waiting and draft.budget > 0 and self.running.num_free_slots:
             seq = self.waiting[0]
             if seq.num_in_flight > 0:
                 return  # preempted a moment ago: its last token is known after the step in flight
@@ -258,18 +256,21 @@ class Scheduler:
         self._take_slot(seq, draft)
         if seq.num_computed < seq.num_prefill:
             self._prefill_chunk(seq, draft)
-        elif self._may_decode(seq):
-            self._decode(seq, draft)
+        elif may_decode(seq):
+            if self.blocks.needs_page(seq, seq.num_computed):
+                self._take_page(seq, draft)
+            draft.decodes = draft.decodes.plus(seq, seq.num_computed)
+            draft.budget -= 1
+            seq.num_computed += 1
+            seq.num_in_flight += 1
         return True
 
     def _fits(self, num_pages: int) -> bool:
-        watermark = self._watermark if self.running else 0
+        watermark = self._watermark if self.running.seqs else 0
         return self.blocks.device.num_free - num_pages >= watermark
 
     def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
-        seq.slot = self._free_slots.popleft()
-        seq.status = SequenceStatus.RUNNING
-        insort(self.running, seq, key=self._key)
+        self.running.add(seq)
         pages = self.blocks.pages_of(seq)
         draft.slot_inits.append(
             SlotInit(seq, seq.slot, pages, seq.num_computed, list(seq.token_ids))
@@ -281,7 +282,7 @@ class Scheduler:
         """Take slot and pages from a running sequence and put it back into the queue."""
         draft.preempted = True
         seq.request.metrics.num_preemptions += 1
-        self._leave_slot(seq)
+        self.running.remove(seq)
         if self._should_swap(seq):
             draft.swap_out += self.blocks.swap_out(seq)
             seq.status = SequenceStatus.SWAPPED
@@ -303,11 +304,6 @@ class Scheduler:
         recompute = self.blocks.num_uncached_tokens(seq) * cost.seconds_per_token
         return 2 * num_pages * cost.seconds_per_page < recompute
 
-    def _leave_slot(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._free_slots.append(seq.slot)
-        seq.slot = PADDING_SLOT
-
     # --- results -----------------------------------------------------------------------------
 
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
@@ -315,31 +311,22 @@ class Scheduler:
 
         Rows of sequences that ended while the step was in flight are dropped.
         """
-        block_size = self.blocks.block_size
-        for row in plan.decodes:
-            if (row.position + 1) % block_size == 0:
-                self._publish(row.seq, row.position + 1)
-        for prefill in plan.prefills:
-            self._publish(prefill.seq, prefill.start + len(prefill.token_ids))
+        for seq, num_complete in plan.decodes.full_blocks(self.blocks.block_size):
+            if seq.status is SequenceStatus.RUNNING:
+                self.blocks.publish(seq, num_complete)
         updates: list[TokenUpdate] = []
-        for i, seq in enumerate(plan.sampled):
-            if seq.status is SequenceStatus.FINISHED:
-                continue
-            seq.num_in_flight -= 1
-            token_id = result.token_ids[i]
-            seq.token_ids.append(token_id)
-            self._check_stop(seq, token_id)
-            logprobs = result.logprobs[i] if result.logprobs is not None else None
-            updates.append(TokenUpdate(seq, token_id, logprobs))
+        news = zip(plan.sampled, result.token_ids, result.logprobs or repeat(None))
+        for seq, token_id, logprobs in news:
+            if seq.status is not SequenceStatus.FINISHED:
+                seq.num_in_flight -= 1
+                seq.token_ids.append(token_id)
+                self._check_stop(seq, token_id)
+                updates.append(TokenUpdate(seq, token_id, logprobs))
         return updates
-
-    def _publish(self, seq: Sequence, num_complete: int) -> None:
-        if seq.status is SequenceStatus.RUNNING:
-            self.blocks.publish(seq, num_complete)
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         request = seq.request
-        num_output = seq.num_output_tokens
+        num_output = len(seq.token_ids) - len(request.prompt_token_ids)
         if token_id in request.stop_token_ids and num_output >= request.sampling_params.min_tokens:
             is_eos = token_id not in (request.sampling_params.stop_token_ids or ())
             self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
@@ -358,7 +345,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """The running totals, with the gauges brought up to date."""
         stats, blocks = self._stats, self.blocks
-        stats.num_running = len(self.running)
+        stats.num_running = len(self.running.seqs)
         swapped = self.blocks.host.num_used > 0  # spares a walk over a long queue per step
         waiting = self.waiting if swapped else []
         stats.num_swapped = sum(seq.status is SequenceStatus.SWAPPED for seq in waiting)
@@ -371,17 +358,14 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls."""
         self.blocks.check_integrity()
-        slots = [seq.slot for seq in self.running]
-        assert len(set(slots)) == len(slots), f"a slot is held twice: {slots}"
-        assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
-        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
-        for queue in (self.running, self.waiting):
+        self.running.check_integrity()
+        for queue in (self.running.seqs, self.waiting):
             keys = [self._key(seq) for seq in queue]
             assert keys == sorted(keys), "a queue is out of order"
         live = {id(s) for r in self._requests.values() for s in r.sequences
                 if s.status is not SequenceStatus.FINISHED}  # fmt: skip
         unforked = [seq for group in self._unforked.values() for seq in group]
-        listed = [id(seq) for seq in (*self.running, *self.waiting, *unforked)]
+        listed = [id(seq) for seq in (*self.running.seqs, *self.waiting, *unforked)]
         assert len(listed) == len(live) and set(listed) == live, (
             "a live sequence is lost or doubled"
         )

@@ -60,6 +60,7 @@ class World:
         self.block_size = rng.randint(1, 5)
         max_num_seqs = rng.choice([1, 2, 3, 4, 5, 5, 6, 6])
         self.budget = max_num_seqs + rng.choice([0, 1, 2, 5, 30])
+        self.chunk = rng.choice([None, None, 1, 2, 5])
         num_host_pages = rng.choice([0, 2, 5, 12, 40])
         self.blocks = BlockManager(
             self.num_pages,
@@ -72,6 +73,7 @@ class World:
             self.blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
+            chunk_tokens=self.chunk,
             policy=rng.choice(["fcfs", "priority"]),
             preemption_mode=rng.choice(["auto", "swap", "recompute"]),
             swap_cost=rng.choice([None, SwapCost(1.0, rng.choice([0.1, 0.5, 2.0]))]),
@@ -94,7 +96,7 @@ class World:
     def plan(self) -> StepPlan | None:
         swapped = [s for s in self.scheduler.waiting if s.status is SequenceStatus.SWAPPED]
         on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
-        prefilling = [s for s in self.scheduler.running if s.num_computed < s.num_prefill]
+        prefilling = [s for s in self.scheduler.running.seqs if s.num_computed < s.num_prefill]
         plan = self.scheduler.plan()
         self._check_sequences()
         self.seen["preemption of a prefill"] += sum(
@@ -104,8 +106,17 @@ class World:
             self.num_steps += 1
             self._note_plan(plan, on_host)
             assert plan.num_tokens <= self.budget
+            self._check_chunk(plan)
             assert len({id(s) for s in plan.sampled}) == len(plan.sampled)
         return plan
+
+    def _check_chunk(self, plan: StepPlan) -> None:
+        """Prompt tokens beside decodes are few; those of who just came back do not count."""
+        back = {id(init.seq) for init in plan.slot_inits}
+        if self.chunk is not None and any(id(row.seq) not in back for row in plan.decodes):
+            num_prompt_tokens = plan.num_tokens - len(plan.decodes)
+            assert num_prompt_tokens <= self.chunk
+            self.seen["chunk beside decodes"] += num_prompt_tokens == self.chunk
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
@@ -135,7 +146,7 @@ class World:
 
     def _check_sequences(self) -> None:
         self.scheduler.check_integrity()
-        for seq in self.scheduler.running:
+        for seq in self.scheduler.running.seqs:
             most = seq.num_prompt_tokens + seq.request.max_tokens
             assert seq.num_tokens <= most, f"{seq.seq_id}: a row is wasted on a known end"
         for seq in self.scheduler.waiting:

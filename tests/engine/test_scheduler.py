@@ -61,7 +61,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_its_end() -> None:
     ]
     assert [plan.sampled for plan in plans] == [(), (), (seq,), (seq,)]
     assert [len(plan.prefills[0].block_ids) for plan in plans[:3]] == [1, 2, 3]
-    assert decoding(plans[3]) == ["r1"] and plans[3].decodes[0].position == 10
+    assert decoding(plans[3]) == ["r1"] and plans[3].decodes.positions[0] == 10
 
 
 def test_decodes_come_first_and_the_oldest_prefill_takes_what_is_left() -> None:
@@ -93,7 +93,7 @@ def test_a_decode_is_planned_before_its_input_token_is_known() -> None:
     scheduler = make_scheduler()
     seq = add(scheduler, make_request(1, range(4), max_tokens=3))
     first, second, third = scheduler.plan(), scheduler.plan(), scheduler.plan()
-    assert third is not None and third.decodes[0].position == 5
+    assert third is not None and third.decodes.positions[0] == 5
     assert seq.num_in_flight == 3 and seq.num_output_tokens == 0
     assert scheduler.plan() is None, "max_tokens is known ahead: no row is wasted on it"
     for plan in (first, second, third):
@@ -130,16 +130,35 @@ def test_the_row_of_a_sequence_that_stopped_is_dropped() -> None:
     assert len(finish(scheduler, after)) == 1
 
 
-def test_the_pages_of_a_row_in_flight_are_not_published_after_an_abort() -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_prompt_in_flight_is_found_by_the_next_plan_but_not_by_its_own(aborted: bool) -> None:
     scheduler = make_scheduler()
-    add(scheduler, make_request(1, range(8)))
+    add(scheduler, make_request(1, range(9)))
+    twin = add(scheduler, make_request(2, range(9)))
     in_flight = scheduler.plan()
+    assert prefilling(in_flight) == [("r1", 0, 9), ("r2", 0, 9)] and twin.num_cached_tokens == 0
+    if aborted:  # the step runs all the same, before any that reads what it wrote
+        scheduler.abort("r1")
+        scheduler.abort("r2")
+    seq = add(scheduler, make_request(3, range(9)))
+    ahead = scheduler.plan()
+    assert prefilling(ahead) == [("r3", 8, 1)] and seq.num_cached_tokens == 8
+    finish(scheduler, in_flight)
+    finish(scheduler, ahead)
+
+
+def test_the_block_of_a_decode_in_flight_is_not_published_after_an_abort() -> None:
+    """Its tokens are known only when the step is finished; then its pages may be another's."""
+    scheduler = make_scheduler()
+    add(scheduler, make_request(1, range(7)))
+    run_step(scheduler)
+    in_flight = scheduler.plan()
+    assert decoding(in_flight) == ["r1"]
     scheduler.abort("r1")
     finish(scheduler, in_flight)
-    seq = add(scheduler, make_request(2, range(8)))
+    seq = add(scheduler, make_request(2, [*range(7), 7, 7]))
     scheduler.plan()
-    assert seq.num_cached_tokens == 0
-    assert scheduler.blocks.device.num_used == 2
+    assert seq.num_cached_tokens == 4
 
 
 # --- the end of a sequence -----------------------------------------------------------------------
@@ -277,7 +296,7 @@ def test_the_youngest_is_swapped_where_pages_are_short() -> None:
 
     scheduler.finish(older, FinishReason.STOP)
     plan = run_step(scheduler)
-    assert decoding(plan) == ["r2"] and plan.decodes[0].position == 8
+    assert decoding(plan) == ["r2"] and plan.decodes.positions[0] == 8
     assert plan.slot_inits[0].token_ids[-1] == younger.token_ids[8]
     assert scheduler.blocks.host.num_used == 0
 

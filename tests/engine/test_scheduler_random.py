@@ -30,6 +30,7 @@ MUST_HAPPEN = (
     "fork",
     "fork without a slot",
     "chunked prefill",
+    "chunk beside decodes",
     "wasted row",
     "finished while preempted",
     "finish stop",
