@@ -246,4 +246,4 @@ def simulate(device: Device, workload: Workload, chunk: int | None) -> dict[str,
         short = [c.ttft for c in clients if len(c.request.prompt_token_ids) == workload.short_len]
         result["short_ttft_p50"] = percentile(short, 0.5) * 1e3
         result["short_ttft_p99"] = percentile(short, 0.99) * 1e3
-    return {name: round(value, 2) for name, value in result.items()}
+    return {name: round(value, 4) for name, value in result.items()}

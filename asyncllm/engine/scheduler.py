@@ -172,7 +172,10 @@ class Scheduler:
         draft.budget = self._max_num_batched_tokens - num_decodes
         if num_decodes:
             draft.budget = min(draft.budget, self._chunk_tokens)
-        for seq in self.running.prefilling():
+        started = self.running.prefilling()
+        if started and not draft.preempted:
+            self._admit_short(draft, started[0])
+        for seq in started:
             if draft.budget > 0:
                 self._prefill_chunk(seq, draft)
         if not draft.preempted:
@@ -218,22 +221,36 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------
 
-    def _admit_waiting(self, draft: StepDraft) -> None:
+    def _admit_short(self, draft: StepDraft, oldest: Sequence) -> None:
+        """Where a long prompt takes many steps, half of each is for prompts that it finishes."""
+        kept = draft.budget - draft.budget // 2
+        if oldest.num_prefill - oldest.num_computed > draft.budget:
+            draft.budget -= kept
+            self._admit_waiting(draft, to_the_end=True)
+            draft.budget += kept
+
+    def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
+        """The head of the queue, again and again. `to_the_end`: only whose prefill this step ends."""
         while self.waiting and draft.budget > 0 and self.running.num_free_slots:
             seq = self.waiting[0]
             if seq.num_in_flight > 0:
                 return  # preempted a moment ago: its last token is known after the step in flight
-            swapped = seq.status is SequenceStatus.SWAPPED
-            admitted = self._swap_in(seq, draft) if swapped else self._admit(seq, draft)
+            if seq.status is SequenceStatus.SWAPPED:
+                admitted = self._swap_in(seq, draft)
+            else:
+                admitted = self._admit(seq, draft, to_the_end)
             if not admitted:
                 return
             del self.waiting[0]
 
-    def _admit(self, seq: Sequence, draft: StepDraft) -> bool:
+    def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
         """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
         match = self.blocks.match_prefix(seq)
         if seq.request.sampling_params.prompt_logprobs is not None:
             match = type(match)(())  # every prompt position must go through the model
+        num_left = len(seq.token_ids) - len(match) * self.blocks.block_size
+        if to_the_end and num_left > draft.budget:
+            return False
         if not self._fits(self.blocks.num_pages_to_admit(seq, match)):
             return False
         draft.swap_in += self.blocks.admit(seq, match)
