@@ -70,7 +70,7 @@ class Request:
     @property
     def needs_known_tokens(self) -> bool:
         """Its next sampling depends on output tokens on the host, so it cannot run a step ahead."""
-        return any(len(word) > 1 for word in self.bad_words_ids)
+        return bool(self.bad_words_ids) and any(len(word) > 1 for word in self.bad_words_ids)
 
     @property
     def finished(self) -> bool:
@@ -187,6 +187,11 @@ class DecodeBatch:
     def plus(self, seq: Sequence, position: int) -> DecodeBatch:
         """And one token of `seq`."""
         return DecodeBatch.of((*self.seqs, seq), [*self.positions.tolist(), position])
+
+    def at_block_start(self, block_size: int) -> list[Sequence]:
+        """Whose token is the first of a block."""
+        rows = np.flatnonzero(self.positions % block_size == 0).tolist()
+        return [self.seqs[i] for i in rows]
 
     def full_blocks(self, block_size: int) -> list[tuple[Sequence, int]]:
         """Whose token fills a block, with the number of tokens that are computed then."""

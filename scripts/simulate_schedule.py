@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a chunk policy does to latencies: the real Scheduler against a model of an H100. CPU, seconds.
+"""What the prefill chunk does to latencies: the real Scheduler on a model of an H100. CPU, seconds.
 
 No kernel runs and no clock is read: a step lasts as long as `Device` says (calibrated on decode and
 prefill steps measured on an H100), the host plans one step ahead as `pipeline.run_ahead` does, and
 clients come as in the load test's workloads. So two policies are compared on the same arrivals; the
 figures are a model's, for choosing between rules and not for a table of results.
 
-    simulate_schedule.py                                # all policies on all workloads of the 8B model
-    simulate_schedule.py --model 0.6b --workload tput rate16 --policy default fixed1024
+    simulate_schedule.py                                     # all policies on all workloads, 8B
+    simulate_schedule.py --model 0.6b --workload tput rate16 --policy unbounded default
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import heapq
 import json
 import random
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import chunk_tokens
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.step_draft import StepDraft
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
@@ -91,6 +92,35 @@ DEVICES = {
 }
 
 
+class GrowingChunk(Scheduler):
+    """The alternative that lost: the chunk grows with the queue's length over the decodes'."""
+
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        least, ratio = self._chunk_tokens, len(self.waiting) / max(1, len(draft.decodes))
+        self._chunk_tokens = int(least * max(1.0, ratio))
+        super()._plan_prefills(draft)
+        self._chunk_tokens = least
+
+
+@dataclass(frozen=True)
+class Policy:
+    chunk_tokens: int | None = None
+    scheduler: type[Scheduler] = Scheduler
+
+
+def policies(device: Device) -> dict[str, Policy]:
+    chunk = chunk_tokens(device.cost)
+    return {
+        "unbounded": Policy(),
+        "256": Policy(256),
+        "512": Policy(512),
+        "1024": Policy(1024),
+        "2048": Policy(2048),
+        "growing": Policy(chunk, GrowingChunk),
+        "default": Policy(chunk),
+    }
+
+
 @dataclass(frozen=True)
 class Workload:
     num_prompts: int
@@ -135,24 +165,23 @@ class Client:
 class Simulation:
     """Time goes from step to step; requests are due in `_arrivals`."""
 
-    def __init__(self, device: Device, workload: Workload, chunk: int | None) -> None:
+    def __init__(self, device: Device, workload: Workload, policy: Policy) -> None:
         rng = random.Random(0)
         self._device, self._workload = device, workload
-        self._scheduler = Scheduler(
+        self._scheduler = policy.scheduler(
             BlockManager(device.num_pages, BLOCK_SIZE),
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            chunk_tokens=chunk,
+            chunk_tokens=policy.chunk_tokens,
         )
         self._to_come = _requests(workload, rng)
         self._arrivals: list[tuple[float, str]] = []
         self.clients: dict[str, Client] = {}
         self.num_prefilled = 0
         clock = 0.0
-        for i in range(workload.concurrency or workload.num_prompts):
+        for _ in range(workload.concurrency or workload.num_prompts):
             clock += rng.expovariate(workload.rate) if workload.rate else 0.0002
             self._send(clock)
-            assert i < workload.num_prompts
 
     def _send(self, clock: float) -> None:
         request = self._to_come.pop()
@@ -187,9 +216,9 @@ class Simulation:
         for update in self._scheduler.finish_step(plan, tokens):
             seq = update.seq
             self.clients[seq.request.request_id].token_times.append(now)
-            if seq.status is SequenceStatus.FINISHED and self._workload.concurrency:
-                if self._to_come:
-                    self._send(now + CLIENT_S)
+            over = seq.status is SequenceStatus.FINISHED
+            if over and self._to_come and self._workload.concurrency:
+                self._send(now + CLIENT_S)
 
 
 def _requests(workload: Workload, rng: random.Random) -> list[Request]:
@@ -223,9 +252,9 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def simulate(device: Device, workload: Workload, chunk: int | None) -> dict[str, float]:
+def simulate(device: Device, workload: Workload, policy: Policy) -> dict[str, float]:
     """Latencies in ms."""
-    simulation = Simulation(device, workload, chunk)
+    simulation = Simulation(device, workload, policy)
     seconds = simulation.run()
     clients = list(simulation.clients.values())
     num_output = sum(len(c.token_times) for c in clients)
@@ -240,10 +269,32 @@ def simulate(device: Device, workload: Workload, chunk: int | None) -> dict[str,
         "itl_p99": percentile(gaps, 0.99) * 1e3,
         "output_per_s": num_output / seconds,
         "total_per_s": (num_output + num_prompt) / seconds,
-        "prefilled": simulation.num_prefilled / num_prompt,
+        "prefilled_share": simulation.num_prefilled / num_prompt,
     }
     if workload.short_len:
         short = [c.ttft for c in clients if len(c.request.prompt_token_ids) == workload.short_len]
         result["short_ttft_p50"] = percentile(short, 0.5) * 1e3
         result["short_ttft_p99"] = percentile(short, 0.99) * 1e3
-    return {name: round(value, 4) for name, value in result.items()}
+    return {name: round(value, 3) for name, value in result.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=DEVICES, default="8b")
+    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--policy", nargs="+", help="default: all", metavar="NAME")
+    args = parser.parse_args()
+    device = DEVICES[args.model]
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for workload in args.workload:
+        for name, policy in policies(device).items():
+            if name in (args.policy or [name]):
+                result = simulate(device, WORKLOADS[workload], policy)
+                results.setdefault(workload, {})[name] = result
+                figures = "  ".join(f"{key} {value:,.1f}" for key, value in result.items())
+                print(f"{workload:7}{name:10}{figures}", flush=True)
+    print(json.dumps({"model": args.model, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

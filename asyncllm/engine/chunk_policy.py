@@ -1,10 +1,10 @@
 """How many prompt tokens a step takes beside running decodes.
 
 Up to the *knee* a step's matrix products last as long as reading the weights, so its first prompt
-tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of CHUNK_KNEES knees
-keeps the gap between two tokens near two bare steps, and wastes little of the device: prompts go
-through at full speed, and decodes ride along. The knee is measured, so the rule holds for every
-model and card. Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
+tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
+the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
+full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
+card. Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from asyncllm.types import NO_DECODES, PADDING_SLOT, DecodeBatch, Sequence, SequenceStatus
 
 
@@ -57,23 +55,15 @@ class RunningSet:
 
     # --- the decode batch --------------------------------------------------------------------
 
-    def at_block_start(self, block_size: int) -> list[Sequence] | None:
-        """Who of the next step's batch begins a block; None where the batch is not yet known."""
-        if self._changed or self._num_steps_left == 0:
-            return None
-        seqs = self._batch.seqs
-        starts = np.flatnonzero(self._batch.positions % block_size == 0)
-        return [seqs[i] for i in starts.tolist()]
-
-    def decoding(self) -> list[Sequence]:
-        """All that may decode in the next step, one by one."""
-        return [seq for seq in self.seqs if may_decode(seq)]
-
-    def take_batch(self) -> DecodeBatch:
-        """The next step's decodes, each advanced by its token."""
+    def next_batch(self) -> DecodeBatch:
+        """One token of each that may decode, in order of service; the same until it is taken."""
         if self._changed or self._num_steps_left == 0:
             self._rebuild()
-        batch = self._batch
+        return self._batch
+
+    def take_batch(self) -> DecodeBatch:
+        """The next batch, as it is after any preemption; its sequences are advanced."""
+        batch = self.next_batch()
         for seq in batch.seqs:
             seq.num_computed += 1
             seq.num_in_flight += 1
@@ -82,11 +72,11 @@ class RunningSet:
         return batch
 
     def _rebuild(self) -> None:
-        seqs = tuple(self.decoding())
-        self._batch = DecodeBatch.of(seqs, [seq.num_computed for seq in seqs])
-        self._num_steps_left = min((_num_steps_left(seq) for seq in seqs), default=1)
+        seqs = [seq for seq in self.seqs if may_decode(seq)]
+        self._batch = DecodeBatch.of(tuple(seqs), [seq.num_computed for seq in seqs])
+        self._num_steps_left = min([_num_steps_left(seq) for seq in seqs], default=1)
         # Who waits for its tokens in flight is in every second batch: rebuild each time.
-        self._changed = any(_waits_for_tokens(seq) for seq in self.seqs)
+        self._changed = any(seq.request.needs_known_tokens for seq in self.seqs)
 
     def check_integrity(self) -> None:
         slots = [seq.slot for seq in self.seqs]
@@ -94,7 +84,8 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not self._changed and self._num_steps_left > 0:
-            assert list(self._batch.seqs) == self.decoding(), "the batch is out of date"
+            members = [seq for seq in self.seqs if may_decode(seq)]
+            assert list(self._batch.seqs) == members, "the batch is out of date"
             for row in self._batch:
                 assert (row.slot, row.position) == (row.seq.slot, row.seq.num_computed)
 
@@ -103,15 +94,10 @@ def may_decode(seq: Sequence) -> bool:
     """False for a prefill, and for a sequence that only waits for tokens in flight."""
     if seq.num_computed < seq.num_prefill or _num_steps_left(seq) <= 0:
         return False
-    return seq.num_in_flight == 0 or not _waits_for_tokens(seq)
+    return seq.num_in_flight == 0 or not seq.request.needs_known_tokens
 
 
 def _num_steps_left(seq: Sequence) -> int:
     """Decodes until its last token is sampled, those in flight not counted."""
     request = seq.request
     return len(request.prompt_token_ids) + request.max_tokens - 1 - seq.num_computed
-
-
-def _waits_for_tokens(seq: Sequence) -> bool:
-    request = seq.request
-    return bool(request.bad_words_ids) and request.needs_known_tokens

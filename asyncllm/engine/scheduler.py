@@ -20,7 +20,6 @@ Invariant: `check_integrity()`; with no live request `check_empty()`.
 from __future__ import annotations
 
 from bisect import insort
-from itertools import repeat
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.block_manager import BlockManager
@@ -72,6 +71,7 @@ class Scheduler:
         self.running = RunningSet(max_num_seqs, self._key)
         self._requests: dict[str, Request] = {}
         self._unforked: dict[str, list[Sequence]] = {}  # siblings that wait for a prompt's prefill
+        self._forked: set[Sequence] = set()  # running ones that may share the page they write to
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunk_tokens = chunk_tokens or max_num_batched_tokens
         self._by_priority = policy == "priority"
@@ -119,7 +119,7 @@ class Scheduler:
         assert seq.status is not SequenceStatus.FINISHED, f"sequence {seq.seq_id} ended twice"
         siblings = self._unforked.get(seq.request.request_id, [])
         if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
+            self._leave(seq)
         elif seq in siblings:
             siblings.remove(seq)
         else:
@@ -146,16 +146,18 @@ class Scheduler:
         return draft.finish(self._next_step_id)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
-        """One token of each sequence that decodes, preempting the youngest while pages are short."""
-        blocks = self.blocks
-        seqs = self.running.at_block_start(blocks.block_size)
-        for seq in self.running.decoding() if seqs is None else seqs:
+        """One token of each that decodes; the youngest are preempted while pages are short."""
+        blocks, batch = self.blocks, self.running.next_batch()
+        # A page is full, or (right after a fork) shared: the rest of the rows need no look.
+        seqs = batch.seqs if self._forked else batch.at_block_start(blocks.block_size)
+        for seq in seqs:
             if seq.status is SequenceStatus.RUNNING and blocks.needs_page(seq, seq.num_computed):
                 self._take_page(seq, draft)
         draft.decodes = self.running.take_batch()
+        self._forked.difference_update(draft.decodes.seqs)
 
     def _take_page(self, seq: Sequence, draft: StepDraft) -> None:
-        """A page for the next token of `seq`, unless it is itself the youngest where none is left."""
+        """A page for the next token of `seq`, or its own preemption where it is the youngest."""
         blocks, position = self.blocks, seq.num_computed
         while blocks.device.num_free == 0:
             victim = self.running.seqs[-1]
@@ -215,6 +217,7 @@ class Scheduler:
             child.num_prefill = child.num_computed = seq.num_prefill
             child.num_cached_tokens = seq.num_cached_tokens
             self._take_slot(child, draft)
+            self._forked |= {seq, child}
         for child in siblings[len(forks) :]:
             self._enqueue(child)
         return forks
@@ -230,7 +233,7 @@ class Scheduler:
             draft.budget += kept
 
     def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
-        """The head of the queue, again and again. `to_the_end`: only whose prefill this step ends."""
+        """From the head of the queue. `to_the_end`: only prefills that end in this step."""
         while self.waiting and draft.budget > 0 and self.running.num_free_slots:
             seq = self.waiting[0]
             if seq.num_in_flight > 0:
@@ -299,7 +302,7 @@ class Scheduler:
         """Take slot and pages from a running sequence and put it back into the queue."""
         draft.preempted = True
         seq.request.metrics.num_preemptions += 1
-        self.running.remove(seq)
+        self._leave(seq)
         if self._should_swap(seq):
             draft.swap_out += self.blocks.swap_out(seq)
             seq.status = SequenceStatus.SWAPPED
@@ -321,6 +324,10 @@ class Scheduler:
         recompute = self.blocks.num_uncached_tokens(seq) * cost.seconds_per_token
         return 2 * num_pages * cost.seconds_per_page < recompute
 
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._forked.discard(seq)
+
     # --- results -----------------------------------------------------------------------------
 
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
@@ -332,9 +339,14 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 self.blocks.publish(seq, num_complete)
         updates: list[TokenUpdate] = []
-        news = zip(plan.sampled, result.token_ids, result.logprobs or repeat(None))
-        for seq, token_id, logprobs in news:
-            if seq.status is not SequenceStatus.FINISHED:
+        finished, all_logprobs = (
+            SequenceStatus.FINISHED,
+            result.logprobs or [None] * len(plan.sampled),
+        )
+        for seq, token_id, logprobs in zip(
+            plan.sampled, result.token_ids, all_logprobs, strict=True
+        ):
+            if seq.status is not finished:
                 seq.num_in_flight -= 1
                 seq.token_ids.append(token_id)
                 self._check_stop(seq, token_id)
@@ -391,5 +403,6 @@ class Scheduler:
         """Assert that nothing is left of any request."""
         self.check_integrity()
         assert not self._requests and not self._unforked, "requests are left"
+        assert not self._forked, "forks are left"
         assert self.blocks.device.num_used == 0 and self.blocks.host.num_used == 0, "pages are left"
         self.blocks.check_empty()
