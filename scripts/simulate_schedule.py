@@ -20,9 +20,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.chunk_policy import chunk_tokens
+from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.step_draft import StepDraft
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
@@ -92,32 +91,28 @@ DEVICES = {
 }
 
 
-class GrowingChunk(Scheduler):
-    """The alternative that lost: the chunk grows with the queue's length over the decodes'."""
+class FixedChunk(ChunkPolicy):
+    """The same whatever waits."""
 
-    def _plan_prefills(self, draft: StepDraft) -> None:
-        least, ratio = self._chunk_tokens, len(self.waiting) / max(1, len(draft.decodes))
-        self._chunk_tokens = int(least * max(1.0, ratio))
-        super()._plan_prefills(draft)
-        self._chunk_tokens = least
+    def most_prompt_tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
+        return super().most_prompt_tokens(num_decodes, 0)
 
 
-@dataclass(frozen=True)
-class Policy:
-    chunk_tokens: int | None = None
-    scheduler: type[Scheduler] = Scheduler
+class RatioChunk(ChunkPolicy):
+    """Grows with what waits over what decodes, both in tokens of a workload's 512 to a prompt."""
+
+    def most_prompt_tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
+        ratio = max(1.0, num_waiting_tokens / 512 / max(1, num_decodes))
+        return int(super().most_prompt_tokens(num_decodes, 0) * ratio)
 
 
-def policies(device: Device) -> dict[str, Policy]:
-    chunk = chunk_tokens(device.cost)
+def policies(device: Device) -> dict[str, ChunkPolicy]:
+    default = ChunkPolicy.measured(device.cost)
     return {
-        "unbounded": Policy(),
-        "256": Policy(256),
-        "512": Policy(512),
-        "1024": Policy(1024),
-        "2048": Policy(2048),
-        "growing": Policy(chunk, GrowingChunk),
-        "default": Policy(chunk),
+        "unbounded": UNBOUNDED,
+        **{str(size): FixedChunk(size) for size in (256, 512, 1024, 2048)},
+        "ratio": RatioChunk(default.chunk_tokens),
+        "default": default,
     }
 
 
@@ -141,6 +136,7 @@ WORKLOADS = {
     "prefix": Workload(512, 128, 64, concurrency=64, prefix_len=2048, num_prefixes=8),
     "long": Workload(64, 7000, 64, concurrency=8),
     "burst": Workload(256, 512, 256, concurrency=256),
+    "prompts": Workload(512, 1024, 256, concurrency=256),
     "mixed": Workload(160, 7000, 64, rate=4.0, short_len=128),
 }
 
@@ -165,14 +161,14 @@ class Client:
 class Simulation:
     """Time goes from step to step; requests are due in `_arrivals`."""
 
-    def __init__(self, device: Device, workload: Workload, policy: Policy) -> None:
+    def __init__(self, device: Device, workload: Workload, policy: ChunkPolicy) -> None:
         rng = random.Random(0)
         self._device, self._workload = device, workload
-        self._scheduler = policy.scheduler(
+        self._scheduler = Scheduler(
             BlockManager(device.num_pages, BLOCK_SIZE),
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            chunk_tokens=policy.chunk_tokens,
+            chunk_policy=policy,
         )
         self._to_come = _requests(workload, rng)
         self._arrivals: list[tuple[float, str]] = []
@@ -252,7 +248,7 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def simulate(device: Device, workload: Workload, policy: Policy) -> dict[str, float]:
+def simulate(device: Device, workload: Workload, policy: ChunkPolicy) -> dict[str, float]:
     """Latencies in ms."""
     simulation = Simulation(device, workload, policy)
     seconds = simulation.run()

@@ -20,6 +20,7 @@ class RunningSet:
 
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
+        self.forked: set[Sequence] = set()  # members that may share the page they write to
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
         self._max_num_seqs = max_num_seqs
@@ -40,6 +41,7 @@ class RunningSet:
     def remove(self, seq: Sequence) -> None:
         """`seq` gives its slot back; its new status is the caller's to set."""
         self.seqs.remove(seq)
+        self.forked.discard(seq)
         self._free_slots.append(seq.slot)
         seq.slot = PADDING_SLOT
         self._changed = True
@@ -82,6 +84,9 @@ class RunningSet:
         slots = [seq.slot for seq in self.seqs]
         assert len(set(slots)) == len(slots), f"a slot is held twice: {slots}"
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
+        keys = [self._key(seq) for seq in self.seqs]
+        assert keys == sorted(keys), "the running sequences are out of order"
+        assert self.forked <= set(self.seqs), "a fork is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not self._changed and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]

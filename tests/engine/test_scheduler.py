@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 import asyncllm.types
-from asyncllm.engine.scheduler import Scheduler, SwapCost
+from asyncllm.engine.chunk_policy import CHUNK_MULTIPLE, DRAIN_STEPS, UNBOUNDED, ChunkPolicy
+from asyncllm.engine.scheduler import Scheduler
 from asyncllm.types import (
     FinishReason,
     Request,
     Sequence,
     SequenceStatus,
+    StepCost,
     StepPlan,
     StepResult,
+    SwapCost,
     TokenLogprobs,
 )
 from tests.engine.builders import finish, make_request, make_scheduler, run_step
@@ -84,6 +87,78 @@ def test_a_prefill_goes_on_beside_decodes_even_with_the_smallest_budget() -> Non
     add(scheduler, make_request(3, range(5)))
     chunks = [prefilling(run_step(scheduler)) for _ in range(5)]
     assert chunks == [[("r3", i, 1)] for i in range(5)]
+
+
+# --- the chunk beside decodes --------------------------------------------------------------------
+
+
+def with_a_decode(chunk_tokens: int | None, **options: Any) -> Scheduler:
+    """r1 decodes from the next step on."""
+    scheduler = make_scheduler(chunk_policy=ChunkPolicy(chunk_tokens), **options)
+    add(scheduler, make_request(1, range(4), max_tokens=1000))
+    assert prefilling(run_step(scheduler)) == [("r1", 0, 4)]
+    return scheduler
+
+
+def test_a_prompt_is_computed_at_once_where_nothing_decodes() -> None:
+    scheduler = make_scheduler(chunk_policy=ChunkPolicy(8))
+    add(scheduler, make_request(1, range(50)))
+    add(scheduler, make_request(2, range(100, 140)))
+    assert prefilling(run_step(scheduler)) == [("r1", 0, 50), ("r2", 0, 40)]
+
+
+def test_prompts_share_a_chunk_beside_decodes() -> None:
+    scheduler = with_a_decode(8)
+    for number in (2, 3, 4):
+        add(scheduler, make_request(number, range(10 * number, 10 * number + 6)))
+    chunks = [prefilling(run_step(scheduler)) for _ in range(3)]
+    assert chunks == [[("r2", 0, 6), ("r3", 0, 2)], [("r3", 2, 4), ("r4", 0, 4)], [("r4", 4, 2)]]
+
+
+def test_no_chunk_is_no_bound_but_the_steps() -> None:
+    scheduler = with_a_decode(None, max_num_batched_tokens=60)
+    add(scheduler, make_request(2, range(100, 190)))
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 59)]
+
+
+def test_the_chunk_grows_where_much_waits() -> None:
+    scheduler = with_a_decode(2, num_pages=1000, max_num_batched_tokens=100)
+    for number in range(2, 5):
+        add(scheduler, make_request(number, range(1000 * number, 1000 * number + 2 * DRAIN_STEPS)))
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 6)], "2 * 3 * DRAIN_STEPS tokens wait"
+    assert prefilling(run_step(scheduler)) == [("r2", 6, 4)]
+
+
+def test_short_prompts_pass_a_long_one_in_half_of_its_chunk() -> None:
+    scheduler = with_a_decode(8, max_num_seqs=6)
+    add(scheduler, make_request(2, range(100, 120)))
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 8)]
+    add(scheduler, make_request(3, range(200, 203)))
+    add(scheduler, make_request(4, range(300, 303)))  # one token of the half is left: not enough
+    assert prefilling(run_step(scheduler)) == [("r3", 0, 3), ("r2", 8, 5)]
+    assert prefilling(run_step(scheduler)) == [("r2", 13, 7), ("r4", 0, 1)], "r2 ends: no haste"
+
+
+def test_a_long_prompt_does_not_pass_another() -> None:
+    scheduler = with_a_decode(8)
+    add(scheduler, make_request(2, range(100, 120)))
+    run_step(scheduler)
+    add(scheduler, make_request(3, range(200, 220)))
+    assert prefilling(run_step(scheduler)) == [("r2", 8, 8)]
+
+
+def test_the_measured_chunk_is_two_knees() -> None:
+    """An 8B model on an H100: 6 ms a step, 22.5 us a prompt token; then a 0.6B model."""
+    assert ChunkPolicy.measured(StepCost(6.0e-3, 22.5e-6)) == ChunkPolicy(512)
+    assert ChunkPolicy.measured(StepCost(1.4e-3, 1.85e-6)) == ChunkPolicy(1536)
+    assert ChunkPolicy.measured(StepCost(1e-6, 1.0)) == ChunkPolicy(CHUNK_MULTIPLE)
+
+
+def test_what_the_user_asks_for_wins_over_what_is_measured() -> None:
+    cost = StepCost(6.0e-3, 22.5e-6)
+    assert ChunkPolicy.choose(100, cost) == ChunkPolicy(100)
+    assert ChunkPolicy.choose(None, cost) == ChunkPolicy(512)
+    assert ChunkPolicy.choose(None, None) == UNBOUNDED
 
 
 # --- one step ahead ------------------------------------------------------------------------------
@@ -413,7 +488,7 @@ def test_siblings_without_a_slot_queue_on_their_own_and_find_the_prompt() -> Non
     scheduler.add(request)
     first, second, third, fourth = request.sequences
     plan = run_step(scheduler)
-    assert plan.sampled == (first, second) and scheduler.waiting == [third, fourth]
+    assert plan.sampled == (first, second) and list(scheduler.waiting) == [third, fourth]
     run_step(scheduler)
     assert first.status is second.status is SequenceStatus.FINISHED
     plan = run_step(scheduler)
@@ -502,7 +577,7 @@ def test_check_integrity_sees_a_lost_sequence_and_a_doubled_slot() -> None:
     scheduler.waiting.remove(lost)
     with pytest.raises(AssertionError, match="lost or doubled"):
         scheduler.check_integrity()
-    scheduler.waiting.append(lost)
+    scheduler.waiting.add(lost)
     doubled = add(scheduler, make_request(2, range(4)))
     run_step(scheduler)
     doubled.slot = lost.slot
