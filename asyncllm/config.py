@@ -47,6 +47,7 @@ class EngineConfig:
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    chunked_prefill_size: int | None  # None: what the worker measures
     scheduling_policy: SchedulingPolicy
     preemption_mode: PreemptionMode
     async_scheduling: bool
@@ -107,6 +108,10 @@ class EngineArgs:
     max_num_seqs: int = field(default=256, metadata={"help": "sequences that run at once"})
     max_num_batched_tokens: int | None = field(
         default=None, metadata={"help": "tokens per step, default 8192 on CUDA, 2048 on CPU"}
+    )
+    chunked_prefill_size: int | None = field(
+        default=None,
+        metadata={"help": "prompt tokens per step beside running decodes, default: measured"},
     )
     scheduling_policy: SchedulingPolicy = field(
         default="fcfs", metadata={"help": "priority: lower numbers first"}
@@ -181,6 +186,7 @@ class EngineArgs:
             max_num_batched_tokens=(
                 self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
             ),
+            chunked_prefill_size=self.chunked_prefill_size,
             scheduling_policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode,
             async_scheduling=self.async_scheduling,
@@ -219,6 +225,7 @@ class EngineArgs:
         for name in (
             "max_model_len",
             "max_num_batched_tokens",
+            "chunked_prefill_size",
             "num_gpu_blocks_override",
             "kv_cache_memory_bytes",
         ):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.output_processor import OutputProcessor
@@ -207,6 +208,7 @@ class EngineCore:
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            chunk_policy=ChunkPolicy.choose(config.chunked_prefill_size, self.worker.step_cost),
             policy=config.scheduling_policy,
             preemption_mode=config.preemption_mode,
             swap_cost=self.worker.swap_cost,

@@ -19,13 +19,14 @@ from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
-from asyncllm.types import StepPlan
+from asyncllm.types import StepCost, StepPlan
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernels import make_executor, select_kernels
 from asyncllm.worker.memory import measure_swap_cost, plan_memory, profile_step
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
 
 # Lengths that bring in the kernel variants: one token, few, many, a whole step.
@@ -88,6 +89,10 @@ class Worker:
         if attention.supports_graphs and not config.enforce_eager:
             with self._phase("graphs"), self._on_stream():
                 self._capture(config.cuda_graph_sizes)
+        self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
+        if self.device.type == "cuda":
+            with self._on_stream():
+                self.step_cost = measure_step_cost(self.runner, profile.seconds_per_token)
 
     @property
     def num_graphs(self) -> int:
