@@ -19,7 +19,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
-from asyncllm.engine.output_processor import OutputProcessor
+from asyncllm.engine.output_processor import OutputProcessor, TextSink
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
@@ -72,13 +72,14 @@ class EngineCore:
         sink: Sink,
         priority: int,
         cache_salt: str | None,
+        text_sink: TextSink | None = None,
     ) -> Request:
         self._check_open(request_id)
         request = await self.input_processor.process_async(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
         self._check_open(request_id)  # things may have changed while a long prompt was tokenised
-        self.outputs.add(request, sink)
+        self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
         self._work.set()
         return request
