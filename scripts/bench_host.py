@@ -8,8 +8,8 @@ per number of streams, in microseconds per step:
   launch          handing it to the device (here without the kernels' own launches)
   wake            from the device's end to the loop's taking notice
   finish, text    the scheduler's books; detokenising and stop strings
-  emit            deltas, SSE frames, handing them to the transport
-  loop            everything else on the loop's thread: system calls of the sockets, the loop itself
+  emit, write     deltas and SSE frames; their writes, system calls included
+  loop            everything else on the loop's thread
   us/token        all of it per token: the CPU time of the loop's thread, the wait apart
 
 Lag is how long a packet from another process lies before the loop sees it. Ends in a JSON line.
@@ -47,6 +47,7 @@ from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.listener import Listener
+from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.sse import SSEStream
 from asyncllm.types import StepPlan, StepResult
 from asyncllm.worker.executor import LaunchedStep, Work, _EventStep
@@ -55,7 +56,7 @@ from asyncllm.worker.step_inputs import StepBuilder
 
 PROMPT_TOKENS, MAX_TOKENS, BLOCK_SIZE = 16, 3500, 16
 WARM_UP_STEPS, COUNTED_STEPS = 30, 20
-PHASES = ("plan", "build", "launch", "wake", "finish", "text", "emit")
+PHASES = ("plan", "build", "launch", "wake", "finish", "text", "emit", "write")
 CLIENTS = Path(__file__).with_name("bench_host_clients.py")
 
 
@@ -163,13 +164,14 @@ class Meter:
 
         setattr(owner, name, timed)
 
-    def watch(self, engine: SimulatedEngine) -> None:
+    def watch(self, engine: SimulatedEngine, service: Service) -> None:
         core, worker = engine._running(), engine.worker
         self.wrap(core, "plan", "plan")
         self.wrap(worker.builder, "build", "build")
         self.wrap(core, "launch", "launch", "build")
         self.wrap(core.outputs, "_emit_all", "emit")
-        self.wrap(core.outputs, "process", "text", "emit")
+        self.wrap(core.outputs, "process", "text", "emit", "write")
+        self.wrap(service.frames, "_write_slice", "write")
         finish = core.finish
 
         def count(plan: StepPlan, result: StepResult) -> None:
@@ -180,7 +182,7 @@ class Meter:
             finish(plan, result)
 
         core.finish = count  # type: ignore[method-assign]
-        self.wrap(core, "finish", "finish", "text", "emit")
+        self.wrap(core, "finish", "finish", "text", "emit", "write")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
@@ -202,15 +204,14 @@ async def measure(num_streams: int, num_steps: int, step_s: float, profile: bool
     engine.step_s = step_s
     await engine.start()
     server_args = ServerArgs(port=0)
-    runner = web.AppRunner(
-        build_app(engine, server_args), handler_cancellation=True, access_log=None
-    )
+    app = build_app(engine, server_args)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     listener = Listener.bind(server_args)
     await listener.start(runner)
     assert listener.sock is not None
     meter = Meter()
-    meter.watch(engine)
+    meter.watch(engine, app[SERVICE])
     loop = asyncio.get_running_loop()
     lag, _ = await loop.create_datagram_endpoint(lambda: LagProbe(meter), ("127.0.0.1", 0))
     body = {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": MAX_TOKENS}
@@ -278,19 +279,20 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 async def _count_writes(meter: Meter) -> tuple[int, int, int]:
     """(writes, bytes, tokens) of a few more steps, which are not timed."""
-    push = SSEStream.push
+    take = SSEStream._take_pending
     sizes: list[int] = []
 
-    def counting(stream: SSEStream, frames: bytes) -> None:
-        sizes.append(len(frames) + len(b"%x" % len(frames)) + 4)
-        push(stream, frames)
+    def counting(stream: SSEStream) -> bytes:
+        body = take(stream)
+        sizes.append(len(b"%x\r\n\r\n" % len(body)) + len(body))
+        return body
 
     meter.reset()
-    SSEStream.push = counting  # type: ignore[method-assign]
+    SSEStream._take_pending = counting  # type: ignore[method-assign]
     try:
         await _steps(meter, COUNTED_STEPS)
     finally:
-        SSEStream.push = push  # type: ignore[method-assign]
+        SSEStream._take_pending = take  # type: ignore[method-assign]
     return len(sizes), sum(sizes), meter.tokens
 
 
