@@ -29,7 +29,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,8 @@ from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.sse import SSEStream
 from asyncllm.types import StepPlan, StepResult
-from asyncllm.worker.executor import LaunchedStep, Work, _EventStep
+from asyncllm.worker.event_waiter import EventWaiter
+from asyncllm.worker.executor import EventStep, LaunchedStep, Work
 from asyncllm.worker.memory import MemoryPlan
 from asyncllm.worker.step_inputs import StepBuilder
 
@@ -79,21 +79,21 @@ class SimulatedExecutor:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._free_s = 0.0
-        self._waiter = ThreadPoolExecutor(1)
+        self._waiter = EventWaiter()
         self.events: list[SimulatedEvent] = []  # not yet awaited
 
     def submit(self, work: Work) -> LaunchedStep:
         collect = work()
         self._free_s = max(self._free_s, time.perf_counter()) + self._step_s
-        event: Any = SimulatedEvent(self._free_s)
+        event = SimulatedEvent(self._free_s)
         self.events.append(event)
-        return _EventStep(event, collect, self._waiter)
+        return EventStep(event, collect, self._waiter)
 
     def drain(self) -> None:
         time.sleep(max(0.0, self._free_s - time.perf_counter()))
 
     def close(self) -> None:
-        self._waiter.shutdown()
+        self._waiter.close()
 
 
 class SimulatedWorker:
