@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,8 @@ import uvloop
 from aiohttp import web
 from tqdm import tqdm
 
-from asyncllm.config import EngineArgs
+from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.engine import async_engine
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.tokenizer import Tokenizer
@@ -50,11 +52,10 @@ from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.sse import SSEStream
 from asyncllm.types import StepPlan, StepResult
 from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.executor import EventStep, LaunchedStep, Work
 from asyncllm.worker.memory import MemoryPlan
 from asyncllm.worker.step_inputs import StepBuilder
 
-PROMPT_TOKENS, MAX_TOKENS, BLOCK_SIZE = 16, 3500, 16
+PROMPT_TOKENS, MAX_TOKENS = 16, 3500
 WARM_UP_STEPS, COUNTED_STEPS = 30, 20
 PHASES = ("plan", "build", "launch", "wake", "finish", "text", "emit", "write")
 CLIENTS = Path(__file__).with_name("bench_host_clients.py")
@@ -73,21 +74,46 @@ class SimulatedEvent:
         time.sleep(max(0.0, self.due_s - time.perf_counter()))
 
 
-class SimulatedExecutor:
-    """A stream whose every step takes `step_s`, one after the other."""
+class SimulatedStep:
+    """Its tokens, `step_s` after the end of the step before."""
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
-        self._free_s = 0.0
+    def __init__(self, tokens: torch.Tensor, event: SimulatedEvent, waiter: EventWaiter) -> None:
+        self.event = event
+        self._tokens, self._waiter = tokens, waiter
+        self._submitted_s = time.perf_counter()
+
+    async def wait(self) -> StepResult:
+        await self._waiter.wait(self.event, self._submitted_s)
+        return StepResult(self._tokens.tolist())
+
+
+class SimulatedWorker:
+    """What the engine uses of a `Worker`: it packs its steps, and its tokens are random words."""
+
+    swap_cost = None
+    backend_name = "none"
+    num_graphs = 0
+    step_s = 0.0
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+        pages = config.max_num_seqs * -(-(PROMPT_TOKENS + MAX_TOKENS) // config.block_size)
+        self.memory = MemoryPlan(pages, 0, PROMPT_TOKENS + MAX_TOKENS)
+        self.phases: dict[str, float] = {}
+        self.builder = StepBuilder(config.num_slots, config.block_size)
+        self.in_flight: deque[SimulatedStep] = deque()
+        self._tokens = _random_words(config)
+        self._next = 0  # of _tokens
+        self._free_s = 0.0  # when the device will be
         self._waiter = EventWaiter()
-        self.events: list[SimulatedEvent] = []  # not yet awaited
 
-    def submit(self, work: Work) -> LaunchedStep:
-        collect = work()
-        self._free_s = max(self._free_s, time.perf_counter()) + self._step_s
-        event = SimulatedEvent(self._free_s)
-        self.events.append(event)
-        return EventStep(event, collect, self._waiter)
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        num_rows = len(self.builder.build(plan).plan.sampled)
+        self._next = (self._next + 997) % (len(self._tokens) - num_rows)
+        self._free_s = max(self._free_s, time.perf_counter()) + self.step_s
+        tokens = self._tokens[self._next : self._next + num_rows]
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter)
+        self.in_flight.append(step)
+        return step
 
     def drain(self) -> None:
         time.sleep(max(0.0, self._free_s - time.perf_counter()))
@@ -96,48 +122,13 @@ class SimulatedExecutor:
         self._waiter.close()
 
 
-class SimulatedWorker:
-    """A worker without a model: it packs its steps, and its tokens are random words."""
-
-    swap_cost = None
-    backend_name = "none"
-    num_graphs = 0
-
-    def __init__(self, max_num_seqs: int, tokenizer: Tokenizer, step_s: float) -> None:
-        pages = max_num_seqs * -(-(PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE)
-        self.memory = MemoryPlan(pages, 0, PROMPT_TOKENS + MAX_TOKENS)
-        self.phases: dict[str, float] = {}
-        self.executor = SimulatedExecutor(step_s)
-        self.builder = StepBuilder(max_num_seqs + 1, BLOCK_SIZE)
-        words = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).isascii()]
-        words = [i for i in words if tokenizer.decode([i])]
-        picks = np.random.default_rng(0).choice(words, 1 << 16)
-        self._tokens = torch.from_numpy(picks.astype(np.int32))
-        self._start = 0
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        inputs = self.builder.build(plan)
-        num_rows = len(inputs.plan.sampled)
-        self._start = (self._start + 997) % (len(self._tokens) - num_rows)
-        tokens = self._tokens[self._start : self._start + num_rows]
-        return self.executor.submit(lambda: lambda: StepResult(tokens.tolist()))
-
-    def drain(self) -> None:
-        self.executor.drain()
-
-    def close(self) -> None:
-        self.executor.close()
-
-
-class SimulatedEngine(AsyncLLMEngine):
-    step_s: float
-
-    async def _load(self) -> EngineCore:
-        assert self.config.tokenizer_path is not None
-        tokenizer = Tokenizer.from_folder(self.config.tokenizer_path, None)
-        self.worker = SimulatedWorker(self.config.max_num_seqs, tokenizer, self.step_s)
-        worker: Any = self.worker
-        return EngineCore(self.config, worker, tokenizer, self.stat_loggers)
+def _random_words(config: EngineConfig) -> torch.Tensor:
+    """int32 ids of tokens that show plain text."""
+    assert config.tokenizer_path is not None
+    tokenizer = Tokenizer.from_folder(config.tokenizer_path, None)
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
+    words = [i for i, text in texts.items() if text and text.isascii()]
+    return torch.from_numpy(np.random.default_rng(0).choice(words, 1 << 16).astype(np.int32))
 
 
 @dataclass
@@ -164,25 +155,25 @@ class Meter:
 
         setattr(owner, name, timed)
 
-    def watch(self, engine: SimulatedEngine, service: Service) -> None:
-        core, worker = engine._running(), engine.worker
+    def watch(self, core: EngineCore, service: Service) -> None:
+        worker: Any = core.worker
         self.wrap(core, "plan", "plan")
         self.wrap(worker.builder, "build", "build")
         self.wrap(core, "launch", "launch", "build")
         self.wrap(core.outputs, "_emit_all", "emit")
-        self.wrap(core.outputs, "process", "text", "emit", "write")
+        self.wrap(core.outputs, "process", "text", "emit")
         self.wrap(service.frames, "_write_slice", "write")
         finish = core.finish
 
         def count(plan: StepPlan, result: StepResult) -> None:
-            event = worker.executor.events.pop(0)
+            event = worker.in_flight.popleft().event
             self.seconds["wake"] += time.perf_counter() - event.due_s
             self.steps += 1
             self.tokens += len(result.token_ids)
             finish(plan, result)
 
         core.finish = count  # type: ignore[method-assign]
-        self.wrap(core, "finish", "finish", "text", "emit", "write")
+        self.wrap(core, "finish", "finish", "text", "emit")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
@@ -198,10 +189,9 @@ class LagProbe(asyncio.DatagramProtocol):
         self._meter.lags_s.append(time.perf_counter() - struct.unpack("d", data)[0])
 
 
-async def measure(num_streams: int, num_steps: int, step_s: float, profile: bool) -> dict[str, Any]:
+async def measure(num_streams: int, num_steps: int, profile: bool) -> dict[str, Any]:
     args = EngineArgs(max_num_seqs=num_streams, max_num_batched_tokens=8192)
-    engine = SimulatedEngine.from_engine_args(args)
-    engine.step_s = step_s
+    engine = AsyncLLMEngine.from_engine_args(args)
     await engine.start()
     server_args = ServerArgs(port=0)
     app = build_app(engine, server_args)
@@ -211,7 +201,7 @@ async def measure(num_streams: int, num_steps: int, step_s: float, profile: bool
     await listener.start(runner)
     assert listener.sock is not None
     meter = Meter()
-    meter.watch(engine, app[SERVICE])
+    meter.watch(engine._running(), app[SERVICE])
     loop = asyncio.get_running_loop()
     lag, _ = await loop.create_datagram_endpoint(lambda: LagProbe(meter), ("127.0.0.1", 0))
     body = {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": MAX_TOKENS}
@@ -232,7 +222,7 @@ async def measure(num_streams: int, num_steps: int, step_s: float, profile: bool
 
 
 async def _measure(
-    engine: SimulatedEngine, meter: Meter, num_streams: int, num_steps: int, profile: bool
+    engine: AsyncLLMEngine, meter: Meter, num_streams: int, num_steps: int, profile: bool
 ) -> dict[str, Any]:
     await _until(lambda: engine.stats().num_running == num_streams)
     gc.collect()
@@ -318,10 +308,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps > MAX_TOKENS // 2:
         parser.error(f"--steps: at most {MAX_TOKENS // 2}")
-    rows = []
-    for num_streams in tqdm(args.streams, desc="streams", leave=False):
-        run = measure(num_streams, args.steps, args.device_ms / 1e3, args.profile)
-        rows.append(uvloop.run(run))
+    SimulatedWorker.step_s = args.device_ms / 1e3
+    async_engine.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+    rows = [
+        uvloop.run(measure(num_streams, args.steps, args.profile))
+        for num_streams in tqdm(args.streams, desc="streams", leave=False)
+    ]
     print_table(rows)
     conditions = {"steps": args.steps, "device_ms": args.device_ms, "profile": args.profile}
     conditions |= {"python": platform.python_version(), "machine": platform.processor()}

@@ -147,9 +147,8 @@ class SSEStream:
             await self.response.write(self._take_pending())
 
     def _take_pending(self) -> bytes:
-        pending = self._pending
-        body = pending[0] if len(pending) == 1 else b"".join(pending)
-        pending.clear()
+        body = b"".join(self._pending)  # of one alone it is that one, not a copy
+        self._pending.clear()
         self._pending_bytes = 0
         return body
 

@@ -9,6 +9,7 @@ the end is known to a few per cent. Polling is bounded by 2 * POLL_S per step; i
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from contextlib import suppress
@@ -34,7 +35,7 @@ class EventWaiter:
 
     def __init__(self) -> None:
         self._last_end_s = 0.0  # of the clock, as seen by the host
-        self._last_step_s = 0.0
+        self._last_step_s = math.inf  # not known: no end is near
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncllm-wait", daemon=True)
         self._thread.start()
