@@ -10,7 +10,8 @@ frames then take the public way. Tested with aiohttp 3.13 and 3.14.
 `push` and `end` are called by the engine between two steps: they never await, block or raise. They
 only note frames; `FrameQueue` writes them in the loop's next turns, all streams together (the
 kernel's way through a send stays in the caches), in slices: between two of them the engine may
-launch its next step and others get their turn.
+launch its next step and others get their turn. Where the device is faster than the host, a stream's
+frames of two steps become one write, of more never.
 
 A slow reader is bounded twice. While more than COALESCE_ABOVE_BYTES sit in the transport, frames
 collect here and go out as one merged write when it drains. Above MAX_PENDING_BYTES in all, the
@@ -53,10 +54,11 @@ class FrameQueue:
             asyncio.get_running_loop().call_soon(self._write_slice)
 
     def _write_slice(self) -> None:
-        streams = self._streams
+        streams, num_written = self._streams, 0
         try:
-            for _ in range(min(STREAMS_PER_SLICE, len(streams))):
+            while streams and (num_written < STREAMS_PER_SLICE or streams[0].is_late):
                 streams.popleft().write_frames()
+                num_written += 1
         finally:  # whatever befell one stream, the others are written
             self._is_scheduled = bool(streams)
             if streams:
@@ -92,6 +94,11 @@ class SSEStream:
     def direct(self) -> bool:
         """Frames go straight to the transport."""
         return self._transport is not None
+
+    @property
+    def is_late(self) -> bool:
+        """What waits is of two steps: the loop has more to do than the device."""
+        return len(self._pending) > 1
 
     def push(self, frames: bytes) -> None:
         """Send whole frames, soon or as soon as the client has read enough."""

@@ -256,6 +256,26 @@ def test_a_large_step_is_written_in_slices_in_order() -> None:
     run(test())
 
 
+def test_no_stream_is_more_than_two_steps_behind() -> None:
+    """An engine that has its next step at every turn, faster than the streams are written."""
+
+    async def test() -> None:
+        queue = FrameQueue()
+        transports = [NotedWrites() for _ in range(5 * STREAMS_PER_SLICE)]
+        streams = [open_stream(queue, transport) for transport in transports]
+        for _ in range(20):
+            for stream in streams:
+                stream.push(b"data: a\n\n")
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for transport in transports:
+            steps_per_write = [data.count(b"data: a") for data in transport.writes]
+            assert sum(steps_per_write) == 20 and max(steps_per_write) == 2
+
+    run(test())
+
+
 def test_a_transport_that_raises_does_not_keep_others_waiting() -> None:
     async def test() -> None:
         seen: list[Any] = []
