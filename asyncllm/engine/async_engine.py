@@ -16,6 +16,7 @@ from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.engine_core import EngineCore, in_own_thread
 from asyncllm.engine.generation import Generation, Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.output_processor import TextSink
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError
@@ -133,16 +134,19 @@ class AsyncLLMEngine:
         params: SamplingParams,
         sink: Sink,
         *,
+        text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
         """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
 
         The sink is called on the loop and must neither block nor raise. The last delta is
-        `finished`. Raises as `generate`; a refused request owns nothing.
+        `finished`. A step between the first and the last that brings text and nothing else is told
+        to `text_sink`, if there is one, as (text, number of tokens).
+        Raises as `generate`; a refused request owns nothing.
         """
         return await self._running().add_request(
-            request_id, prompt, params, sink, priority, cache_salt
+            request_id, prompt, params, sink, priority, cache_salt, text_sink
         )
 
     def abort(self, request_id: str | Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
-from asyncllm.engine.output_processor import OutputProcessor
+from asyncllm.engine.output_processor import OutputProcessor, TextSink
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
@@ -85,6 +85,7 @@ class EngineCore:
         sink: Sink,
         priority: int,
         cache_salt: str | None,
+        text_sink: TextSink | None = None,
     ) -> Request:
         self._check_open(request_id)
         request = await self.input_processor.process_async(
@@ -93,7 +94,7 @@ class EngineCore:
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
         self.admission.enter(request)
-        self.outputs.add(request, sink)
+        self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
         self._work.set()
         return request

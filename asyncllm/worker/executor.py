@@ -11,6 +11,7 @@ is what makes slots and pages reusable at once (see scheduler.py).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 
 from asyncllm.types import StepResult
+from asyncllm.worker.event_waiter import DeviceEvent, EventWaiter
 
 Collect = Callable[[], StepResult]
 Work = Callable[[], Collect]
@@ -68,15 +70,15 @@ def _run(work: Work) -> StepResult:
     return work()()
 
 
-class _EventStep:
-    def __init__(self, done: torch.cuda.Event, collect: Collect, waiter: ThreadPoolExecutor):
+class EventStep:
+    """A step that `done` ends. Made right after its work was enqueued."""
+
+    def __init__(self, done: DeviceEvent, collect: Collect, waiter: EventWaiter) -> None:
         self._done, self._collect, self._waiter = done, collect, waiter
+        self._submitted_s = time.perf_counter()
 
     async def wait(self) -> StepResult:
-        if not self._done.query():
-            # Blocks a thread in the driver without the GIL: the loop stays free, no core spins.
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._waiter, self._done.synchronize)
+        await self._waiter.wait(self._done, self._submitted_s)
         return self._collect()
 
 
@@ -86,24 +88,24 @@ _idle_streams: list[torch.cuda.Stream] = []
 
 
 class StreamExecutor:
-    """One CUDA stream, and one thread that only ever waits for events."""
+    """One CUDA stream, and its waiter."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-wait")
+        self._waiter = EventWaiter()
 
     @torch.inference_mode()
     def submit(self, work: Work) -> LaunchedStep:
         with torch.cuda.stream(self.stream):
             collect = work()
-            done = torch.cuda.Event(blocking=True)
+            done = torch.cuda.Event(blocking=True)  # who waits for it sleeps in the driver
             done.record(self.stream)
-        return _EventStep(done, collect, self._waiter)
+        return EventStep(done, collect, self._waiter)
 
     def drain(self) -> None:
         self.stream.synchronize()
 
     def close(self) -> None:
-        self._waiter.shutdown(wait=True)
+        self._waiter.close()
         self.stream.synchronize()
         _idle_streams.append(self.stream)
