@@ -25,7 +25,7 @@ class MixedForward:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._state = state
+        self.state = state
         self._block_size = cache.block_size
         self._dtype = cache.layers[0].dtype
         self.graphs: PrefillGraphs | None = None
@@ -59,10 +59,10 @@ class MixedForward:
 
     def _new_buffers(self, num_tokens: int) -> TokenBuffers:
         layer = self._model.attention_layers[0]
-        return TokenBuffers.zeros(num_tokens, layer, self._dtype, self._state.positions.device)
+        return TokenBuffers.zeros(num_tokens, layer, self._dtype, self.state.positions.device)
 
     def _fill_decodes(self, slots: torch.Tensor, max_len: int, tokens: TokenBuffers) -> DecodeRows:
-        state, rows = self._state, tokens.first(len(slots))
+        state, rows = self.state, tokens.first(len(slots))
         torch.index_select(state.last_tokens, 0, slots, out=rows.token_ids)
         torch.index_select(state.positions, 0, slots, out=rows.positions)
         if self._model.uses_prompt_lens:
