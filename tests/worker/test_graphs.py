@@ -28,7 +28,8 @@ GRAPHED: dict[str, Any] = ARGS | {
 }
 LONG = "What is the capital of France? " * 7  # several chunks
 PROMPTS = ["Hi.", "What is 2 + 3?", LONG, f"{LONG} And of Japan?"]
-GREEDY = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, logprobs=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 FULL = SamplingParams(
     temperature=0.8, seed=5, top_k=20, repetition_penalty=1.3, logit_bias={101: 4.0}, max_tokens=6
 )
@@ -75,7 +76,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("params", [GREEDY, FULL], ids=["greedy", "full"])
+@pytest.mark.parametrize("params", [GREEDY, FULL, SCORED], ids=["greedy", "full", "scored"])
 def test_graphed_equals_eager(params: SamplingParams, replayed: list[int]) -> None:
     ours = answers(params, **GRAPHED)
     assert len(set(replayed)) >= 3
