@@ -11,8 +11,7 @@ capture knows. All sizes read and write the same buffers, tokens beyond the step
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +73,13 @@ def forward(
 
 
 class PrefillGraphs:
-    """`sizes`: numbers of tokens that `capture` may be called with, ascending."""
+    """Steps of up to `max_size` tokens are captured by calls of `capture`."""
 
     def __init__(
         self,
         model: CausalLM,
         attention: AttentionBackend,
-        sizes: Sequence[int],
+        max_size: int,
         pool: GraphPool,
         dtype: torch.dtype,
         device: torch.device,
@@ -89,8 +88,8 @@ class PrefillGraphs:
         self._attention = attention
         self._layers = model.attention_layers
         self._pool = pool
-        self._buffers = TokenBuffers.zeros(sizes[-1], self._layers[0], dtype, device)
-        self._hidden: torch.Tensor | None = None  # [sizes[-1], hidden_size], of the last replay
+        self._buffers = TokenBuffers.zeros(max_size, self._layers[0], dtype, device)
+        self._hidden: torch.Tensor | None = None  # [max_size, hidden_size], of the last replay
         self._sizes: list[int] = []  # captured, ascending
         self._pieces: dict[int, list[Graph]] = {}
 
@@ -124,7 +123,7 @@ class PrefillGraphs:
         self._hidden[:size].copy_(hidden)
         self._pool.end(pieces[-1])
         self._pieces[size] = pieces
-        self._sizes = sorted(self._pieces)
+        insort(self._sizes, size)
 
     def replay(self, size: int, attend_rows: AttendRows) -> torch.Tensor:
         """Run the step in `buffers(size)`: hidden states [size, hidden_size], until the next."""

@@ -37,6 +37,7 @@ FULL = SamplingParams(
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs on the CPU, of decodes as well."""
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
     monkeypatch.setattr(worker, "GraphPool", lambda: GraphPool(RecordedGraph))
 
