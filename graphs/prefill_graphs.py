@@ -37,10 +37,14 @@ class TokenBuffers:
         cls, num_tokens: int, layer: AttentionLayer, dtype: torch.dtype, device: torch.device
     ) -> TokenBuffers:
         """Zeros: valid inputs, and attention outputs that no row can take harm from."""
-        int32 = torch.zeros(3, num_tokens, dtype=torch.int32, device=device)
+        token_ids, positions, prompt_lens = torch.zeros(
+            3, num_tokens, dtype=torch.int32, device=device
+        ).unbind()
         heads = (num_tokens, layer.num_heads, layer.head_dim)
         return cls(
-            *int32.unbind(),
+            token_ids=token_ids,
+            positions=positions,
+            prompt_lens=prompt_lens,
             write_slots=torch.zeros(num_tokens, dtype=torch.int64, device=device),
             q=torch.zeros(heads, dtype=dtype, device=device),
             out=torch.zeros(heads, dtype=dtype, device=device),

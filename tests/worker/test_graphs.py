@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +34,15 @@ SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 FULL = SamplingParams(
     temperature=0.8, seed=5, top_k=20, repetition_penalty=1.3, logit_bias={101: 4.0}, max_tokens=6
 )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Recordings are of many small operations, which threads only slow down."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
