@@ -22,7 +22,7 @@ from asyncllm.worker.sampler import TopKTopP
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
 PROFILE_TOKENS_CPU = 64  # enough to time a token of prefill
-GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces
+GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces, activations apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +111,18 @@ def _num_pages(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
-        return int(allowed - profile.peak_bytes - GRAPH_RESERVE_BYTES) // page_bytes - 1
+        reserve = GRAPH_RESERVE_BYTES + _prefill_graph_bytes(config, profile)
+        return int(allowed - profile.peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = config.max_num_seqs * -(-model_len // config.block_size)
     return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
+
+
+def _prefill_graph_bytes(config: EngineConfig, profile: Profile) -> int:
+    """Activations of the largest captured step: graphs keep theirs apart from eager steps'."""
+    if config.enforce_eager or not config.prefill_graph_sizes:
+        return 0
+    return profile.peak_bytes * config.prefill_graph_sizes[-1] // config.max_num_batched_tokens
 
 
 def measure_swap_cost(cache: KVCache, profile: Profile) -> SwapCost | None:

@@ -7,7 +7,7 @@ the engine what follows: how many pages there are, how long a context may be, wh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,8 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.pool import GraphPool
+from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
@@ -87,8 +89,18 @@ class Worker:
             for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
                 self.runner.warm_up(min(num_tokens, most))
         if attention.supports_graphs and not config.enforce_eager:
+            pool = GraphPool()
+            if config.prefill_graph_sizes:
+                sizes = config.prefill_graph_sizes
+                prefill = PrefillGraphs(model, attention, sizes[-1], pool, dtype, self.device)
+                with self._phase("prefill_graphs"), self._on_stream():
+                    self._capture(prefill.capture, sizes, "prefill")
+                self.runner.mixed_forward.graphs = prefill
+            sizes = config.cuda_graph_sizes
+            decode = DecodeGraphs(self.runner.decode_step, sizes[-1], pool, self.device)
             with self._phase("graphs"), self._on_stream():
-                self._capture(config.cuda_graph_sizes)
+                self._capture(decode.capture, sizes, "decode")
+            self.runner.graphs = decode
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._on_stream():
@@ -135,18 +147,16 @@ class Worker:
                 "gpu_memory_utilization or swap_space"
             ) from error
 
-    def _capture(self, sizes: tuple[int, ...]) -> None:
-        """One decode graph per size, largest first."""
-        graphs = DecodeGraphs(self.runner.decode_step, sizes, self.device)
+    def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
+        """Largest first."""
         for size in ProgressBar(
             sorted(sizes, reverse=True),
-            desc="capturing decode graphs",
+            desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
-            graphs.capture(size)
-        self.runner.graphs = graphs
+            capture(size)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
