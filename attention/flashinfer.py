@@ -2,8 +2,9 @@
 
 The adapter to FlashInfer's attention: whatever it renames breaks here and nowhere else (0.6.12).
 
-  decode   XQA reads block tables and lengths on the device and needs no plan, so a captured graph
-           replays as it is. It is as fast as the planned tensor-core kernel (docs/LOG.md). Cards
+  decode   up to fused_decode's MAX_ROWS rows one kernel of ours with all from the projection on.
+           Beyond, XQA reads block tables and lengths on the device and needs no plan, so a captured
+           graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Cards
            and page sizes without XQA decode by triton_decode.py, which needs no plan either.
   prefill  the paged wrapper, planned on the host per step. plan() fills a pinned buffer that the
            device reads later; a step launched ahead must not overwrite it, so two wrappers take
@@ -19,6 +20,7 @@ import torch
 
 from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows, Rotation
 from asyncllm.attention.flashinfer_import import flashinfer, xqa
+from asyncllm.attention.fused_decode import FusedDecode
 from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.triton_decode import paged_decode
@@ -49,8 +51,11 @@ class FlashInferAttention:
             _PrefillPlan(layers[0], windows, tensor, self._workspace) for _ in range(NUM_PLANS)
         ]
         self._turn = 0
+        self._fused = FusedDecode(layers[0], self._num_sms, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
+        if self._fused.takes(rows.positions.shape[0]):
+            return self._decode_fused(rows)
         write_slots = rows.write_slots(self._cache.block_size)
         lengths = _lengths(rows)
 
@@ -60,6 +65,13 @@ class FlashInferAttention:
             out = torch.empty_like(q)
             self._decode(layer, q, rows.block_tables, lengths, out)
             return out.flatten(1)
+
+        return attend
+
+    def _decode_fused(self, rows: DecodeRows) -> Attend:
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            cache = self._cache.layers[layer.index]
+            return self._fused(layer, qkv, rotation, cache, rows.block_tables, rows.positions)
 
         return attend
 
