@@ -3,8 +3,9 @@
 With xqa_call.py and flashinfer_prefill.py the adapter to FlashInfer's attention: whatever it
 renames breaks in these three and nowhere else (0.6.12).
 
-  decode   XQA reads block tables and lengths on the device and needs no plan, so a captured graph
-           replays as it is. It is as fast as the planned tensor-core kernel (docs/LOG.md). Cards
+  decode   up to fused_decode's MAX_ROWS rows one kernel of ours with all from the projection on.
+           Beyond, XQA reads block tables and lengths on the device and needs no plan, so a captured
+           graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Cards
            and page sizes without XQA decode by triton_decode.py, which needs no plan either.
   prefill  planned on the host per step (flashinfer_prefill.py). The device reads a plan's pinned
            buffers later; a step launched ahead must not overwrite them, so two plans take turns.
@@ -23,6 +24,7 @@ from asyncllm.attention.base import (
     Rotation,
 )
 from asyncllm.attention.flashinfer_prefill import PrefillPlan
+from asyncllm.attention.fused_decode import FusedDecode
 from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.triton_decode import paged_decode
@@ -50,8 +52,11 @@ class FlashInferAttention:
         self._xqa = Xqa(cache, self._workspace, self._num_sms)
         self._plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
         self._turn = 0
+        self._fused = FusedDecode(layers[0], self._num_sms, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
+        if self._fused.takes(rows.positions.shape[0]):
+            return self._decode_fused(rows)
         write_slots = rows.write_slots(self._cache.block_size)
         lengths = _lengths(rows)
 
@@ -73,6 +78,13 @@ class FlashInferAttention:
         q: torch.Tensor,
     ) -> None:
         rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], write_slots, q)
+
+    def _decode_fused(self, rows: DecodeRows) -> Attend:
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            cache = self._cache.layers[layer.index]
+            return self._fused(layer, qkv, rotation, cache, rows.block_tables, rows.positions)
+
+        return attend
 
     def mixed(
         self,

@@ -15,6 +15,7 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
 from asyncllm.types import PADDING_PAGE, StepPlan, StepResult
+from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
 from asyncllm.worker.mixed_forward import MixedForward
@@ -37,6 +38,7 @@ class ModelRunner:
         attention: AttentionBackend,
         state: DeviceState,
         sampler: Sampler,
+        decode_ends: DecodeEnds,
         executor: Executor,
         builder: StepBuilder,
         device: torch.device,
@@ -46,6 +48,7 @@ class ModelRunner:
         self._attention = attention
         self._state = state
         self._sampler = sampler
+        self._decode_ends = decode_ends
         self._executor = executor
         self._builder = builder
         self._staging = Staging(device)
@@ -129,16 +132,12 @@ class ModelRunner:
         context, for backends that want it on the host; None under capture.
         """
         state = self._state
-        positions = state.positions[slots]
-        rows = DecodeRows(state.block_tables[slots], positions, max_len)
+        rows = self._decode_ends.begin(state, slots)
+        attend = self._attention.decode(DecodeRows(rows.block_tables, rows.positions, max_len))
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        hidden = self._model.forward(
-            state.last_tokens[slots], positions, prompt_lens, self._attention.decode(rows)
-        )
+        hidden = self._model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
         logits = self._model.compute_logits(hidden)
-        tokens = self._sampler.plain(logits, slots, positions + 1)
-        state.advance(slots, tokens, positions + 1)
-        return tokens, logits
+        return self._decode_ends.finish(state, slots, rows, logits), logits
 
     def _mixed_step(self, inputs: StepInputs) -> tuple[Sampled, list[LogprobTensors]]:
         """Prefill chunks, and the decodes beside them, in one forward pass."""

@@ -80,6 +80,7 @@ class Worker:
             attention=attention,
             state=state,
             sampler=Sampler(state, kernels.plain_sample, kernels.top_k_top_p),
+            decode_ends=kernels.decode_ends,
             executor=self._executor,
             builder=StepBuilder(config.num_slots, config.block_size),
             device=self.device,
