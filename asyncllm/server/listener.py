@@ -8,10 +8,12 @@ from __future__ import annotations
 import socket
 import ssl
 from dataclasses import dataclass
-
-from aiohttp import web
+from typing import TYPE_CHECKING
 
 from asyncllm.server.args import ServerArgs
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 BACKLOG = 2048
 
@@ -47,6 +49,8 @@ class Listener:
 
     async def start(self, runner: web.AppRunner) -> web.BaseSite:
         """Accept connections. Raises `OSError` naming the address."""
+        from aiohttp import web  # a tenth of a second that --help should not cost
+
         site: web.BaseSite
         ssl_context = self.ssl_context
         if self.sock is None:
