@@ -104,9 +104,7 @@ def _check(
                 checkpoint, name, f"has shape {shape}, config.json says {list(view.shape)}"
             )
         if dtype not in DTYPES:
-            raise _misfit(
-                checkpoint, name, f"has dtype {dtype}, not one of {', '.join(DTYPES)}"
-            )
+            raise _misfit(checkpoint, name, f"has dtype {dtype}, not one of {', '.join(DTYPES)}")
     for alias in aliases.keys() & checkpoint.names:
         if not torch.equal(checkpoint.read(alias), checkpoint.read(aliases[alias])):
             raise _misfit(
