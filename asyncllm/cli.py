@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
@@ -15,10 +16,12 @@ import uvloop
 
 from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
+from asyncllm.preload import preload
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
 from asyncllm.server.listener import Listener
 
+STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -92,11 +95,12 @@ def _set_up_logging(level: str) -> None:
 
 def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -> None:
     # torch is behind these imports: seconds that --help and a taken port should not cost.
+    preload(cuda=engine_args.device != "cpu")
     from asyncllm.engine.async_engine import AsyncLLMEngine
     from asyncllm.server.serve import serve
 
     async def run() -> None:
-        await serve(AsyncLLMEngine.from_engine_args(engine_args), server_args, listener)
+        await serve(AsyncLLMEngine.from_engine_args(engine_args), server_args, listener, STARTED)
 
     uvloop.run(run())
 

@@ -25,7 +25,7 @@ class PendingCaptures:
         return len(self._later)
 
     def capture_one(self) -> None:
-        """The next one; it counts as done even where it raises, so that it is not tried for ever."""
+        """The next one; it counts as done even where it raises: it is not tried for ever."""
         self._later.popleft()()
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 """Weights into a model, by a walk over its table of (checkpoint name, view to fill).
 
 Everything that can be wrong with names, shapes and dtypes is found from the files' headers, before
-the first weight is read. Then each tensor goes from its file straight into its view: on CUDA through
-weight_stream.py where its bytes can go as they are, else from the mapped file, converted on the way.
+the first weight is read. Then each tensor goes from its file straight into its view: on CUDA by
+weight_stream.py where its bytes go as they are, else from the mapped file, converted on the way.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -59,17 +58,14 @@ class FakeGraphs:
 
     def __init__(self, engine: AsyncLLMEngine, count: int) -> None:
         self.captured_while_live: list[bool] = []
+        self.all_captured = asyncio.Event()
         self._engine = engine
         self.pending = PendingCaptures([self._capture] * count)
 
     def _capture(self) -> None:
         self.captured_while_live.append(bool(self._engine._running().scheduler.requests()))
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
+        if not self.pending:
+            self.all_captured.set()
 
 
 def test_captured_while_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +81,7 @@ def test_captured_while_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
             # The task had nothing to capture when it went to sleep: this wakes it.
             answers = await asyncio.gather(*(engine.generate([5, 6, 7], params) for _ in range(4)))
             assert all(len(answer.outputs[0].token_ids) == 8 for answer in answers)
-            await until(lambda: not fake.pending)
+            await asyncio.wait_for(fake.all_captured.wait(), 60)
             again = await engine.generate([5, 6, 7], params)
             assert again.outputs[0].token_ids == answers[0].outputs[0].token_ids
             return fake.captured_while_live
