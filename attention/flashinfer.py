@@ -40,7 +40,9 @@ class FlashInferAttention:
         tensor = cache.layers[0]
         device = tensor.device
         _check_supported(cache, layers[0])
-        self.uses_xqa = _xqa_supports(cache, layers[0])  # for decodes; else Triton
+        capability = torch.cuda.get_device_capability(device)
+        # For decodes; else Triton.
+        self.uses_xqa = xqa_supports(capability, layers[0].head_dim, cache.block_size)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._semaphores = torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.uint32, device=device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -149,10 +151,10 @@ class _PrefillPlan:
         self._shape = _Shape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale)
         self._dtype = cache.dtype
         self._block_size = cache.shape[2]
-        hopper = torch.cuda.get_device_capability(cache.device)[0] == 9
+        capability = torch.cuda.get_device_capability(cache.device)
         self._wrappers = {
             window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "NHD", backend="fa3" if hopper and window is None else "fa2"
+                workspace, "NHD", backend=prefill_backend(capability, window)
             )
             for window in windows
         }
@@ -192,11 +194,15 @@ def _lengths(rows: DecodeRows) -> torch.Tensor:
     return (rows.positions + 1).view(torch.uint32).unsqueeze(1)
 
 
-def _xqa_supports(cache: KVCache, layer: AttentionLayer) -> bool:
+def prefill_backend(capability: tuple[int, int], window: int | None) -> str:
+    return "fa3" if capability[0] == 9 and window is None else "fa2"
+
+
+def xqa_supports(capability: tuple[int, int], head_dim: int, block_size: int) -> bool:
     return (
-        torch.cuda.get_device_capability(cache.layers[0].device)[0] in XQA_CAPABILITIES
-        and layer.head_dim in XQA_HEAD_DIMS
-        and cache.block_size in XQA_PAGE_SIZES
+        capability[0] in XQA_CAPABILITIES
+        and head_dim in XQA_HEAD_DIMS
+        and block_size in XQA_PAGE_SIZES
     )
 
 

@@ -131,5 +131,5 @@ def _announce(engine: AsyncLLMEngine, listener: Listener, clock: _Clock) -> None
     for name, value in startup.items():
         if isinstance(value, dict):
             value = ", ".join(f"{part} {number}" for part, number in value.items())
-        print(f"{name.replace('_', ' '):20}{value}")
+        print(f"{name.replace('_', ' '):24}{value}")
     print(f"listening on {listener.url}", flush=True)
