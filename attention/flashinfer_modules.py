@@ -1,7 +1,7 @@
 """Which FlashInfer modules a model needs on a device, and making those that are not there.
 
 FlashInfer compiles a module at its first use, for minutes, into a cache keyed by its version and
-the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE); a package of ready-made modules
+the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE); a package of ready-made ones
 is looked at first. Listed here is what attention/flashinfer.py, models/layers/flashinfer_ops.py and
 worker/sampling_kernels.py call; `asyncllm kernels build` says what a start loaded besides.
 The generators are FlashInfer's own surface, tested with 0.6.12.
