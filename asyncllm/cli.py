@@ -123,7 +123,8 @@ def _set_up_logging(level: str) -> None:
 
 def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -> None:
     # torch is behind these imports: seconds that --help and a taken port should not cost.
-    preload(cuda=engine_args.device != "cpu")
+    if engine_args.device != "cpu":
+        preload()
     from asyncllm.engine.async_engine import AsyncLLMEngine
     from asyncllm.server.serve import serve
 

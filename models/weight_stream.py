@@ -22,7 +22,7 @@ from asyncllm.errors import ModelLoadError
 
 NUM_THREADS = 16
 BUFFERS_PER_THREAD = 2  # one is read into while the other is copied
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.commands import kernels
+from asyncllm.commands.bytecode import modules_without_bytecode
 from asyncllm.config import GIB, EngineArgs
 from asyncllm.errors import ModelLoadError
 
@@ -28,6 +29,7 @@ State = Literal["ok", "note", "MISSING"]
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 CPU_FEATURES_ARM = ("asimd", "bf16", "i8mm", "sve")
 MIN_CAPABILITY = (8, 0)
+MAX_MODULES_WITHOUT_BYTECODE = 50
 # Distribution -> the import that proves it, the extra that brings it.
 GPU_PACKAGES = {"flashinfer-python": ("flashinfer", "cuda"), "flash-attn": ("flash_attn", "")}
 
@@ -62,6 +64,16 @@ def examine(engine_args: EngineArgs) -> Iterator[Finding]:
     yield from _packages()
     yield from _gpu()
     yield from _model(engine_args)
+    yield _bytecode()
+
+
+def _bytecode() -> Finding:
+    """Of what the checks above have imported, most of what a start imports."""
+    missing = len(modules_without_bytecode())
+    if missing <= MAX_MODULES_WITHOUT_BYTECODE:
+        return Finding("start", "bytecode", "there")
+    advice = "each start compiles them; asyncllm kernels build writes it"
+    return Finding("start", "bytecode", f"missing for {missing} modules", "note", advice)
 
 
 # --- the machine ------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from asyncllm.sampling_params import SamplingParams
 
 
 async def probe(args: EngineArgs) -> dict[str, Any]:
-    preload(cuda=args.device != "cpu")
+    if args.device != "cpu":
+        preload()
     from asyncllm.engine.async_engine import AsyncLLMEngine
 
     imported = time.perf_counter() - STARTED

@@ -34,8 +34,8 @@ from asyncllm.worker.step_inputs import StepBuilder
 
 logger = logging.getLogger("asyncllm")
 
-# Lengths that bring in the kernel variants: one token, few, many, a whole step.
-WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048, 8192)
+# Lengths that bring in the kernel variants: one token, few, many. The largest was the profile's.
+WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
 
 
 class Worker:
