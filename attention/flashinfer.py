@@ -46,7 +46,9 @@ class FlashInferAttention:
         tensor = cache.layers[0]
         device = tensor.device
         _check_supported(cache, layers[0])
-        self.uses_xqa = _xqa_supports(cache, layers[0])  # for decodes; else Triton
+        capability = torch.cuda.get_device_capability(device)
+        # For decodes; else Triton.
+        self.uses_xqa = xqa_supports(capability, layers[0].head_dim, cache.block_size)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._xqa = Xqa(cache, self._workspace, self._num_sms)
@@ -140,11 +142,11 @@ def _lengths(rows: DecodeRows) -> torch.Tensor:
     return (rows.positions + 1).view(torch.uint32).unsqueeze(1)
 
 
-def _xqa_supports(cache: KVCache, layer: AttentionLayer) -> bool:
+def xqa_supports(capability: tuple[int, int], head_dim: int, block_size: int) -> bool:
     return (
-        torch.cuda.get_device_capability(cache.layers[0].device)[0] in XQA_CAPABILITIES
-        and layer.head_dim in XQA_HEAD_DIMS
-        and cache.block_size in XQA_PAGE_SIZES
+        capability[0] in XQA_CAPABILITIES
+        and head_dim in XQA_HEAD_DIMS
+        and block_size in XQA_PAGE_SIZES
     )
 
 

@@ -191,9 +191,12 @@ class _Wrapper:
         return call
 
 
+def prefill_backend(capability: tuple[int, int], window: int | None) -> str:
+    return "fa3" if capability[0] == 9 and window is None else "fa2"
+
+
 def _backend(layer: AttentionLayer, device: torch.device) -> str:
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return "fa3" if hopper and layer.window is None else "fa2"
+    return prefill_backend(torch.cuda.get_device_capability(device), layer.window)
 
 
 def _window_left(layer: AttentionLayer) -> int:

@@ -192,6 +192,7 @@ class AsyncLLMEngine:
             "kv_pages": worker.memory.num_pages,
             "host_pages": worker.memory.num_host_pages,
             "decode_graphs": worker.num_graphs,
+            "decode_graphs_to_follow": worker.num_pending_graphs,
             "seconds": {name: round(seconds, 3) for name, seconds in worker.phases.items()},
         }
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
@@ -35,6 +36,8 @@ from asyncllm.worker.worker import Worker
 logger = logging.getLogger("asyncllm")
 
 T = TypeVar("T")
+QUIET_SECONDS = 0.25  # without a request, before graphs are captured
+PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
 
 
 class EngineCore:
@@ -156,10 +159,22 @@ class EngineCore:
                 stat_logger.record(self.scheduler.stats(), iteration)
 
     async def idle(self) -> None:
-        """Until a request arrives."""
+        """Until a request arrives. After a moment of quiet, graphs that were left for later."""
         self._work.clear()
+        patience = QUIET_SECONDS
+        while not self.scheduler.waiting and self.worker.num_pending_graphs:
+            await self._work_within(patience)
+            if self.scheduler.waiting:
+                return
+            self.worker.capture_one()
+            patience = PAUSE_SECONDS
         if not self.scheduler.waiting:
             await self._work.wait()
+
+    async def _work_within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._work.wait()
 
     async def _run(self) -> None:
         loop = run_ahead if self._config.async_scheduling else run_synchronous
