@@ -7,8 +7,8 @@ padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's n
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,14 +21,14 @@ DecodeStep = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class DecodeGraphs:
-    """`step` is captured for each of `sizes` (ascending) by `capture`."""
+    """`step` is captured for sizes of up to `max_size` rows, by calls of `capture`."""
 
     def __init__(
-        self, step: DecodeStep, sizes: Sequence[int], pool: GraphPool, device: torch.device
+        self, step: DecodeStep, max_size: int, pool: GraphPool, device: torch.device
     ) -> None:
         self._step = step
-        self._sizes = list(sizes)
-        self.slots = torch.zeros(max(sizes), dtype=torch.int32, device=device)
+        self._sizes: list[int] = []  # captured, ascending
+        self.slots = torch.zeros(max_size, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[Graph, tuple[torch.Tensor, ...]]] = {}
         self._pool = pool
         self._held: np.ndarray | None = None  # what `slots` holds, as the host knows
@@ -40,15 +40,15 @@ class DecodeGraphs:
         """Capture one size on the current stream; largest first saves memory."""
         slots = self.slots[:size]
         self._step(slots)  # lazily made workspaces and compiled kernels must exist before capture
-        graph = self._pool.begin()
-        outputs = self._step(slots)
-        self._pool.end(graph)
-        self._graphs[size] = (graph, outputs)
+        with self._pool.capture() as capture:
+            outputs = self._step(slots)
+        self._graphs[size] = (capture.graphs[0], outputs)
+        insort(self._sizes, size)
 
     def padded_slots(self, slots: np.ndarray) -> np.ndarray | None:
         """`slots` int32 [rows] padded to the next captured size; None where none is as large."""
         place = bisect_left(self._sizes, len(slots))
-        if place == len(self._sizes) or self._sizes[place] not in self._graphs:
+        if place == len(self._sizes):
             return None
         padded = np.full(self._sizes[place], PADDING_SLOT, np.int32)
         padded[: len(slots)] = slots

@@ -11,8 +11,7 @@ capture knows. All sizes read and write the same buffers, tokens beyond the step
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +37,14 @@ class TokenBuffers:
         cls, num_tokens: int, layer: AttentionLayer, dtype: torch.dtype, device: torch.device
     ) -> TokenBuffers:
         """Zeros: valid inputs, and attention outputs that no row can take harm from."""
-        int32 = torch.zeros(3, num_tokens, dtype=torch.int32, device=device)
+        token_ids, positions, prompt_lens = torch.zeros(
+            3, num_tokens, dtype=torch.int32, device=device
+        ).unbind()
         heads = (num_tokens, layer.num_heads, layer.head_dim)
         return cls(
-            *int32.unbind(),
+            token_ids=token_ids,
+            positions=positions,
+            prompt_lens=prompt_lens,
             write_slots=torch.zeros(num_tokens, dtype=torch.int64, device=device),
             q=torch.zeros(heads, dtype=dtype, device=device),
             out=torch.zeros(heads, dtype=dtype, device=device),
@@ -74,13 +77,13 @@ def forward(
 
 
 class PrefillGraphs:
-    """`sizes`: numbers of tokens that `capture` may be called with, ascending."""
+    """Steps of up to `max_size` tokens are captured by calls of `capture`."""
 
     def __init__(
         self,
         model: CausalLM,
         attention: AttentionBackend,
-        sizes: Sequence[int],
+        max_size: int,
         pool: GraphPool,
         dtype: torch.dtype,
         device: torch.device,
@@ -89,8 +92,8 @@ class PrefillGraphs:
         self._attention = attention
         self._layers = model.attention_layers
         self._pool = pool
-        self._buffers = TokenBuffers.zeros(sizes[-1], self._layers[0], dtype, device)
-        self._hidden: torch.Tensor | None = None  # [sizes[-1], hidden_size], of the last replay
+        self._buffers = TokenBuffers.zeros(max_size, self._layers[0], dtype, device)
+        self._hidden: torch.Tensor | None = None  # [max_size, hidden_size], of the last replay
         self._sizes: list[int] = []  # captured, ascending
         self._pieces: dict[int, list[Graph]] = {}
 
@@ -114,17 +117,11 @@ class PrefillGraphs:
         hidden = forward(self._model, self._attention, tokens, _no_attention)
         if self._hidden is None:
             self._hidden = hidden.new_zeros((len(self._buffers.token_ids), hidden.shape[1]))
-        pieces = [self._pool.begin()]
-
-        def break_here(layer: AttentionLayer) -> None:
-            self._pool.end(pieces[-1])
-            pieces.append(self._pool.begin())
-
-        hidden = forward(self._model, self._attention, tokens, break_here)
-        self._hidden[:size].copy_(hidden)
-        self._pool.end(pieces[-1])
-        self._pieces[size] = pieces
-        self._sizes = sorted(self._pieces)
+        with self._pool.capture() as capture:
+            hidden = forward(self._model, self._attention, tokens, lambda layer: capture.cut())
+            self._hidden[:size].copy_(hidden)
+        self._pieces[size] = capture.graphs
+        insort(self._sizes, size)
 
     def replay(self, size: int, attend_rows: AttendRows) -> torch.Tensor:
         """Run the step in `buffers(size)`: hidden states [size, hidden_size], until the next."""

@@ -91,12 +91,12 @@ class Worker:
             pool = GraphPool()
             if config.prefill_graph_sizes:
                 sizes = config.prefill_graph_sizes
-                prefill = PrefillGraphs(model, attention, sizes, pool, dtype, self.device)
+                prefill = PrefillGraphs(model, attention, sizes[-1], pool, dtype, self.device)
                 with self._phase("prefill_graphs"), self._on_stream():
                     self._capture(prefill.capture, sizes, "prefill")
                 self.runner.mixed_forward.graphs = prefill
             sizes = config.cuda_graph_sizes
-            decode = DecodeGraphs(self.runner.decode_step, sizes, pool, self.device)
+            decode = DecodeGraphs(self.runner.decode_step, sizes[-1], pool, self.device)
             with self._phase("graphs"), self._on_stream():
                 self._capture(decode.capture, sizes, "decode")
             self.runner.graphs = decode
