@@ -143,10 +143,15 @@ class ModelRunner:
     def _mixed_step(self, inputs: StepInputs) -> tuple[Sampled, list[LogprobTensors]]:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         assert inputs.prefills is not None
-        tensors = self._upload(inputs.arrays)
+        tensors = self._staging.upload(inputs.arrays)
+        # Prefills read nothing of the slots: without decodes they need not wait for the changes.
+        if inputs.plan.decodes:
+            self._state.apply(tensors)
         hidden = self.mixed_forward.run(
             tensors["decode_slots"], inputs.max_decode_len, inputs.prefills, tensors
         )
+        if not inputs.plan.decodes:
+            self._state.apply(tensors)
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs
