@@ -1,7 +1,7 @@
 """Attention by FlashInfer: XQA for decodes, FA3 (Hopper) or FA2 for prefills.
 
-The adapter to FlashInfer's attention: whatever it renames breaks here and in flashinfer_prefill.py,
-nowhere else (0.6.12).
+With xqa_call.py and flashinfer_prefill.py the adapter to FlashInfer's attention: whatever it
+renames breaks in these three and nowhere else (0.6.12).
 
   decode   XQA reads block tables and lengths on the device and needs no plan, so a captured graph
            replays as it is. It is as fast as the planned tensor-core kernel (docs/LOG.md). Cards
@@ -22,14 +22,13 @@ from asyncllm.attention.base import (
     PrefillRows,
     Rotation,
 )
-from asyncllm.attention.flashinfer_import import xqa
 from asyncllm.attention.flashinfer_prefill import PrefillPlan
 from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.triton_decode import paged_decode
+from asyncllm.attention.xqa_call import Xqa
 
 WORKSPACE_BYTES = 128 << 20
-SEMAPHORE_BYTES = 8 << 20  # XQA wants them zeroed once; it leaves them zero
 PREFILL_HEAD_DIMS = (64, 128, 256)
 XQA_CAPABILITIES = (9, 10, 12)
 XQA_HEAD_DIMS = (64, 128, 256)
@@ -47,8 +46,8 @@ class FlashInferAttention:
         _check_supported(cache, layers[0])
         self.uses_xqa = _xqa_supports(cache, layers[0])  # for decodes; else Triton
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._semaphores = torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.uint32, device=device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._xqa = Xqa(cache, self._workspace, self._num_sms)
         self._plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
         self._turn = 0
 
@@ -121,22 +120,7 @@ class FlashInferAttention:
                 num_sms=self._num_sms,
             )
             return
-        xqa(
-            q.unsqueeze(1),
-            cache[:, 0],
-            cache[:, 1],
-            block_tables,
-            lengths,
-            out.unsqueeze(1),
-            self._workspace,
-            self._semaphores,
-            layer.num_kv_heads,
-            self._cache.block_size,
-            q_scale=layer.scale * layer.head_dim**0.5,  # XQA divides by sqrt(head_dim) itself
-            sliding_win_size=layer.window or 0,
-            kv_layout="NHD",
-            sm_count=self._num_sms,
-        )
+        self._xqa(layer, q, block_tables, lengths, out)
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:

@@ -232,12 +232,13 @@ def test_mixed_step_equals_torch(
     """Two decodes, 40 tokens after 24 old ones and 7 new ones, in a layer with a window and one
     without; padding behind them. FlashInfer's module called as tested, and its public `run`."""
     pytest.importorskip("flashinfer")
-    from asyncllm.attention import flashinfer_prefill
+    from asyncllm.attention import flashinfer_prefill, xqa_call
     from asyncllm.attention.flashinfer import FlashInferAttention
     from asyncllm.attention.torch_native import TorchAttention
 
     if version == "other":
-        monkeypatch.setattr(flashinfer_prefill, "TESTED_VERSION", "0")
+        for module in (flashinfer_prefill, xqa_call):
+            monkeypatch.setattr(module, "TESTED_VERSION", "0")
     layers = [
         AttentionLayer(0, 32, 8, 128, 128**-0.5),
         AttentionLayer(1, 32, 8, 128, 128**-0.5, window=window),
