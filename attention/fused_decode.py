@@ -230,8 +230,9 @@ class FusedDecode:
         out = qkv.new_empty((num_rows, layer.num_heads * head_dim))
         group = self._group
         if num_splits is None:
-            programs = PROGRAMS_PER_SM * self._num_sms
-            num_splits = min(triton.cdiv(programs, num_rows * layer.num_kv_heads), MAX_SPLITS)
+            # All at once on the card, or a second wave would double the time.
+            programs = PROGRAMS_PER_SM * self._num_sms // (num_rows * layer.num_kv_heads)
+            num_splits = max(1, min(programs, MAX_SPLITS))
         dim_padded = 2 * max(MIN_DOT, triton.next_power_of_2(head_dim // 2))
         norm = layer.head_norm
         q_norm, k_norm = (norm.q_weight, norm.k_weight) if norm is not None else (None, None)
