@@ -20,7 +20,6 @@ import triton.language as tl
 
 from asyncllm.attention.programmatic_launch import (
     has_programmatic_launch,
-    prefetch,
     start_next,
     wait_previous,
 )
@@ -32,13 +31,12 @@ MAX_ROWS = 16
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """features: outputs per program; block: columns of the weights at a time; stages: such blocks
-    in flight (rows 2..16); prefetched: columns asked for before the kernel before has ended."""
+    in flight (rows 2..16)."""
 
     features: int
     block: int
     num_warps: int
     stages: int = 1
-    prefetched: int = 0
 
 
 @triton.jit
@@ -131,7 +129,7 @@ def _rows_kernel(
     num_rows, out_features, num_squares, eps,
     K: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, PREFETCHED: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     inside = (feature < out_features)[:, None]
@@ -141,12 +139,6 @@ def _rows_kernel(
     up_rows = out_features.to(tl.int64) * K
     if PDL:
         start_next()
-        if PREFETCHED > 0:
-            line = tl.arange(0, PREFETCHED // 64) * 64  # 128 bytes each
-            mask = inside & (line < K)[None, :]
-            prefetch(tl.where(mask, rows_of_weight + line[None, :], weight_ptr))
-            if GATED:
-                prefetch(tl.where(mask, rows_of_weight + up_rows + line[None, :], weight_ptr))
         after = wait_previous()
         x_ptr += after
         out_ptr += after
@@ -214,7 +206,7 @@ def _launch(
 ) -> torch.Tensor | None:
     num_rows, in_features = x.values.shape
     out_features = out.shape[1]
-    tiles = tiles or choose_tiles(num_rows, in_features, out_features, gated)
+    tiles = tiles or choose_tiles(num_rows, in_features, gated, norm is not None)
     num_programs = triton.cdiv(out_features, tiles.features)
     squares = None
     if norm is not None:
@@ -231,7 +223,6 @@ def _launch(
         flags["launch_pdl"] = True
     if num_rows > 1:
         flags |= {"ROWS": 8 if num_rows <= 8 else 16, "STAGES": tiles.stages}
-        flags["PREFETCHED"] = tiles.prefetched
     kernel = _rows_kernel if num_rows > 1 else _one_row_kernel
     kernel[(num_programs,)](
         x.values, x.squares, weight, bias, norm.weight if norm is not None else None, out, scaled,
@@ -240,7 +231,14 @@ def _launch(
     return squares
 
 
-def choose_tiles(num_rows: int, in_features: int, out_features: int, gated: bool) -> Tiles:
-    if num_rows == 1:
-        return Tiles(1, 1024, 4)
-    return Tiles(32, 128, 4, 4, 256)
+def choose_tiles(num_rows: int, in_features: int, gated: bool, adds: bool) -> Tiles:
+    """By sweeps on an H200 with the weights in memory (docs/LOG.md)."""
+    if num_rows > 1:
+        return Tiles(16, 256, num_warps=1, stages=3 if gated else 5)
+    if gated:
+        return Tiles(1, 4096, 8) if in_features >= 4096 else Tiles(2, 1024, 2)
+    if in_features < 4096:
+        return Tiles(4, 512, 2)
+    if not adds:
+        return Tiles(8, 512, 2)
+    return Tiles(8, 1024, 4) if in_features < 8192 else Tiles(4, 1024, 4)
