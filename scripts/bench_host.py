@@ -278,7 +278,7 @@ async def _count_writes(meter: Meter) -> tuple[int, int, int]:
         return body
 
     meter.reset()
-    SSEStream._take_pending = counting  # type: ignore[method-assign]
+    SSEStream._take_pending = counting  # type: ignore[method-assign, assignment]
     try:
         await _steps(meter, COUNTED_STEPS)
     finally:
