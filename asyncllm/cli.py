@@ -17,7 +17,6 @@ import uvloop
 from asyncllm.commands import bench, doctor, kernels
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
-from asyncllm.preload import preload
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
 from asyncllm.server.listener import Listener
@@ -123,13 +122,13 @@ def _set_up_logging(level: str) -> None:
 
 def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -> None:
     # torch is behind these imports: seconds that --help and a taken port should not cost.
-    if engine_args.device != "cpu":
-        preload()
     from asyncllm.engine.async_engine import AsyncLLMEngine
     from asyncllm.server.serve import serve
 
     async def run() -> None:
-        await serve(AsyncLLMEngine.from_engine_args(engine_args), server_args, listener, STARTED)
+        engine = AsyncLLMEngine.from_engine_args(engine_args)
+        engine.show_progress = sys.stderr.isatty()
+        await serve(engine, server_args, listener, STARTED)
 
     uvloop.run(run())
 

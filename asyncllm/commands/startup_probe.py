@@ -16,13 +16,10 @@ import sys
 from typing import Any
 
 from asyncllm.config import EngineArgs
-from asyncllm.preload import preload
 from asyncllm.sampling_params import SamplingParams
 
 
 async def probe(args: EngineArgs) -> dict[str, Any]:
-    if args.device != "cpu":
-        preload()
     from asyncllm.engine.async_engine import AsyncLLMEngine
 
     imported = time.perf_counter() - STARTED
