@@ -133,7 +133,7 @@ class Client:
         return False
 
     def digest(self, capture: Capture, request: Request, with_text: bool = False) -> Record:
-        keep_text = with_text or request.index < self.num_checked
+        keep_text = with_text or request.number < self.num_checked
         return digest(capture, request, keep_text, self.settings.token_counts)
 
     async def converse(self, turns: Conversation, due_s: float | None) -> list[Sent]:

@@ -55,7 +55,8 @@ def flatten(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         yield name, report[name]
     if "goodput" in report:
         yield "goodput.requests_per_s", report["goodput"]["requests_per_s"]
-    for name, spread in report["latency_ms"].items():
+    latencies = {k: v for k, v in report["latency_ms"].items() if k != "sent_after_intended"}
+    for name, spread in latencies.items():
         for statistic, value in (spread or {}).items():
             yield f"{name}.{statistic}_ms", value
 

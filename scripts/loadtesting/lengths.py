@@ -1,4 +1,4 @@
-"""How long prompts and answers are: drawn from the seed, from a trace, always at least one token."""
+"""How long prompts and answers are: drawn from the seed or from a trace, one token at least."""
 
 from __future__ import annotations
 

@@ -15,11 +15,13 @@ from loadtesting.record import now
 from loadtesting.run import Watch
 
 try:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
+    import rich.console
+    import rich.live
+    import rich.table
 except ImportError:  # the extra `bench`; without it a run is silent until its end
-    Table = None
+    CAN_DRAW = False
+else:
+    CAN_DRAW = True
 
 
 class Look(NamedTuple):
@@ -31,11 +33,11 @@ def add_up(counters: Sequence[Sequence[int]]) -> list[int]:
     return [sum(row[place] for row in counters) for place in Counter]
 
 
-def draw(title: str, start_s: float, before: Look, look: Look) -> Table:
+def draw(title: str, start_s: float, before: Look, look: Look) -> rich.table.Table:
     elapsed_s = max(look.at_s - before.at_s, 1e-9)
     rates = [(new - old) / elapsed_s for new, old in zip(look.totals, before.totals, strict=True)]
-    sent, done, failed, reads, num_bytes = look.totals
-    table = Table(title=title, title_justify="left")
+    sent, done, failed = look.totals[:3]
+    table = rich.table.Table(title=title, title_justify="left")
     for name in ("seconds", "done", "in flight", "failed", "done/s", "reads/s", "MB/s"):
         table.add_column(name, justify="right", min_width=8)
     style = "red" if failed else None
@@ -54,12 +56,13 @@ def draw(title: str, start_s: float, before: Look, look: Look) -> Table:
 
 @contextmanager
 def live_table(title: str) -> Iterator[Watch]:
-    if Table is None or not sys.stderr.isatty():
+    if not CAN_DRAW or not sys.stderr.isatty():
         yield lambda counters: None
         return
     start_s = now()
     look = Look(start_s, [0] * len(Counter))
-    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+    console = rich.console.Console(stderr=True)
+    with rich.live.Live(console=console, auto_refresh=False, transient=True) as live:
 
         def watch(counters: Sequence[Sequence[int]]) -> None:
             nonlocal look

@@ -171,7 +171,7 @@ def count_errors(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     for record in records:
         if record.failure is not None:
             kind, message = record.failure
-            first = f"request {record.index}: {message[:MAX_MESSAGE_CHARS]}"
+            first = f"request {record.number}: {message[:MAX_MESSAGE_CHARS]}"
             errors.setdefault(kind, {"count": 0, "first": first})["count"] += 1
     return errors
 

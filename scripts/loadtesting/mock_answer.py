@@ -53,7 +53,7 @@ def make_answer(settings: MockSettings, body: dict[str, Any], short: bool) -> An
     else:
         counted = bool(options.get("continuous_usage_stats"))
         frames = text_frames(settings, num_tokens, chat, num_prompt if counted else None)
-    last = {"delta": {}} if chat else {"text": ""}
+    last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     return Answer(
         head=chunk({"delta": {"role": "assistant", "content": ""}}) if chat else b": hello\n\n",
         frames=frames,
@@ -77,11 +77,11 @@ def text_frames(
     def frame(num: int, total: int) -> bytes:
         text = settings.word * num
         usage = {"prompt_tokens": num_prompt, "completion_tokens": total}
-        more = {} if num_prompt is None else {"usage": usage}
+        more: dict[str, Any] = {} if num_prompt is None else {"usage": usage}
         return http_chunk(chunk({"delta": {"content": text}} if chat else {"text": text}, **more))
 
     hidden, size = settings.textless_tokens, settings.tokens_per_chunk
-    totals = list(range(hidden + size, num_tokens, size)) + [num_tokens]
+    totals = [*range(hidden + size, num_tokens, size), num_tokens]
     if num_prompt is not None:
         befores = [hidden, *totals]
         return iter([frame(t - b, t) for b, t in zip(befores, totals, strict=False)])

@@ -153,7 +153,10 @@ class MockServer:
             print(f"mock server on {url}", flush=True)
         else:
             ready.send(url)
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
 
 
 def serve_in_this_process(

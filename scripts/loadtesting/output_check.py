@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from os.path import commonprefix
 from typing import Any
 
 from loadtesting.client import Client, Counter, open_session
@@ -29,17 +28,17 @@ async def reference_texts(
             record = client.digest(capture, request, with_text=True)
             if record.failure is not None:
                 raise LoadTestError(f"no reference answer: {': '.join(record.failure)}")
-            texts[request.index] = record.text or ""
+            texts[request.number] = record.text or ""
     return texts
 
 
 def compare(texts: dict[int, str], records: Sequence[Record]) -> dict[str, Any]:
     """first_difference is of the answer that differs earliest, in characters."""
-    answered = [r for r in records if r.index in texts and not (r.failure or r.cancelled)]
+    answered = [r for r in records if r.number in texts and not (r.failure or r.cancelled)]
     places = {
-        r.index: len(commonprefix([r.text or "", texts[r.index]]))
+        r.number: shared_length(r.text or "", texts[r.number])
         for r in answered
-        if (r.text or "") != texts[r.index]
+        if (r.text or "") != texts[r.number]
     }
     earliest = min(places, key=lambda index: places[index]) if places else None
     return {
@@ -49,3 +48,8 @@ def compare(texts: dict[int, str], records: Sequence[Record]) -> dict[str, Any]:
         if earliest is None
         else {"request": earliest, "char": places[earliest]},
     }
+
+
+def shared_length(a: str, b: str) -> int:
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

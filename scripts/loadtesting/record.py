@@ -24,7 +24,7 @@ class LoadTestError(Exception):
 class Request:
     """One request, made before the run."""
 
-    index: int
+    number: int  # from 0
     body: bytes  # JSON; for a later turn of a conversation without the history before it
     num_expected: int | None = None  # output tokens; None: the model may stop
     cancel_after: int | None = None  # chunks; None: read to the end
@@ -69,7 +69,7 @@ class Record(NamedTuple):
     num_cached_tokens: int = 0
     num_reads: int = 0
     chunk_tokens: np.ndarray | None = None
-    index: int = 0
+    number: int = 0  # of its request
     textless: bool = False
     failure: Failure | None = None
     cancelled: bool = False

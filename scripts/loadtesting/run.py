@@ -78,7 +78,8 @@ def make_report(settings: Settings, load: Load, started_at: str) -> dict[str, An
         "client_lag_p99_ms": lag_p99_ms,
         "client_lag_max_ms": load.lag_max_s * 1e3,
         "client_cpu_share": load.cpu_s / (span.end_s - span.start_s),
-        "client_cpu_us_per_chunk": load.cpu_s * 1e6
+        "client_cpu_us_per_chunk": load.cpu_s
+        * 1e6
         / max(1.0, figures["chunks_per_s"] * figures["duration_s"]),
     }
 

@@ -48,9 +48,7 @@ def by_suffix(metrics: Mapping[str, float], suffix: str) -> float | None:
     return next((v for name, v in metrics.items() if name.split(":")[-1] == suffix), None)
 
 
-async def scrape(
-    session: aiohttp.ClientSession, settings: Settings
-) -> dict[str, float] | None:
+async def scrape(session: aiohttp.ClientSession, settings: Settings) -> dict[str, float] | None:
     """None: the server has no /metrics to read, which is reported and no failure."""
     try:
         async with session.get(f"{settings.base_url}/metrics") as response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from argparse import BooleanOptionalAction
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ class Settings:
     token_counts: bool = flag(
         False, "ask for a token count in each chunk (ITL per token)", action=BooleanOptionalAction
     )
-    slo: dict[str, float] | None = flag(None, "ttft:200,tpot:20 in ms: goodput", type=slo_list)
+    slo: Mapping[str, float] | None = flag(None, "ttft:200,tpot:20 in ms: goodput", type=slo_list)
     check_outputs: int = flag(0, "answers compared with those of an idle server", type=above(-1))
     reference_url: str | None = flag(None, "who gives those; None: the same server")
     processes: int = flag(1, "that send", type=above(0))

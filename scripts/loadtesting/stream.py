@@ -66,7 +66,7 @@ def digest(capture: Capture, request: Request, keep_text: bool, count_tokens: bo
         num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         num_reads=len(capture.pieces),
         chunk_tokens=tokens_per_chunk(timed) if count_tokens else None,
-        index=request.index,
+        number=request.number,
         textless=not visible,
         failure=failure,
         cancelled=capture.cancelled,
@@ -76,7 +76,9 @@ def digest(capture: Capture, request: Request, keep_text: bool, count_tokens: bo
     )
 
 
-def find_fault(request: Request, num_tokens: int, num_chunks: int, answer: Answer) -> Failure | None:
+def find_fault(
+    request: Request, num_tokens: int, num_chunks: int, answer: Answer
+) -> Failure | None:
     expected = request.num_expected
     faults = {
         "stream_cut": not answer.finished,
@@ -90,9 +92,7 @@ def find_fault(request: Request, num_tokens: int, num_chunks: int, answer: Answe
     return next((Failure(kind, counts + done) for kind, found in faults.items() if found), None)
 
 
-def judge_shape(
-    request: Request, text: str, calls: dict[int, tuple[str, str]]
-) -> bool | None:
+def judge_shape(request: Request, text: str, calls: dict[int, tuple[str, str]]) -> bool | None:
     if request.shape == "schema":
         return fits_schema(text, request.required)
     return has_well_formed_calls(calls) if request.shape == "tools" else None
@@ -192,10 +192,8 @@ def from_first_content(events: list[Event]) -> list[Event]:
     """
     kept: list[Event] = []
     for event in events:
-        choice = event.choice
-        if choice is None:  # scanned over, after the first content
-            kept.append(event)
-        elif has_content(choice) or (kept and not choice.get("finish_reason")):
+        choice = event.choice  # None: scanned over, after the first content
+        if choice is None or has_content(choice) or (kept and not choice.get("finish_reason")):
             kept.append(event)
     return kept
 

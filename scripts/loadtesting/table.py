@@ -31,7 +31,7 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield from run_lines(report)
     if not report["valid"]:
-        yield "INVALID: the client itself was late (client_lag_p99_ms); --processes, or a faster one"
+        yield "INVALID: the client itself was late (client_lag_p99_ms): --processes may help"
 
 
 def run_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -75,7 +75,9 @@ def check_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if "output_check" in report:
         found = report["output_check"]
         first = found["first_difference"]
-        where = f", first at character {first['char']} of request {first['request']}" if first else ""
+        where = (
+            f", first at character {first['char']} of request {first['request']}" if first else ""
+        )
         yield f"outputs: {found['num_equal']} of {found['num_checked']} as when idle{where}"
     if "num_shaped" in report:
         yield f"shape: {report['num_well_formed']} of {report['num_shaped']} answers well formed"
@@ -133,15 +135,20 @@ def knee_lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"{probe[name]:10,.1f}" if probe[name] is not None else f"{'-':>10}"
             for name in ("ttft_p99_ms", "tpot_p99_ms")
         )
+        late = "" if probe["valid"] else "  client late"
         yield (
             f"{probe['request_rate']:10.3g}{probe['share']:8.1%}{probe['requests_per_s']:10.2f}"
-            f"{probe['output_tokens_per_s']:12,.0f}{p99s}"
+            f"{probe['output_tokens_per_s']:12,.0f}{p99s}{late}"
         )
+    yield knee_text(report)
+
+
+def knee_text(report: Mapping[str, Any]) -> str:
     met, failed = report["knee_requests_per_s"], report["first_failing_requests_per_s"]
     slos = ", ".join(f"{name} {limit:g} ms" for name, limit in report["slos_ms"].items())
     met_text = "no rate met" if met is None else f"{met:.3g} requests/s met"
     failed_text = "none failed" if failed is None else f"{failed:.3g} did not"
-    yield f"knee: {met_text} {slos} for {report['needed_share']:.0%} of requests; {failed_text}"
+    return f"knee: {met_text} {slos} for {report['needed_share']:.0%} of requests; {failed_text}"
 
 
 def failure_line(report: Mapping[str, Any]) -> Iterator[str]:

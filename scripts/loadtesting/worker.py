@@ -127,7 +127,7 @@ def run_shares(shares: Sequence[Share], watch: Callable[[Sequence[Sequence[int]]
             process.terminate()
             process.join()
     return Load(
-        records=sorted((r for o in outcomes for r in o.records), key=lambda r: r.index),
+        records=sorted((r for o in outcomes for r in o.records), key=lambda r: r.number),
         start_s=start_s,
         end_s=max(outcome.end_s for outcome in outcomes),
         cpu_s=sum(outcome.cpu_s for outcome in outcomes),

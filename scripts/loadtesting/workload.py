@@ -98,16 +98,14 @@ def pair_turns(messages: list[dict[str, str]]) -> list[Turn]:
         if question["from"] not in ("human", "user") or answer["from"] not in ("gpt", "assistant"):
             break
         if question["value"].strip():
-            turns.append(
-                Turn(question["value"], max(1, len(answer["value"]) // CHARS_PER_TOKEN))
-            )
+            turns.append(Turn(question["value"], max(1, len(answer["value"]) // CHARS_PER_TOKEN)))
     return turns
 
 
 def make_request(
     settings: Settings,
     turn: Turn,
-    index: int,
+    number: int,
     last: bool,
     schemas: list[dict[str, Any]],
     rng: np.random.Generator,
@@ -116,14 +114,14 @@ def make_request(
     cancelled = rng.random() < settings.cancel_share and last
     slow = rng.random() < settings.slow_share
     shape = settings.dataset if settings.dataset in ("schema", "tools") else None
-    schema = schemas[index % len(schemas)]
+    schema = schemas[number % len(schemas)]
     fields = body_fields(settings, turn)
     if shape == "schema":
         fields |= schema_fields(schema)
     elif shape == "tools":
         fields |= tool_fields(schemas[:3])
     return Request(
-        index=index,
+        number=number,
         body=orjson.dumps(fields),
         num_expected=turn.output_len if settings.counts_tokens else None,
         cancel_after=int(rng.integers(1, max(2, turn.output_len))) if cancelled else None,
