@@ -26,6 +26,8 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         yield from ab_lines(report)
     elif "probes" in report:
         yield from knee_lines(report)
+    elif "ceiling_probes" in report:
+        yield from ceiling_lines(report)
     elif "over_seeds" in report:
         yield from seed_lines(report)
     else:
@@ -149,6 +151,20 @@ def knee_text(report: Mapping[str, Any]) -> str:
     met_text = "no rate met" if met is None else f"{met:.3g} requests/s met"
     failed_text = "none failed" if failed is None else f"{failed:.3g} did not"
     return f"knee: {met_text} {slos} for {report['needed_share']:.0%} of requests; {failed_text}"
+
+
+def ceiling_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'offered/s':>12}{'chunks/s':>12}{'per read':>10}{'lag p99':>10}{'us/chunk':>10}"
+    for probe in report["ceiling_probes"]:
+        yield (
+            f"{probe['offered_chunks_per_s']:12,.0f}{probe['chunks_per_s']:12,.0f}"
+            f"{probe['chunks_per_read']:10.2f}{probe['client_lag_p99_ms']:10.2f}"
+            f"{probe['client_cpu_us_per_chunk']:10.2f}{'' if probe['held'] else '  not held'}"
+        )
+    processes = f"{report['client_processes']} processes of the client"
+    met = report["ceiling_chunks_per_s"]
+    found = "no pace held" if met is None else f"{met:,.0f} chunks/s"
+    yield f"ceiling: {found}, {processes}, {report['mock_processes']} of the mock"
 
 
 def failure_line(report: Mapping[str, Any]) -> Iterator[str]:
