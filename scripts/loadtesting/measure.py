@@ -19,6 +19,7 @@ import numpy as np
 from loadtesting.record import Record
 
 MAX_MESSAGE_CHARS = 200
+MIN_WINDOW_S = 1e-3
 
 
 class Span(NamedTuple):
@@ -155,12 +156,16 @@ def goodput(records: Sequence[Record], slos: Mapping[str, float], span: Span) ->
 
 
 def steady_span(records: Sequence[Record]) -> Span | None:
-    """First end to last sending; None if the last was sent before the first ended."""
+    """First end to last sending; None if that is shorter than the median request.
+
+    In so short a window a few ends or none would pass for the server's rate.
+    """
     good = [record for record in records if record.failure is None and not record.cancelled]
     if not good:
         return None
     span = Span(min(r.end_s for r in good), max(r.sent_s for r in good))
-    return span if span.end_s > span.start_s else None
+    median_s = float(np.median([r.end_s - r.sent_s for r in good]))
+    return span if span.end_s - span.start_s >= max(median_s, MIN_WINDOW_S) else None
 
 
 # ---- All of it -----------------------------------------------------------------------------------

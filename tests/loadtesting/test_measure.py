@@ -95,6 +95,7 @@ def test_the_steady_window_leaves_out_both_ends() -> None:
     assert steady["output_tokens_per_s"] == 5 / 4  # read at 2, 3, 4, 5 and 6
     assert steady["goodput"]["share"] == 1.0
     assert measure.steady_span(records[:1]) is None
+    assert measure.steady_span(records[:2]) is None  # empty: the second was sent as the first ended
 
 
 def test_goodput_counts_requests_that_meet_all() -> None:

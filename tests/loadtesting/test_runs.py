@@ -54,7 +54,7 @@ def test_the_script_itself(mock: Mock, tmp_path: Path) -> None:
 def test_closed_loop(mock: Mock, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     flags = "--workload lat8 --num-prompts 40 --output-len 9 --num-warmups 3"
-    status, report, _ = run(mock(), flags, "--json", str(file))
+    status, report, _ = run(mock(tokens_per_second=200.0), flags, "--json", str(file))
     assert status == 0 and report["valid"]
     assert (report["num_requests"], report["num_failed"], report["errors"]) == (40, 0, {})
     assert report["num_prompt_tokens"] == 40 * 128
