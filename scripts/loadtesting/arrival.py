@@ -67,12 +67,12 @@ def ramp_times(start: float, end: float, num: int, rng: np.random.Generator) -> 
 def read_trace(path: str) -> list[TraceRow]:
     """Mooncake's JSON lines (timestamp in ms, input_length, output_length) or Azure's CSV
     (TIMESTAMP, ContextTokens, GeneratedTokens); the first request is due at once."""
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        try:
-            make = azure_rows if path.endswith(".csv") else mooncake_rows
+    make = azure_rows if path.endswith(".csv") else mooncake_rows
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
             rows = sorted(make(file))
-        except (KeyError, ValueError) as error:
-            raise LoadTestError(f"{path} is no trace: {error!r}") from error
+    except (KeyError, ValueError, OSError) as error:
+        raise LoadTestError(f"{path} is no trace: {error!r}") from error
     return [row._replace(due_s=row.due_s - rows[0].due_s) for row in rows]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -28,7 +28,7 @@ Sent = tuple[Request, Capture]
 
 
 class Counter(IntEnum):
-    """Places in the live counters."""
+    """Places in the counts that processes share."""
 
     SENT = 0
     DONE = 1
@@ -64,27 +64,29 @@ def small_socket(address: Any) -> socket.socket:
 
 
 class Client:
-    """Sends over two sessions, the second for slow readers. `counters` is read by who watches."""
+    """Sends over two sessions, the second for slow readers; its counts are for who watches."""
 
     def __init__(
         self,
         settings: Settings,
         session: aiohttp.ClientSession,
         slow_session: aiohttp.ClientSession,
-        counters: MutableSequence[int],
         num_checked: int = 0,
     ) -> None:
         self.settings = settings
         self.session = session
         self.slow_session = slow_session
-        self.counters = counters
+        self.num_sent = self.num_done = self.num_failed = self.num_reads = self.num_bytes = 0
         self.num_checked = num_checked  # requests below this index keep their text
         self.url = f"{settings.base_url}/v1/{settings.path}"
 
+    def counts(self) -> list[int]:
+        """By Counter."""
+        return [self.num_sent, self.num_done, self.num_failed, self.num_reads, self.num_bytes]
+
     async def send(self, request: Request, body: bytes, intended_s: float) -> Capture:
         capture = Capture(intended_s, now(), [], [])
-        counters = self.counters
-        counters[Counter.SENT] += 1
+        self.num_sent += 1
         session = self.slow_session if request.slow else self.session
         try:
             async with session.post(self.url, data=body) as response:
@@ -101,18 +103,18 @@ class Client:
             capture = capture._replace(failure=failure)
         except aiohttp.ClientError as error:
             capture = capture._replace(failure=Failure(type(error).__name__, str(error)))
-        counters[Counter.DONE] += 1
-        counters[Counter.FAILED] += capture.failure is not None
+        self.num_done += 1
+        self.num_failed += capture.failure is not None
         return capture
 
     async def read(self, response: aiohttp.ClientResponse, capture: Capture) -> None:
-        times_s, pieces, counters = capture.times_s, capture.pieces, self.counters
+        times_s, pieces = capture.times_s, capture.pieces
         read = response.content.readany
         while piece := await read():
             times_s.append(now())
             pieces.append(piece)
-            counters[Counter.READS] += 1
-            counters[Counter.BYTES] += len(piece)
+            self.num_reads += 1
+            self.num_bytes += len(piece)
 
     async def read_unusually(
         self, request: Request, response: aiohttp.ClientResponse, capture: Capture
@@ -122,8 +124,8 @@ class Client:
         while piece := await response.content.readany():
             capture.times_s.append(now())
             capture.pieces.append(piece)
-            self.counters[Counter.READS] += 1
-            self.counters[Counter.BYTES] += len(piece)
+            self.num_reads += 1
+            self.num_bytes += len(piece)
             num_chunks += piece.count(b"data:")
             if request.cancel_after is not None and num_chunks >= request.cancel_after:
                 response.close()

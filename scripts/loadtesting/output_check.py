@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from loadtesting.client import Client, Counter, open_session
+from loadtesting.client import Client, open_session
 from loadtesting.record import LoadTestError, Record, Request
 from loadtesting.settings import Settings
 
@@ -22,7 +22,7 @@ async def reference_texts(
     """By the request's index."""
     texts = {}
     async with open_session(settings, api_key) as session:
-        client = Client(settings, session, session, [0] * len(Counter))
+        client = Client(settings, session, session)
         for request in (replace(r, cancel_after=None, slow=False) for r in requests):
             (_, capture), *_ = await client.converse([request], None)
             record = client.digest(capture, request, with_text=True)

@@ -45,7 +45,7 @@ def run_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from latency_lines("whole run", report)
     if steady is None:
-        yield "no steady window: from the first end to the last sending is less than a request's time"
+        yield "no steady window: first end to last sending is less than a request's time"
     else:
         window = f"steady window, {steady['from_s']:.2f} to {steady['to_s']:.2f} s"
         yield from latency_lines(f"{window} ({steady['num_requests']} requests)", steady)

@@ -164,19 +164,21 @@ async def carry_out(share: Share, pipe: Connection, counters: MutableSequence[in
         open_session(settings, share.api_key) as session,
         open_session(settings, share.api_key, slow=True) as slow_session,
     ):
-        await warm_up(Client(settings, session, slow_session, [0] * len(Counter)), share.warmups)
-        client = Client(settings, session, slow_session, counters, settings.check_outputs)
+        await warm_up(Client(settings, session, slow_session), share.warmups)
+        client = Client(settings, session, slow_session, settings.check_outputs)
         gc.collect()
         gc.freeze()  # else a full collection walks everything above in the middle of the run
         pipe.send(None)
         start_s = pipe.recv()  # blocks: nothing else runs here yet
         lags_s = [0.0]
         await asyncio.sleep(max(0.0, start_s - now()))
-        watcher = asyncio.create_task(watch_lag(lags_s))
+        watchers = [asyncio.create_task(w) for w in (watch_lag(lags_s), publish(client, counters))]
         cpu_s = time.process_time()
         sent = await send_share(client, share, start_s)
         end_s, cpu_s = now(), time.process_time() - cpu_s
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
+        counters[:] = client.counts()
     records = [client.digest(capture, request) for request, capture in sent]
     return Outcome(records, end_s, cpu_s, float(np.percentile(lags_s, 99)), max(lags_s))
 
@@ -200,6 +202,13 @@ async def warm_up(client: Client, conversations: Sequence[Conversation]) -> None
             what = "the server refuses this workload" if refused else "warm-up failed"
             hint = "" if client.settings.sends_text else " (no ids taken? --text)"
             raise LoadTestError(f"{what}{hint}: {': '.join(failure)}")
+
+
+async def publish(client: Client, counters: MutableSequence[int]) -> None:
+    """A few times a second; counting in shared memory itself would cost a microsecond a read."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        counters[:] = client.counts()
 
 
 async def watch_lag(lags_s: list[float]) -> None:
