@@ -24,7 +24,9 @@ Groups = Mapping[str, Sequence[Run]]
 
 MAX_POINTS = 400
 NUM_BINS = 60
-LOG_ABOVE = 5.0  # largest over smallest
+LOG_ABOVE = 5.0  # largest over smallest: a log scale
+SUBS_BELOW = 1000.0  # with ticks at 2 and 5 too
+SHORTEST_MS = 0.01
 COLOURS = ("#1f6feb", "#d1495b", "#2a9d5c", "#8a4fbf", "#c77700", "#00838f")
 INK = "#24292f"
 STYLE: Any = {
@@ -49,7 +51,12 @@ STYLE: Any = {
 CDFS = (
     ("time to first chunk", "ttft_from_sent", "ttft_from_intended", "from due"),
     ("time per output token", "tpot", None, ""),
-    ("between chunks", "itl_per_chunk", "itl_per_token", "per token"),
+    (
+        f"between chunks ({SHORTEST_MS}: read together)",
+        "itl_per_chunk",
+        "itl_per_token",
+        "per token",
+    ),
     ("end to end", "e2e_from_sent", "e2e_from_intended", "from due"),
 )
 
@@ -109,14 +116,15 @@ def draw_cdfs(groups: Groups) -> Figure:
 
 
 def scale_milliseconds(axis: Axes) -> None:
-    """A log scale where values differ much, with ticks at 1, 2 and 5, written 1,000, not 10^3."""
+    """A log scale where values differ much, its ticks written 1,000, not 10^3."""
     low, high = axis.dataLim.intervalx
     axis.set_xlabel("milliseconds")
     if not 0 < low * LOG_ABOVE < high:
         return
     axis.set_xlabel("milliseconds (log scale)")
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    subs = (1.0, 2.0, 5.0) if high < low * SUBS_BELOW else (1.0,)
+    axis.xaxis.set_major_locator(mpl.ticker.LogLocator(subs=subs, numticks=12))
     axis.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:,.6g}"))
     axis.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
 
@@ -127,12 +135,12 @@ def differs(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def draw_cdf(axis: Axes, values_s: np.ndarray, made: str, style: str, label: str) -> None:
-    """A time of zero (two chunks of one read) is drawn at the left edge of 10 microseconds."""
+    """A time of zero (two chunks of one read) is drawn at SHORTEST_MS."""
     values_s = values_s[~np.isnan(values_s)]
     if not len(values_s):
         return
     shares = np.linspace(0, 1, min(len(values_s), MAX_POINTS))
-    quantiles_ms = np.maximum(np.quantile(values_s, shares) * 1e3, 0.01)
+    quantiles_ms = np.maximum(np.quantile(values_s, shares) * 1e3, SHORTEST_MS)
     axis.plot(quantiles_ms, shares, style, color=made, label=label)
 
 
@@ -223,8 +231,10 @@ def draw_points(axis: Axes, groups: Groups, name: str) -> None:
                 axis.plot(*np.array(points).T, marker, color=made, markersize=6,
                           label=f"{label}, {statistic}" if not knee else None)  # fmt: skip
         if knee and columns:
-            axis.plot(*np.array(sorted(columns)).T, "-", color="#8b949e", linewidth=0.8, zorder=1)
-            axis.plot([], [], marker, color="#57606a", label=f"{statistic}; a point per rate")
+            axis.plot(*np.array(columns).T, "-", color="#8b949e", linewidth=0.8, zorder=1)
+            axis.plot(
+                [], [], marker, color="#57606a", label=f"{statistic}; a point per rate, in order"
+            )
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7.5)
 
