@@ -224,9 +224,9 @@ def test_seeds_give_intervals(mock: Mock, run: Run) -> None:
 
 
 def test_two_servers_take_turns(mock: Mock, run: Run) -> None:
-    """The second is four times slower by its own clock, so the ratio is about a quarter or less."""
-    fast, slow = mock(tokens_per_second=400.0), mock(tokens_per_second=100.0)
-    flags = "--num-prompts 8 --output-len 20 --max-concurrency 8 --num-warmups 1 --num-seeds 2"
+    """The second waits 50 ms before each token, the first not at all."""
+    fast, slow = mock(), mock(tokens_per_second=20.0)
+    flags = "--num-prompts 8 --output-len 10 --max-concurrency 8 --num-warmups 1 --num-seeds 2"
     status, report, shown = run(fast, f"{flags} --ab-url {slow}")
     assert status == 0
     urls = [r["conditions"]["base_url"] for r in report["runs"]]
@@ -248,7 +248,6 @@ def test_the_knee_of_a_known_capacity(mock: Mock, run: Run) -> None:
     assert report["knee_requests_per_s"] < report["first_failing_requests_per_s"]
     # Offered twice the capacity for a second, the last wait a second: no machine meets that.
     assert report["knee_requests_per_s"] < 80
-    assert report["probes"][-1]["share"] < 0.9
     assert len(report["probes"]) >= 2 and "knee: " in shown
 
 
