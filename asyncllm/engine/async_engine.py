@@ -16,6 +16,8 @@ from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.engine_core import EngineCore, in_own_thread
 from asyncllm.engine.generation import Generation, Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
+from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError
@@ -42,6 +44,7 @@ class AsyncLLMEngine:
 
     def _setup(self, args: EngineArgs) -> None:
         self.config: EngineConfig = args.create_engine_config()
+        self.recorder = Recorder()
         self.stat_loggers: list[StatLogger] = []
         self.show_progress = False
         self._request_ids = itertools.count()
@@ -68,7 +71,7 @@ class AsyncLLMEngine:
         finally:
             await asyncio.wait([tokenizer])
         try:
-            return EngineCore(config, worker, tokenizer.result(), self.stat_loggers)
+            return EngineCore(config, worker, tokenizer.result(), self.recorder, self.stat_loggers)
         except BaseException:
             worker.close()
             raise
@@ -201,6 +204,14 @@ class AsyncLLMEngine:
 
     def stats(self) -> SchedulerStats:
         return self._running().scheduler.stats()
+
+    def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
+        """What a live view shows: queues, pages, rates, latencies, the last steps. Cheap; no HTTP.
+
+        Call it on the loop. Raises `EngineDeadError` before the start and after the end.
+        """
+        scheduler = self._running().scheduler
+        return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
 
     def check_integrity(self) -> None:
         """Assert the invariants of pages, slots and queues; for tests and debugging."""

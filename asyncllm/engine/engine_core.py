@@ -21,8 +21,10 @@ from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
+from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import SchedulerStats, StatLogger
+from asyncllm.engine.stats import SchedulerStats, StatLogger, StepRecord
+from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from asyncllm.sampling_params import SamplingParams
@@ -42,6 +44,7 @@ class EngineCore:
         config: EngineConfig,
         worker: Worker,
         tokenizer: Tokenizer | None,
+        recorder: Recorder,
         stat_loggers: list[StatLogger],
     ) -> None:
         memory = worker.memory
@@ -57,6 +60,8 @@ class EngineCore:
         )
         self.outputs = OutputProcessor(tokenizer)
         self.dead: str | None = None
+        self.clock = StepClock()
+        self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[str] | None = None
@@ -103,18 +108,26 @@ class EngineCore:
     # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
 
     def plan(self) -> StepPlan | None:
+        start = time.monotonic()
         plan = self.scheduler.plan()
         for init in plan.slot_inits if plan is not None else ():
             metrics = init.seq.request.metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = time.monotonic()
+        self.clock.host.plan += time.monotonic() - start
         return plan
 
     def launch(self, plan: StepPlan) -> Launched:
-        return self.worker.launch(plan)
+        start = time.monotonic()
+        launched = self.worker.launch(plan)
+        self.clock.launched(launched)
+        self.clock.host.launch += time.monotonic() - start
+        return launched
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         """Take the step's tokens, then tell the clients."""
+        start = time.monotonic()
+        step = self.clock.finished(plan)
         updates = self.scheduler.finish_step(plan, result)
         self._aborts_while_emitting = []
         stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
@@ -123,15 +136,21 @@ class EngineCore:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_string)
         for request_id in aborts:
             self.abort(request_id)
-        if self._stat_loggers:
-            iteration = self.outputs.take_iteration_stats()
-            iteration.num_prompt_tokens = sum(len(row.token_ids) for row in plan.prefills)
-            for stat_logger in self._stat_loggers:
-                stat_logger.record(self.scheduler.stats(), iteration)
+        self._record(step)
+        self.clock.host.finish += time.monotonic() - start
+
+    def _record(self, step: StepRecord) -> None:
+        iteration = self.outputs.take_iteration_stats()
+        iteration.step = step
+        stats = self.scheduler.stats()
+        self._recorder.record(stats, iteration)
+        for stat_logger in self._stat_loggers:
+            stat_logger.record(stats, iteration)
 
     async def idle(self) -> None:
         """Until a request arrives."""
         self._work.clear()
+        self.clock.idle()
         if not self.scheduler.waiting:
             await self._work.wait()
 
@@ -149,6 +168,7 @@ class EngineCore:
     async def _recover(self, error: Exception) -> None:
         """End all live requests; go on if the device still answers, else be dead."""
         self._aborts_while_emitting = None
+        self.clock.reset()
         live = self.scheduler.requests()
         # A step that raised midway may have left anything: begin anew, with an empty cache.
         self.scheduler = self._make_scheduler(self.scheduler.stats())

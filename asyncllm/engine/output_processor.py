@@ -173,6 +173,7 @@ class OutputProcessor:
             metrics.first_token_time = now
             self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
             self._iteration.num_prompt_tokens += len(owner.request.prompt_token_ids)
+            self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
         state.last_token_time = now
         state.num_tokens += 1
         owner.num_generated += 1

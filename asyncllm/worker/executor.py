@@ -11,6 +11,7 @@ is what makes slots and pages reusable at once (see scheduler.py).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 
 from asyncllm.types import StepResult
+from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 
 Collect = Callable[[], StepResult]
 Work = Callable[[], Collect]
@@ -25,6 +27,10 @@ Work = Callable[[], Collect]
 
 class LaunchedStep(Protocol):
     async def wait(self) -> StepResult: ...
+
+    def device_times(self) -> DeviceTimes:
+        """When the device worked on it; after `wait`."""
+        ...
 
 
 class Executor(Protocol):
@@ -40,11 +46,14 @@ class Executor(Protocol):
 
 
 class _ThreadStep:
-    def __init__(self, future: Future[StepResult]) -> None:
-        self._future = future
+    def __init__(self, future: Future[StepResult], times: DeviceTimes) -> None:
+        self._future, self._times = future, times
 
     async def wait(self) -> StepResult:
         return await asyncio.wrap_future(self._future)
+
+    def device_times(self) -> DeviceTimes:
+        return self._times
 
 
 class ThreadExecutor:
@@ -54,7 +63,8 @@ class ThreadExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-cpu")
 
     def submit(self, work: Work) -> LaunchedStep:
-        return _ThreadStep(self._thread.submit(lambda: _run(work)))
+        times = DeviceTimes()
+        return _ThreadStep(self._thread.submit(_run, work, times), times)
 
     def drain(self) -> None:
         self._thread.submit(lambda: None).result()
@@ -64,20 +74,34 @@ class ThreadExecutor:
 
 
 @torch.inference_mode()
-def _run(work: Work) -> StepResult:
-    return work()()
+def _run(work: Work, times: DeviceTimes) -> StepResult:
+    times.started = time.monotonic()
+    result = work()()
+    times.ended = time.monotonic()
+    return result
 
 
 class _EventStep:
-    def __init__(self, done: torch.cuda.Event, collect: Collect, waiter: ThreadPoolExecutor):
+    def __init__(
+        self,
+        done: torch.cuda.Event,
+        collect: Collect,
+        waiter: ThreadPoolExecutor,
+        timer: StepTimer,
+    ) -> None:
         self._done, self._collect, self._waiter = done, collect, waiter
+        self._timer = timer
 
     async def wait(self) -> StepResult:
         if not self._done.query():
             # Blocks a thread in the driver without the GIL: the loop stays free, no core spins.
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._waiter, self._done.synchronize)
+        self._timer.see()
         return self._collect()
+
+    def device_times(self) -> DeviceTimes:
+        return self._timer.times(self._done)
 
 
 # Streams of closed engines, for the next one: torch keeps cuBLAS workspaces (64 MiB on Hopper) for
@@ -91,14 +115,16 @@ class StreamExecutor:
     def __init__(self, device: torch.device) -> None:
         self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-wait")
+        self._clock = StreamClock()
 
     @torch.inference_mode()
     def submit(self, work: Work) -> LaunchedStep:
         with torch.cuda.stream(self.stream):
+            timer = StepTimer(self._clock)
             collect = work()
-            done = torch.cuda.Event(blocking=True)
+            done = torch.cuda.Event(enable_timing=True, blocking=True)
             done.record(self.stream)
-        return _EventStep(done, collect, self._waiter)
+        return _EventStep(done, collect, self._waiter, timer)
 
     def drain(self) -> None:
         self.stream.synchronize()
