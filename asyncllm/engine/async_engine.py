@@ -18,11 +18,13 @@ from asyncllm.engine.generation import Generation, Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
-from asyncllm.engine.stats import SchedulerStats, StatLogger
+from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
+from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
+from asyncllm.worker.work_counts import WorkCounts
 from asyncllm.worker.worker import Worker
 
 
@@ -148,12 +150,12 @@ class AsyncLLMEngine:
             request_id, prompt, params, sink, priority, cache_salt
         )
 
-    def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests at once, wherever they are; unknown ids are ignored."""
+    def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
+        """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         if self._core is not None:
             for name in names:
-                self._core.abort(name)
+                self._core.abort(name, cause)
 
     async def encode(self, prompt: PromptInput) -> NoReturn:
         """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""
@@ -212,6 +214,16 @@ class AsyncLLMEngine:
         """
         scheduler = self._running().scheduler
         return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
+
+    @property
+    def host_seconds(self) -> HostSeconds:
+        """The loop's time in each verb of a step, running totals."""
+        return self._running().clock.host
+
+    @property
+    def work(self) -> WorkCounts:
+        """How the steps were run, running totals."""
+        return self._running().worker.work
 
     def check_integrity(self) -> None:
         """Assert the invariants of pages, slots and queues; for tests and debugging."""

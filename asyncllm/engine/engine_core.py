@@ -19,11 +19,12 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import SchedulerStats, StatLogger, StepRecord
+from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
@@ -61,10 +62,11 @@ class EngineCore:
         self.outputs = OutputProcessor(tokenizer)
         self.dead: str | None = None
         self.clock = StepClock()
+        self._lag = LoopLag(recorder.loop_lag.observe)
         self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._work = asyncio.Event()
-        self._aborts_while_emitting: list[str] | None = None
+        self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
 
     # --- requests ----------------------------------------------------------------------------
@@ -99,11 +101,13 @@ class EngineCore:
                 f"max_queued_requests is {self._config.max_queued_requests}"
             )
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, cause: AbortCause = "application") -> None:
         if self._aborts_while_emitting is not None:  # called by a sink, amid the outputs' loop
-            self._aborts_while_emitting.append(request_id)
+            self._aborts_while_emitting.append((request_id, cause))
         elif self.scheduler.abort(request_id) is not None:
             self.outputs.abort(request_id, time.monotonic())
+            self._recorder.aborts[cause] += 1
+            self._record(None)
 
     # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
 
@@ -134,12 +138,14 @@ class EngineCore:
         aborts, self._aborts_while_emitting = self._aborts_while_emitting, None
         for stop in stops:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_string)
-        for request_id in aborts:
-            self.abort(request_id)
+        for request_id, cause in aborts:
+            self.abort(request_id, cause)
         self._record(step)
+        self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
 
-    def _record(self, step: StepRecord) -> None:
+    def _record(self, step: StepRecord | None) -> None:
+        """Tell the observers what came since the last time."""
         iteration = self.outputs.take_iteration_stats()
         iteration.step = step
         stats = self.scheduler.stats()
@@ -174,6 +180,7 @@ class EngineCore:
         self.scheduler = self._make_scheduler(self.scheduler.stats())
         for request in live:
             self.outputs.fail(request, f"the engine failed in a step: {error}", time.monotonic())
+        self._record(None)
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
@@ -202,6 +209,8 @@ class EngineCore:
         for request in self.scheduler.requests():
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             self.outputs.fail(request, self.dead, time.monotonic())
+        self._record(None)
+        self._lag.close()
         self.input_processor.close()
         await in_own_thread(self.worker.close)
 

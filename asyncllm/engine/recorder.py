@@ -68,7 +68,7 @@ class Mark:
 
 
 class Recorder:
-    """Histograms carry the names of their series, without the prefix. Times in seconds."""
+    """Times in seconds, lengths in tokens."""
 
     def __init__(self) -> None:
         fine = latency_edges()
@@ -82,6 +82,7 @@ class Recorder:
         self.inference_time = Histogram(REQUEST_TIME)
         self.prompt_lengths = Histogram(TOKENS)
         self.generation_lengths = Histogram(TOKENS)
+        self.longest_generations = Histogram(TOKENS)  # of n sequences
         self.max_tokens = Histogram(TOKENS)
         self.computed_lengths = Histogram(TOKENS)  # prompt tokens not from the cache
         self.n = Histogram(N)
@@ -103,6 +104,8 @@ class Recorder:
         self.prefill_tokens = 0  # computed: without cached ones, with recomputed ones
         self.device_seconds = 0.0
         self.starved_seconds = 0.0
+        self.swapped_out_pages = 0
+        self.swapped_in_pages = 0
         self.finished: Counter[FinishReasonText] = Counter()
         self.aborts: Counter[AbortCause] = Counter()
         self.timeline: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)
@@ -130,18 +133,19 @@ class Recorder:
         self.step_time[step.kind].observe(step.duration)
         self.device_seconds += step.duration
         self.starved_seconds += step.starved
+        self.swapped_out_pages += step.num_swap_out
+        self.swapped_in_pages += step.num_swap_in
         if step.launch_lead is not None:
             self.launch_lead.observe(max(step.launch_lead, 0.0))
         self.prefill_tokens += step.prefill_tokens
 
     def _record_finished(self, request: FinishedRequestStats) -> None:
         self.finished[request.finish_reason] += 1
-        if request.abort_cause is not None:
-            self.aborts[request.abort_cause] += 1
         self.e2e.observe(request.e2e_time)
         self.prompt_lengths.observe(request.num_prompt_tokens)
         self.computed_lengths.observe(request.num_prompt_tokens - request.num_cached_tokens)
         self.generation_lengths.observe(request.num_generation_tokens)
+        self.longest_generations.observe(request.max_num_generation_tokens)
         self.max_tokens.observe(request.max_tokens)
         self.n.observe(request.n)
         _observe(self.queue_time, request.queue_time)
@@ -166,8 +170,12 @@ class Recorder:
             generation_tokens=self.generation_tokens,
             prefill_tokens=self.prefill_tokens,
             device_seconds=self.device_seconds,
-            loop_cpu_seconds=time.thread_time(),
+            loop_cpu_seconds=self.loop_cpu_seconds(),
         )
+
+    def loop_cpu_seconds(self) -> float:
+        """CPU time of the calling thread, which is the loop's."""
+        return time.thread_time()
 
     def mark_since(self, earliest: float) -> Mark | None:
         """The first mark at or after `earliest`; None where nothing happened since."""

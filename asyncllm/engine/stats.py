@@ -43,6 +43,7 @@ class FinishedRequestStats:
     finish_reason: FinishReasonText  # of its first sequence
     num_prompt_tokens: int
     num_generation_tokens: int  # all sequences
+    max_num_generation_tokens: int  # of its longest sequence
     num_cached_tokens: int
     max_tokens: int
     n: int
@@ -52,7 +53,6 @@ class FinishedRequestStats:
     decode_time: float | None  # first to last token
     time_to_first_token: float | None
     time_per_output_token: float | None  # decode_time / (tokens of the first sequence - 1)
-    abort_cause: AbortCause | None = None  # of finish_reason "abort"
 
 
 @dataclass(slots=True)
@@ -67,7 +67,9 @@ class StepRecord:
     start: float  # the device began, time.monotonic()
     duration: float  # on the device
     launch_lead: float | None  # end of the step before minus launch; None after idleness
-    starved: float  # the device waited for this step's launch, with work at hand
+    starved: float  # the device stood still before it, with work at hand
+    num_swap_out: int = 0  # pages
+    num_swap_in: int = 0
 
 
 @dataclass(slots=True)

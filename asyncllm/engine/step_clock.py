@@ -55,6 +55,8 @@ class StepClock:
             duration=max(times.ended - times.started, 0.0),
             launch_lead=None if before is None else before - launched_at,
             starved=0.0 if before is None else max(times.started - before, 0.0),
+            num_swap_out=len(plan.swap_out),
+            num_swap_in=len(plan.swap_in),
         )
 
     def idle(self) -> None:

@@ -20,7 +20,7 @@ from asyncllm.server.tokenize import detokenize, tokenize
 
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
-    """The app for one engine, which need not have started yet. Registers the metrics with it."""
+    """The app for one engine, which need not have started yet."""
     app = web.Application(
         middlewares=[error_middleware, auth_middleware(args.keys())],
         client_max_size=args.max_body_bytes,
@@ -28,8 +28,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app.on_response_prepare.append(_name_server)
     service = Service(engine, args)
     app[SERVICE] = service
-    app[METRICS] = Metrics(engine.stats, service.model_names[0], args.metrics_prefix)
-    engine.stat_loggers.append(app[METRICS])
+    app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.stats import AbortCause
 from asyncllm.outputs import RequestOutput
 from asyncllm.server.call import Call
 from asyncllm.server.errors import ApiError, as_api_error, internal_error
@@ -32,6 +33,7 @@ class Consumer(Protocol):
 class Generation:
     def __init__(self, engine: AsyncLLMEngine, call: Call, consumer: Consumer) -> None:
         self.error: ApiError | None = None
+        self.abort_cause: AbortCause = "disconnect"  # of what has not finished when it is left
         self._engine = engine
         self._call = call
         self._consumer = consumer
@@ -58,12 +60,13 @@ class Generation:
         """Idempotent, and nothing to do once every request has finished."""
         self._is_over = True
         while self._live:
-            self._engine.abort(self._live.pop())
+            self._engine.abort(self._live.pop(), self.abort_cause)
 
     def fail(self, error: ApiError) -> None:
         """End the answer with an error; the handler then aborts what still runs."""
         if not self._is_over and self.error is None and self._num_open:
             self.error = error
+            self.abort_cause = "shutdown" if error.status == 503 else "server_error"
             try:
                 self._consumer.fail(error)
             except Exception:  # whatever it is, the engine's step must not see it

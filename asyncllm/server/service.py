@@ -102,4 +102,7 @@ async def answer_stream(
             await sse.run()
         except ConnectionError:
             pass  # the client is gone or was dropped; aiohttp notices by itself
+        finally:
+            if sse.too_slow:
+                generation.abort_cause = "slow_reader"
     return sse.response

@@ -23,6 +23,7 @@ from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
 from asyncllm.worker.slot_sampling import PLAIN, Arrays
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
+from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
@@ -59,6 +60,7 @@ class ModelRunner:
         self._staging = Staging(device)
         self._pinned = device.type == "cuda"
         self.graphs: DecodeGraphs | None = None
+        self.work = WorkCounts()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device. The plan's effects are as if it were done already."""
@@ -105,6 +107,7 @@ class ModelRunner:
     def _decode_only(self, inputs: StepInputs) -> Sampled:
         graphs, num_rows = self.graphs, len(inputs.decode_slots)
         padded = graphs.padded_slots(inputs.decode_slots) if graphs is not None else None
+        self.work.ran("decode", num_rows, None if padded is None else len(padded))
         if graphs is None or padded is None:
             tensors = self._upload({**inputs.arrays, "decode_slots": inputs.decode_slots})
             slots = tensors["decode_slots"]
@@ -147,6 +150,7 @@ class ModelRunner:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         state, prefills = self._state, inputs.prefills
         assert prefills is not None
+        self.work.ran("mixed", inputs.plan.num_tokens)
         tensors = self._upload(inputs.arrays)
         token_ids, positions = tensors["prefill_tokens"], tensors["prefill_positions"]
         prompt_lens = tensors["prefill_prompt_lens"]

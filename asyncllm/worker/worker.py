@@ -27,6 +27,7 @@ from asyncllm.worker.memory import measure_swap_cost, plan_memory, profile_step
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.work_counts import WorkCounts
 
 # Lengths that bring in the kernel variants: one token, few, many, a whole step.
 WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048, 8192)
@@ -92,6 +93,10 @@ class Worker:
     @property
     def num_graphs(self) -> int:
         return len(self.runner.graphs) if self.runner.graphs is not None else 0
+
+    @property
+    def work(self) -> WorkCounts:
+        return self.runner.work
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)
