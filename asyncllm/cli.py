@@ -18,9 +18,9 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
 from asyncllm.server.listener import Listener
+from asyncllm.server.log_format import set_up_logging
 
 EXIT_CODE_INTERRUPTED = 130
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     try:
         server_args.check()
-        _set_up_logging(server_args.log_level)
+        _set_up_logging(server_args)
         with closing(Listener.bind(server_args)) as listener:
             _run(engine_args, server_args, listener)
     except KeyboardInterrupt:  # while loading
@@ -83,8 +83,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     return 0
 
 
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
+def _set_up_logging(args: ServerArgs) -> None:
+    set_up_logging(args.log_level, args.log_format)
     # Handlers' errors are logged by our middleware; what is left to aiohttp's own log is a
     # traceback for each thing that is no HTTP.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

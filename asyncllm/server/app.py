@@ -8,6 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.engine_core import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.auth import auth_middleware
 from asyncllm.server.chat import chat_completions
@@ -28,6 +29,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app.on_response_prepare.append(_name_server)
     service = Service(engine, args)
     app[SERVICE] = service
+    if args.otlp_traces_endpoint is not None:
+        _add_tracing(app, service, args.otlp_traces_endpoint)
     app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)
     app.add_routes(
         [
@@ -43,6 +46,21 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
         ]
     )
     return app
+
+
+def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
+    # OpenTelemetry is an extra: only who asks for it must have it.
+    from asyncllm.server.tracing import Tracing, make_exporter, trace_context_middleware
+
+    tracing = Tracing(make_exporter(endpoint))
+    service.call_observers.append(tracing)
+    service.engine.stat_loggers.append(tracing)
+    app.middlewares.append(trace_context_middleware)
+
+    async def close(_: web.Application) -> None:
+        await in_own_thread(tracing.close)
+
+    app.on_cleanup.append(close)
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:

@@ -44,8 +44,9 @@ class Generation:
     async def submit(self) -> None:
         """Queue every prompt. Raises what the engine raises; `abort` then clears the rest."""
         call = self._call
-        for index, prompt in enumerate(call.prompts):
-            request_id = f"{call.id}-{index}"
+        for index, (request_id, prompt) in enumerate(
+            zip(call.request_ids, call.prompts, strict=True)
+        ):
             self._live.add(request_id)
             await self._engine.add_request(
                 request_id,
