@@ -79,7 +79,6 @@ class Tracing:
             span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 
-
     def close(self) -> None:
         """Block until the exporter has everything, or gives up."""
         self._provider.shutdown()
