@@ -15,7 +15,7 @@ from itertools import islice
 
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.histogram import Counts, Histogram
-from asyncllm.engine.recorder import WINDOW_S, Mark, Recorder
+from asyncllm.engine.recorder import FINISH_REASONS, WINDOW_S, Mark, Recorder
 from asyncllm.engine.stats import SchedulerStats, StepRecord
 
 RATE_WINDOW_S = 5.0
@@ -169,7 +169,7 @@ def _totals(recorder: Recorder, stats: SchedulerStats) -> Totals:
         prompt_tokens=recorder.prompt_tokens,
         cached_tokens=recorder.cached_tokens,
         generation_tokens=recorder.generation_tokens,
-        finished=dict(recorder.finished),
+        finished={reason: recorder.finished[reason] for reason in FINISH_REASONS},
         prefix_cache_queries=stats.prefix_cache_queries,
         prefix_cache_hits=stats.prefix_cache_hits,
         preemptions_swap=stats.num_preemptions_swap,

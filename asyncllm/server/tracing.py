@@ -121,11 +121,11 @@ def _of_request(request: FinishedRequestStats) -> dict[str, Any]:
 
 
 @web.middleware
-async def trace_context_middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def trace_context_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The caller's trace is current while its handler runs."""
-    token = context.attach(_PROPAGATOR.extract(http.headers))
+    token = context.attach(_PROPAGATOR.extract(request.headers))
     try:
-        return await handler(http)
+        return await handler(request)
     finally:
         context.detach(token)
 

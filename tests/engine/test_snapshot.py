@@ -27,7 +27,7 @@ def test_snapshot_of_a_live_engine() -> None:
             await asyncio.gather(*work)
             after = engine.snapshot()
             assert after.totals.generation_tokens == 60
-            assert after.totals.finished == {"length": 3}
+            assert after.totals.finished == {"stop": 0, "length": 3, "abort": 0, "error": 0}
             assert after.latencies.time_to_first_token.count == 3
             assert after.latencies.inter_token.count == 57
             assert after.latencies.e2e.count == after.latencies.queue.count == 3

@@ -21,8 +21,11 @@ MAY_BE_ZERO = re.compile(
 )
 
 
+VARIABLE = re.compile(r"label_values\(([\w:]+)(?:\{.*\})?, (\w+)\)")
+
+
 def queries() -> list[tuple[str, str]]:
-    """(panel, expression), the variables' queries included."""
+    """(panel, expression)"""
     dashboard = json.loads(DASHBOARD.read_text())
     found = [(p["title"], t["expr"]) for p in dashboard["panels"] for t in p.get("targets", [])]
     assert all(p.get("targets") for p in dashboard["panels"] if p["type"] != "row")
@@ -66,6 +69,11 @@ def test_every_query_against_a_live_server() -> None:
             assert result, panel
             zero = all(not value or math.isnan(value) for value in result.values())
             assert not zero or MAY_BE_ZERO.search(expr), f"{panel}: {expr}"
+        for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
+            if variable["type"] == "query":
+                found = VARIABLE.fullmatch(variable["query"])
+                assert found is not None, variable
+                assert all(found[2] in dict(key) for key in after.samples[found[1]])
         # What nobody draws is named here, with its reason.
         drawn = {name.removesuffix("_bucket") for name in selected}
         not_drawn = {name for name in after.types if name.startswith("asyncllm:")} - drawn
