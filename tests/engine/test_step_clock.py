@@ -8,7 +8,9 @@ import pytest
 
 from asyncllm.engine.step_clock import StepClock, kind_of
 from asyncllm.types import StepPlan, StepResult
-from asyncllm.worker.step_timer import DeviceTimes, StreamClock
+from asyncllm.worker import step_timer
+from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
+from asyncllm.worker.work_counts import WorkCounts
 from tests.engine.builders import make_request, make_scheduler, run_step
 
 
@@ -110,3 +112,35 @@ def test_a_late_sight_does_not_move_the_end() -> None:
     assert place(5.020, 1000.019) == 1000.019
     # After an hour the clocks have drifted apart: what the host saw is the better bound.
     assert place(3605.020, 4600.020) == 4600.020
+
+
+def test_a_step_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, host = [7.0], [100.0]
+
+    class Recorded(Event):
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = device[0]
+
+    monkeypatch.setattr(step_timer.torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(step_timer.time, "monotonic", lambda: host[0])
+    timer = StepTimer(StreamClock())
+    device[0], host[0] = 7.5, 100.5
+    timer.see()
+    times = timer.times(Event(7.25))  # type: ignore[arg-type]
+    assert (times.started, times.ended) == (100.25, 100.5)  # the first end is where it was seen
+
+
+def test_work_counts() -> None:
+    counts = WorkCounts()
+    counts.ran("decode", 5, 8)
+    counts.ran("decode", 8, 8)
+    counts.ran("decode", 600)
+    counts.ran("mixed", 100)
+    assert counts.steps == {
+        ("decode", "graph"): 2, ("decode", "eager"): 1,
+        ("mixed", "graph"): 0, ("mixed", "eager"): 1,
+    }  # fmt: skip
+    assert (counts.num_tokens, counts.num_padding) == (713, 3)
