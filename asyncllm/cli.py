@@ -14,7 +14,7 @@ from typing import Any
 import uvloop
 
 from asyncllm.config import EngineArgs
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
 from asyncllm.server.listener import Listener
@@ -77,7 +77,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
             _run(engine_args, server_args, listener)
     except KeyboardInterrupt:  # while loading
         os._exit(EXIT_CODE_INTERRUPTED)  # a usual exit would wait for the thread that loads
-    except (ModelLoadError, ValueError, OSError) as error:
+    except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
         print(f"asyncllm: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -57,6 +57,9 @@ class EngineConfig:
     generation_config: str
     chat_template: str | None
     max_queued_requests: int
+    max_queued_tokens: int
+    max_queue_seconds: float
+    watchdog_timeout: float
 
     @cached_property
     def num_slots(self) -> int:
@@ -131,6 +134,16 @@ class EngineArgs:
     max_queued_requests: int = field(
         default=4096, metadata={"help": "requests that may wait; more are refused"}
     )
+    max_queued_tokens: int = field(
+        default=1 << 23, metadata={"help": "prompt tokens that may wait; more are refused"}
+    )
+    max_queue_seconds: float = field(
+        default=600.0, metadata={"help": "longest wait for a first step, then 503; may be inf"}
+    )
+    watchdog_timeout: float = field(
+        default=30.0,
+        metadata={"help": "seconds without a finished step, amid requests, until /health says so"},
+    )
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
@@ -178,6 +191,9 @@ class EngineArgs:
             generation_config=self.generation_config,
             chat_template=self.chat_template,
             max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            max_queue_seconds=self.max_queue_seconds,
+            watchdog_timeout=self.watchdog_timeout,
         )
 
     def _tokenizer_path(self, model: Path) -> Path | None:
@@ -190,7 +206,12 @@ class EngineArgs:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_logprobs", self.max_logprobs, 0)
         _at_least("max_queued_requests", self.max_queued_requests, 1)
+        _at_least("max_queued_tokens", self.max_queued_tokens, 1)
+        if not self.max_queue_seconds > 0:
+            raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
         _at_least("swap_space", self.swap_space, 0)
+        if not 0 < self.watchdog_timeout < math.inf:
+            raise ValueError(f"watchdog_timeout must be positive, got {self.watchdog_timeout}")
         if not math.isfinite(self.swap_space):
             raise ValueError(f"swap_space must be finite, got {self.swap_space}")
         if any(not name for name in self.served_model_name or []):

@@ -25,7 +25,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class QueueFullError(RuntimeError):
-    """The waiting queue is at its named limit; try again later."""
+    """The waiting queue is at a named limit, or a request waited too long; try again later."""
 
 
 class RequestFailedError(RuntimeError):

@@ -66,3 +66,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None  # why finish_reason is "error"
+    overloaded: bool = False  # the error is that it waited too long: trying again may help

@@ -202,7 +202,11 @@ class AsyncLLMEngine:
             return "closed"
         if self._core is None:
             return "loading"
-        return self._core.dead
+        return self._core.dead or self._core.watchdog.stalled
+
+    async def wait_failed(self) -> str:
+        """Until the engine, once started, has failed for good; why."""
+        return await asyncio.shield(self._running().failed)
 
     def stats(self) -> SchedulerStats:
         return self._running().scheduler.stats()
@@ -234,6 +238,7 @@ class AsyncLLMEngine:
         core = self._running()
         core.scheduler.check_empty()
         core.outputs.check_empty()
+        core.admission.check_empty()
 
     def reset_prefix_cache(self) -> None:
         self._running().scheduler.blocks.reset_prefix_cache()

@@ -14,6 +14,7 @@ from asyncllm.errors import InvalidRequestError
 ChatMessage = dict[str, Any]
 
 PARAM = "messages"
+MAX_MESSAGES = 2048  # a template runs on the event loop: 10 us a message, with some far more
 # Where each kind of text part keeps its text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -22,6 +23,8 @@ def normalize_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Copies with string content and parsed tool arguments. Raises `InvalidRequestError`."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", PARAM)
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(f"{len(messages)} messages, at most {MAX_MESSAGES}", PARAM)
     return [_normalize(message, index) for index, message in enumerate(messages)]
 
 

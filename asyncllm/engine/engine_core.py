@@ -2,7 +2,7 @@
 
     add_request -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
-A step that fails ends the requests that were live, each with an error, and the engine goes on; if
+A step that fails ends the requests that had begun, each with an error, and the engine goes on; if
 the device is lost with it, the engine is dead and says so.
 """
 
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
@@ -27,7 +28,8 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
-from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from asyncllm.engine.watchdog import Watchdog
+from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import FinishReason, Request, StepPlan, StepResult
 from asyncllm.worker.worker import Worker
@@ -60,13 +62,23 @@ class EngineCore:
             max_kv_tokens=memory.num_pages * config.block_size,
         )
         self.outputs = OutputProcessor(tokenizer)
+        self.admission = Admission(
+            config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
+        )
         self.dead: str | None = None
         self.clock = StepClock()
         self._lag = LoopLag(recorder.loop_lag.observe)
         self._recorder = recorder
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stat_loggers = stat_loggers
+        self.watchdog = Watchdog(
+            config.watchdog_timeout,
+            lambda: self.scheduler.num_requests,
+            lambda: str(self.scheduler.stats()),
+        )
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
+        self._planning = False  # left true by a plan that raised
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
 
     # --- requests ----------------------------------------------------------------------------
@@ -84,40 +96,51 @@ class EngineCore:
         request = await self.input_processor.process_async(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
-        self._check_open(request_id)  # things may have changed while a long prompt was tokenised
+        # Things may have changed while a long prompt was tokenised.
+        self._check_open(request_id, len(request.prompt_token_ids))
+        self.admission.enter(request)
         self.outputs.add(request, sink)
         self.scheduler.add(request)
         self._work.set()
         return request
 
-    def _check_open(self, request_id: str) -> None:
+    def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if self.scheduler.has_request(request_id):
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
-        if len(self.scheduler.waiting) >= self._config.max_queued_requests:
-            raise QueueFullError(
-                f"request {request_id}: {len(self.scheduler.waiting)} requests wait already, "
-                f"max_queued_requests is {self._config.max_queued_requests}"
-            )
+        self.admission.check_room(request_id, num_tokens)
 
     def abort(self, request_id: str, cause: AbortCause = "application") -> None:
         if self._aborts_while_emitting is not None:  # called by a sink, amid the outputs' loop
             self._aborts_while_emitting.append((request_id, cause))
-        elif self.scheduler.abort(request_id) is not None:
+        elif (request := self.scheduler.abort(request_id)) is not None:
+            self.admission.leave(request)
             self.outputs.abort(request_id, time.monotonic())
             self._recorder.aborts[cause] += 1
             self._record(None)
+
+    def _expire(self, request: Request) -> None:
+        """End a request that has waited too long."""
+        self.scheduler.abort(request.request_id, FinishReason.ERROR)
+        self.admission.leave(request)
+        waited = f"it waited over max_queue_seconds ({self._config.max_queue_seconds:g})"
+        self.outputs.fail(request, waited, time.monotonic(), overloaded=True)
 
     # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         start = time.monotonic()
+        for request in self.admission.late(start):
+            self._expire(request)
+        self._planning = True
         plan = self.scheduler.plan()
+        self._planning = False
         for init in plan.slot_inits if plan is not None else ():
-            metrics = init.seq.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = time.monotonic()
+            request = init.seq.request
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.monotonic()
+                self.admission.leave(request)
         self.clock.host.plan += time.monotonic() - start
         return plan
 
@@ -131,6 +154,7 @@ class EngineCore:
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         """Take the step's tokens, then tell the clients."""
         start = time.monotonic()
+        self.watchdog.step_done()
         step = self.clock.finished(plan)
         updates = self.scheduler.finish_step(plan, result)
         self._aborts_while_emitting = []
@@ -166,26 +190,40 @@ class EngineCore:
             try:
                 await loop(self)
             except Exception as error:
-                logger.exception("a step failed; its requests end with an error")
+                logger.exception("a step failed; the requests that had begun end with an error")
                 await self._recover(error)
 
     # --- failure and end ---------------------------------------------------------------------
 
     async def _recover(self, error: Exception) -> None:
-        """End all live requests; go on if the device still answers, else be dead."""
+        """End the requests that the step may have hurt; go on if the device answers, else be dead.
+
+        Those that still wait for their first step are kept, unless it was planning that failed: the
+        first of them may be the reason.
+        """
         self._aborts_while_emitting = None
         self.clock.reset()
         live = self.scheduler.requests()
         # A step that raised midway may have left anything: begin anew, with an empty cache.
         self.scheduler = self._make_scheduler(self.scheduler.stats())
-        for request in live:
-            self.outputs.fail(request, f"the engine failed in a step: {error}", time.monotonic())
+        unhurt = [] if self._planning else [r for r in live if self.admission.holds(r)]
+        self._fail([r for r in live if r not in unhurt], f"the engine failed in a step: {error}")
         self._record(None)
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
             logger.critical("the device is lost: %s", lost)
             self.dead = f"the device is lost: {lost}"
+            self._fail(unhurt, self.dead)
+            self.failed.set_result(self.dead)
+        else:
+            for request in unhurt:
+                self.scheduler.add(request)
+
+    def _fail(self, requests: list[Request], message: str) -> None:
+        for request in requests:
+            self.admission.leave(request)
+            self.outputs.fail(request, message, time.monotonic())
 
     def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
@@ -206,12 +244,14 @@ class EngineCore:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
-        for request in self.scheduler.requests():
+        live = self.scheduler.requests()
+        for request in live:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            self.outputs.fail(request, self.dead, time.monotonic())
+        self._fail(live, self.dead)
         self._record(None)
         self._lag.close()
         self.input_processor.close()
+        self.watchdog.close()
         await in_own_thread(self.worker.close)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from asyncllm.engine.output_processor import OutputCollector
-from asyncllm.errors import RequestFailedError
+from asyncllm.errors import QueueFullError, RequestFailedError
 from asyncllm.outputs import RequestOutput
 from asyncllm.sampling_params import RequestOutputKind
 
@@ -82,6 +82,8 @@ class Generation:
             mailbox.arrived.clear()
             await self._or_abort(mailbox.arrived.wait())
         output = mailbox.ready.popleft()
+        if output.overloaded:
+            raise QueueFullError(f"request {output.request_id}: {output.error}")
         if output.error is not None:
             raise RequestFailedError(f"request {output.request_id}: {output.error}")
         self._last = output

@@ -7,6 +7,8 @@ script, a REPL and a notebook (whose thread already runs a loop). `close()` ends
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -38,7 +40,9 @@ class LLM:
         )
         self._thread.start()
         try:
-            self.engine = AsyncLLMEngine(model, **engine_args)
+            # A batch may wait as long as it takes: nobody else is kept from asking.
+            patient = {"max_queued_tokens": sys.maxsize, "max_queue_seconds": math.inf}
+            self.engine = AsyncLLMEngine(model, **patient | engine_args)
             self.engine.show_progress = True
             self._call(self.engine.start())
         except BaseException:

@@ -52,6 +52,7 @@ def _update(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.num_cached_tokens = delta.num_cached_tokens
     whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.error = whole.error or delta.error
+    whole.overloaded = delta.overloaded
 
 
 def _extend(known: CompletionOutput, delta: CompletionOutput) -> None:

@@ -116,11 +116,19 @@ class OutputProcessor:
         self._end(owner, "abort", now)
         return owner.request
 
-    def fail(self, request: Request, message: str, now: float | None = None) -> None:
+    def fail(
+        self,
+        request: Request,
+        message: str,
+        now: float | None = None,
+        *,
+        overloaded: bool = False,
+    ) -> None:
         """End a request with "error" and `message`; nothing where it is not live."""
         owner = self._requests.get(request.request_id)
         if owner is not None:
             owner.error = message
+            owner.overloaded = overloaded
             self._end(owner, "error", now)
 
     def take_iteration_stats(self) -> IterationStats:

@@ -29,6 +29,7 @@ VOCABULARY_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model",
 )  # fmt: skip
+MAX_TOOLS = 128  # OpenAI's
 MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
 LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
 
@@ -162,6 +163,8 @@ class Tokenizer:
                 "this model has no chat template; start with --chat-template, or send a prompt",
                 MESSAGES_PARAM,
             )
+        if tools and len(tools) > MAX_TOOLS:
+            raise InvalidRequestError(f"{len(tools)} tools, at most {MAX_TOOLS}", "tools")
         conversation = normalize_messages(messages)
         try:
             return self._hf.apply_chat_template(

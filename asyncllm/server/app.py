@@ -5,6 +5,8 @@ The reading order of this package: app, chat, service, generation, stream, sse.
 
 from __future__ import annotations
 
+import re
+
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
@@ -13,20 +15,24 @@ from asyncllm.server.args import ServerArgs
 from asyncllm.server.auth import auth_middleware
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
+from asyncllm.server.connection import connection_middleware
 from asyncllm.server.errors import error_middleware
 from asyncllm.server.info import health, list_models, metrics, show_model, show_version
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.tokenize import detokenize, tokenize
 
+REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,128}")
+
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     """The app for one engine, which need not have started yet."""
     app = web.Application(
-        middlewares=[error_middleware, auth_middleware(args.keys())],
+        middlewares=[connection_middleware, error_middleware, auth_middleware(args.keys())],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
+    app.on_response_prepare.append(_echo_request_id)
     service = Service(engine, args)
     app[SERVICE] = service
     if args.otlp_traces_endpoint is not None:
@@ -66,3 +72,10 @@ def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
     """Instead of the versions of Python and aiohttp, which are nobody's business."""
     response.headers["Server"] = "asyncllm"
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """For the client's own logs; the engine never sees it."""
+    request_id = request.headers.get("X-Request-Id")
+    if request_id is not None and REQUEST_ID.fullmatch(request_id):
+        response.headers["X-Request-Id"] = request_id

@@ -33,6 +33,9 @@ class ServerArgs:
     max_body_bytes: int = field(
         default=4 * 1024 * 1024, metadata={"help": "largest request body, decompressed"}
     )
+    max_connections: int = field(
+        default=4096, metadata={"help": "open connections, idle ones included; one more gets a 503"}
+    )
     shutdown_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running answers get at shutdown"}
     )
@@ -59,6 +62,8 @@ class ServerArgs:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ValueError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
         if not METRICS_PREFIX.fullmatch(self.metrics_prefix):

@@ -3,7 +3,7 @@
 `ApiError` is the server's own refusal; `as_api_error` translates everything else, so the middleware
 and a stream that has already begun report the same failure in the same words. An unexpected
 exception is logged with its traceback and told to the client as nothing but "internal error".
-HTTP that the parser itself cannot read never reaches a middleware: aiohttp answers that one.
+HTTP that the parser itself cannot read never reaches a middleware: connection.py answers that one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
     429: "rate_limit_exceeded",
@@ -105,6 +106,12 @@ def as_api_error(error: BaseException) -> ApiError:
 def internal_error(message: str) -> ApiError:
     # The same request would fail again: tell clients that retry by themselves not to.
     return ApiError(500, message, headers={"x-should-retry": "false"})
+
+
+def overloaded() -> ApiError:
+    """For a request that was taken, and waited too long."""
+    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    return ApiError(503, "the request waited too long for its turn", headers=retry)
 
 
 def _from_http_exception(error: web.HTTPException) -> ApiError:

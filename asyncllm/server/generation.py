@@ -15,7 +15,7 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.stats import AbortCause
 from asyncllm.outputs import RequestOutput
 from asyncllm.server.call import Call
-from asyncllm.server.errors import ApiError, as_api_error, internal_error
+from asyncllm.server.errors import ApiError, as_api_error, internal_error, overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,9 @@ class Generation:
         if self._is_over or self.error is not None:
             return
         try:
+            if output.overloaded:
+                self.fail(overloaded())
+                return
             if output.error is not None:
                 # Its words are for the operator: they may hold paths and addresses.
                 logger.error("request %s failed: %s", request_id, output.error)

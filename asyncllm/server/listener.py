@@ -5,6 +5,7 @@ It listens only when serving starts: until then a client is refused and not kept
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.connection import accept
 
 BACKLOG = 2048
 
@@ -21,6 +23,7 @@ class Listener:
     args: ServerArgs
     sock: socket.socket | None  # None with a Unix socket, which is made when serving starts
     ssl_context: ssl.SSLContext | None
+    _server: asyncio.AbstractServer | None = None
 
     @classmethod
     def bind(cls, args: ServerArgs) -> Listener:
@@ -45,23 +48,28 @@ class Listener:
             raise OSError(f"cannot listen on {args.host}:{args.port}: {reason}") from error
         return cls(args, sock, ssl_context)
 
-    async def start(self, runner: web.AppRunner) -> web.BaseSite:
-        """Accept connections. Raises `OSError` naming the address."""
-        site: web.BaseSite
-        ssl_context = self.ssl_context
-        if self.sock is None:
-            assert self.args.uds is not None
-            site = web.UnixSite(runner, self.args.uds, ssl_context=ssl_context, backlog=BACKLOG)
-        else:
-            site = web.SockSite(runner, self.sock, ssl_context=ssl_context, backlog=BACKLOG)
+    async def start(self, runner: web.AppRunner) -> None:
+        """Accept connections for a runner that is set up. Raises `OSError` naming the address."""
+        assert runner.server is not None
+        connect = accept(runner.server, self.args.max_connections)
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            if self.sock is not None:
+                self._server = await loop.create_server(
+                    connect, sock=self.sock, ssl=self.ssl_context, backlog=BACKLOG
+                )
+            else:
+                self._server = await loop.create_unix_server(
+                    connect, self.args.uds, ssl=self.ssl_context, backlog=BACKLOG
+                )
         except OSError as error:
             reason = error.strerror or str(error)
             raise OSError(f"cannot listen on {self.url}: {reason}") from error
-        return site
 
     def close(self) -> None:
+        """Accept no more. Connections that are open stay so."""
+        if self._server is not None:
+            self._server.close()
         if self.sock is not None:
             self.sock.close()
 

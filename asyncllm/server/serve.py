@@ -1,8 +1,8 @@
 """The server's life: bind, load, serve, drain.
 
-SIGINT or SIGTERM stops accepting, refuses newcomers on open connections, and lets the answers in
-progress end within `shutdown_timeout`; those that do not are ended with an error event. A second
-signal leaves at once. While the model loads Python's own handling applies.
+SIGINT or SIGTERM refuses newcomers (503, at /health too) and lets the answers in progress end
+within `shutdown_timeout`; those that do not are ended with an error event. A second signal leaves
+at once. While the model loads Python's own handling applies.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import suppress
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.errors import EngineDeadError
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.errors import ApiError
@@ -32,7 +33,11 @@ EXIT_CODE_SECOND_SIGNAL = 1
 
 
 async def serve(engine: AsyncLLMEngine, args: ServerArgs, listener: Listener) -> None:
-    """Until a signal. Raises `OSError`, `ValueError`, `ModelLoadError` for what fails at start."""
+    """Until a signal.
+
+    Raises `OSError`, `ValueError`, `ModelLoadError` for what fails at start, and `EngineDeadError`
+    where the device was lost later: a supervisor then starts another process.
+    """
     try:
         await engine.start()
         await _serve_loaded(engine, args, listener)
@@ -51,20 +56,30 @@ async def _serve_loaded(engine: AsyncLLMEngine, args: ServerArgs, listener: List
     )
     await runner.setup()
     try:
-        site = await listener.start(runner)
+        await listener.start(runner)
         stop = _stop_on_signals()
         # What exists now lives as long as the process: spare every later collection the walk over
         # it, which would show up as pauses between tokens.
         gc.collect()
         gc.freeze()
         _announce(engine, listener)
-        await stop.wait()
-        await site.stop()
+        await _stop_or_failure(stop, engine)
         await drain(app[SERVICE], args.shutdown_timeout)
+        listener.close()
     finally:
         if stats_task is not None:
             stats_task.cancel()
         await runner.cleanup()
+
+
+async def _stop_or_failure(stop: asyncio.Event, engine: AsyncLLMEngine) -> None:
+    stopping = asyncio.create_task(stop.wait())
+    failing = asyncio.create_task(engine.wait_failed())
+    await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    failing.cancel()
+    if not stop.is_set():
+        raise EngineDeadError(failing.result())
 
 
 async def drain(service: Service, patience_seconds: float) -> None:

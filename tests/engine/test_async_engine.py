@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -41,6 +41,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 def small_engine(**changes: Any) -> AsyncLLMEngine:
     return AsyncLLMEngine("tiny", **SMALL | changes)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 (any condition will do)
+        await asyncio.sleep(0.002)
 
 
 async def settle(engine: AsyncLLMEngine) -> None:
@@ -257,6 +262,52 @@ def test_the_queue_has_a_limit() -> None:
     run(main())
 
 
+def test_the_queue_has_a_limit_of_tokens() -> None:
+    """At the limit, and one above."""
+
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1, max_queued_tokens=40) as engine:
+            running = asyncio.create_task(_await(engine.generate([1], ENDLESS, request_id="run")))
+            await asyncio.sleep(0.1)
+            waiting = [
+                asyncio.create_task(_await(engine.generate([1] * n, GREEDY, request_id=f"w{n}")))
+                for n in (25, 15)
+            ]
+            await asyncio.sleep(0.05)
+            with pytest.raises(QueueFullError, match="40 prompt tokens wait already"):
+                await engine.generate([1], GREEDY)
+            engine.abort(["run", "w25"])
+            await asyncio.gather(running, *waiting)
+            await settle(engine)
+
+    run(main())
+
+
+def test_a_prompt_over_the_whole_limit_may_wait_alone() -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1, max_queued_tokens=10) as engine:
+            output = await engine.generate([1] * 30, GREEDY)
+            assert output.finished
+            await settle(engine)
+
+    run(main())
+
+
+def test_a_request_that_waits_too_long_ends_and_running_ones_do_not() -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1, max_queue_seconds=0.2) as engine:
+            running = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="run")))
+            await asyncio.sleep(0.1)
+            with pytest.raises(QueueFullError, match=r"over max_queue_seconds \(0\.2\)"):
+                await engine.generate("b", GREEDY, request_id="late")
+            assert engine.stats().num_running == 1
+            engine.abort("run")
+            await running
+            await settle(engine)
+
+    run(main())
+
+
 def test_a_request_id_in_use_is_refused() -> None:
     async def main() -> None:
         async with small_engine() as engine:
@@ -340,6 +391,44 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
                 await engine.generate("hello", GREEDY)
             engine.check_idle()
             assert (await engine.generate("hello", GREEDY)).outputs[0].token_ids == expected
+
+    run(main())
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["step failed", "device lost"])
+def test_a_failing_step_hurts_the_queued_only_if_the_device_is_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            core = engine._core
+            assert core is not None
+            running = asyncio.create_task(_await(engine.generate("a", ENDLESS)))
+            await until(lambda: engine.stats().num_running == 1)
+            queued = asyncio.create_task(_await(engine.generate("hello", GREEDY)))
+            await until(lambda: engine.stats().num_waiting == 1)
+            launch = core.worker.launch
+
+            def fail(*_: Any) -> Any:
+                monkeypatch.setattr(core.worker, "launch", launch)
+                raise ArithmeticError("planted")
+
+            monkeypatch.setattr(core.worker, "launch", fail)
+            if lost:
+                monkeypatch.setattr(core.worker, "drain", fail)
+            with pytest.raises(RequestFailedError, match="planted"):
+                await running
+            if lost:
+                with pytest.raises(RequestFailedError, match="device is lost"):
+                    await queued
+                assert "device is lost" in await engine.wait_failed()
+                assert "device is lost" in (engine.health() or "")
+                with pytest.raises(EngineDeadError):
+                    await engine.generate("more", GREEDY)
+                monkeypatch.undo()
+            else:
+                assert (await queued).finished
+                engine.check_idle()
 
     run(main())
 

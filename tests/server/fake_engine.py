@@ -142,6 +142,9 @@ class FakeEngine:
     def health(self) -> str | None:
         return self.unhealthy
 
+    def check_idle(self) -> None:
+        assert not self.live
+
     def stats(self) -> SchedulerStats:
         num_pages = len(self.live)
         return SchedulerStats(num_running=num_pages, num_pages=100, num_used_pages=num_pages)

@@ -20,7 +20,7 @@ from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from tests.server.fake_engine import FakeEngine
 
-TEST_TIMEOUT_SECONDS = 20
+TEST_TIMEOUT_SECONDS = 60
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -84,7 +84,9 @@ def parse_events(text: str) -> list[Any]:
 async def serving(
     engine: Any = None, small_buffers: bool = False, **args: Any
 ) -> AsyncIterator[Server]:
+    """Asserts at the end that no answer, request or task is left."""
     engine = engine or FakeEngine()
+    tasks_before = asyncio.all_tasks()
     await engine.start()
     server_args = ServerArgs(**{"port": 0, **args})
     listener = Listener.bind(server_args)
@@ -98,7 +100,15 @@ async def serving(
     try:
         async with aiohttp.ClientSession() as session:
             yield Server(listener.url, port, engine, app[SERVICE], session)
+        # Every client has gone, and so its answer.
+        await until(lambda: not app[SERVICE].num_live)
+        if engine.health() is None:
+            await until(lambda: not engine.stats().num_running)
+            engine.check_idle()
     finally:
+        listener.close()
         await runner.cleanup()
         await engine.aclose()
     assert not getattr(engine, "sink_errors", None)
+    async with asyncio.timeout(2):
+        await until(lambda: asyncio.all_tasks() <= tasks_before)

@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -183,6 +185,21 @@ def test_overload_is_429() -> None:
     run(test())
 
 
+def test_waiting_too_long_is_503() -> None:
+    async def test() -> None:
+        async with client(max_queue_seconds=0.01, max_num_seqs=1) as (api, server):
+            body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+            running = asyncio.create_task(server.post("/v1/completions", body))
+            await until(lambda: server.engine.stats().num_running == 1)
+            with pytest.raises(openai.InternalServerError) as refused:
+                await whole(api, messages=QUESTION)
+            assert refused.value.status_code == 503
+            assert refused.value.response.headers["Retry-After"] == "1"
+            assert (await running)[0] == 200
+
+    run(test())
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_pages(stream: bool) -> None:
     async def test() -> None:
@@ -276,8 +293,10 @@ def test_second_signal_leaves_at_once() -> None:
         )
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
             while True:  # until the first signal was taken: then newcomers are refused
                 late.completions.create(model=MODEL, prompt="A", max_tokens=1)
+        with pytest.raises(urllib.error.HTTPError, match="503"):  # a new connection is told so
+            urllib.request.urlopen(f"{url}/health", timeout=5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(4) == 1

@@ -229,8 +229,26 @@ def test_content_type() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
                          % (CHAT.encode(), len(body), body))  # fmt: skip
-            assert (await reader.readline()).split()[1] == b"200"  # none at all is taken as JSON
+            assert (await reader.readline()).split()[1] == b"415"  # none at all is none
             writer.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [("abc-123_x.Y", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("é", False)],
+)
+def test_request_ids_are_echoed_where_they_are_harmless(given: str, echoed: bool) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            headers = {"X-Request-Id": given}
+            for path, stream in (("/nowhere", False), (CHAT, False), (CHAT, True)):
+                async with server.session.post(
+                    server.url + path, json={"messages": HELLO, "stream": stream}, headers=headers
+                ) as response:
+                    assert response.headers.get("X-Request-Id") == (given if echoed else None)
+            assert all(given not in request.request_id for request in server.engine.seen)
 
     run(test())
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
-from asyncllm.server.serve import drain
+import pytest
+
+from asyncllm.errors import EngineDeadError
+from asyncllm.server.serve import _stop_or_failure, drain
 from tests.server.fake_engine import reply
 from tests.server.http_harness import CHAT, HELLO, run, serving, until
 
@@ -43,5 +47,21 @@ def test_drain_ends_what_takes_too_long() -> None:
             assert (await whole)[0] == 503
             await server.quiet()
             assert len(server.engine.aborted) == 2
+
+    run(test())
+
+
+def test_a_lost_device_ends_the_server_with_an_error() -> None:
+    class Engine:
+        async def wait_failed(self) -> str:
+            return "the device is lost"
+
+    async def test() -> None:
+        engine: Any = Engine()
+        with pytest.raises(EngineDeadError, match="device is lost"):
+            await _stop_or_failure(asyncio.Event(), engine)
+        stop = asyncio.Event()
+        stop.set()
+        await _stop_or_failure(stop, engine)  # asked to stop: not an error
 
     run(test())

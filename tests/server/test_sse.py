@@ -124,7 +124,10 @@ async def slow_client(server: Server, **fields: object) -> socket.socket:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, ("127.0.0.1", server.port))
     body = orjson.dumps({"messages": HELLO, "stream": True, **fields})
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     await loop.sock_sendall(sock, head.encode() + body)
     return sock
 

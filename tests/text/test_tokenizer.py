@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from asyncllm.engine.chat_messages import MAX_MESSAGES
 from asyncllm.engine.token_pieces import build_token_pieces
-from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
+from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, MAX_TOOLS, Tokenizer
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from tests.text import tokenizer_folders as folders
 
@@ -239,6 +240,15 @@ def test_bad_messages(byte_level: Tokenizer, messages: Any, words: str | None) -
     error = refused(byte_level, messages)
     assert error.param == "messages"
     assert re.search(words, str(error))
+
+
+def test_limits_of_messages_and_tools(byte_level: Tokenizer) -> None:
+    """At the limit, and one above."""
+    assert byte_level.render_chat([USER] * MAX_MESSAGES)
+    assert refused(byte_level, [USER] * (MAX_MESSAGES + 1)).param == "messages"
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert byte_level.render_chat([USER], tools=[tool] * MAX_TOOLS)
+    assert refused(byte_level, [USER], tools=[tool] * (MAX_TOOLS + 1)).param == "tools"
 
 
 def test_random_junk_is_refused_or_rendered(byte_level: Tokenizer) -> None:

@@ -1,0 +1,80 @@
+"""Health by progress: with live requests, steps must finish.
+
+A thread of its own looks once a second, since what stalls may be the event loop itself. Where no
+step has finished for `patience_seconds` although requests live, `stalled` says so (and /health with
+it) and the state of the process goes to a file, once per stall: the stacks of all threads and
+tasks, and what the engine says of its queue and pages. No prompt and no text is in it. The next
+finished step ends the stall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger("asyncllm")
+
+INTERVAL_SECONDS = 1.0
+
+
+class Watchdog:
+    """Made on the loop that it watches. `describe` must be safe to call from another thread."""
+
+    def __init__(
+        self, patience_seconds: float, num_live: Callable[[], int], describe: Callable[[], str]
+    ) -> None:
+        self.stalled: str | None = None
+        self._patience = patience_seconds
+        self._num_live = num_live
+        self._describe = describe
+        self._loop = asyncio.get_running_loop()
+        self._num_steps = 0
+        self._seen_steps = 0
+        self._progress_time = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="asyncllm-watchdog", daemon=True)
+        self._thread.start()
+
+    def step_done(self) -> None:
+        self._num_steps += 1
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def check(self, now: float) -> None:
+        """Look once; `now` in seconds of a monotonic clock."""
+        if self._num_steps != self._seen_steps or not self._num_live():
+            self._seen_steps = self._num_steps
+            self._progress_time = now
+            if self.stalled is not None:
+                logger.warning("steps finish again")
+                self.stalled = None
+        elif self.stalled is None and now - self._progress_time >= self._patience:
+            self.stalled = (
+                f"no step has finished for {self._patience:g} s with {self._num_live()} requests "
+                "in progress"
+            )
+            logger.critical("%s; state dumped to %s", self.stalled, self._dump())
+
+    def _watch(self) -> None:
+        while not self._closed.wait(INTERVAL_SECONDS):
+            self.check(time.monotonic())
+
+    def _dump(self) -> Path:
+        handle, name = tempfile.mkstemp(prefix=f"asyncllm-stall-{os.getpid()}-", suffix=".txt")
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{self.stalled}\n\n{self._describe()}\n\nthreads:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\ntasks:\n")
+            for task in asyncio.all_tasks(self._loop):
+                task.print_stack(file=file)
+        return Path(name)

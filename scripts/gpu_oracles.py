@@ -1,0 +1,194 @@
+"""The checks of gpu_check.py: every fast path of the engine against its slow oracle.
+
+All run on the built-in model, whose greedy answers have clear margins: equal means equal tokens.
+`ROOMY` holds all questions at once; in `TIGHT` they need three times the pages there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+
+Args = dict[str, Any]
+Outcome = tuple[bool, str]  # whether it holds, and what was seen
+Check = Callable[[], Coroutine[Any, Any, Outcome]]
+
+LOGPROB_TOLERANCE = 0.15  # bf16 activations, other reduction orders
+LEAK_TOLERANCE_BYTES = 32 << 20
+ROOMY: Args = {
+    "num_gpu_blocks_override": 2000,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+    "swap_space": 0.2,
+    "dtype": "bfloat16",
+}
+TIGHT = ROOMY | {"num_gpu_blocks_override": 24}
+EAGER = ROOMY | {"enforce_eager": True}
+GREEDY = [SamplingParams(temperature=0, max_tokens=64)]
+SCORED = [SamplingParams(temperature=0, max_tokens=64, prompt_logprobs=0)]
+SAMPLED = [
+    SamplingParams(temperature=1.0, seed=3, max_tokens=48),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=4, max_tokens=48),
+    SamplingParams(
+        temperature=0, repetition_penalty=1.2, presence_penalty=0.5, logprobs=3, max_tokens=48
+    ),
+    SamplingParams(
+        temperature=0.7,
+        seed=5,
+        allowed_token_ids=list(range(100, 900)),
+        logit_bias={101: 5.0},
+        min_tokens=3,
+        max_tokens=48,
+    ),
+]
+QUESTIONS = [
+    *(f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (25, 41), (3, 96))),
+    *(f"What is the capital of {c}?" for c in ("France", "Japan", "Peru", "Kenya")),
+    *(f"Spell the word {w}." for w in ("banana", "window", "guitar")),
+    *(f"Tell me a story about a {a}." for a in ("fox", "bear", "owl")),
+    "Count from 3 to 17.",
+    "How many metres are 3 kilometres?",
+]
+# A short prompt has no full page to share.
+LONG_QUESTIONS = [f"{QUESTIONS[-1]} {question} " * 6 for question in QUESTIONS]
+
+
+@dataclass(frozen=True)
+class Answers:
+    outputs: list[RequestOutput]
+    stats: Any
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in self.outputs]
+
+
+async def ask(
+    engine: AsyncLLMEngine, questions: list[str], params: list[SamplingParams]
+) -> list[RequestOutput]:
+    """All at once; question i with params i, in turn."""
+    return await asyncio.gather(
+        *(
+            engine.generate([{"role": "user", "content": question}], params[i % len(params)])
+            for i, question in enumerate(questions)
+        )
+    )
+
+
+async def answer(params: list[SamplingParams], args: Args) -> Answers:
+    """QUESTIONS through an engine of its own."""
+    async with AsyncLLMEngine("tiny", **args) as engine:
+        outputs = await ask(engine, QUESTIONS, params)
+        engine.check_idle()
+        return Answers(outputs, engine.stats())
+
+
+def equal(ours: Answers, oracle: Answers) -> Outcome:
+    same = sum(a == b for a, b in zip(ours.tokens, oracle.tokens, strict=True))
+    return same == len(oracle.tokens), f"{same}/{len(oracle.tokens)} answers equal"
+
+
+async def same_tokens(params: list[SamplingParams], ours: Args, oracle: Args) -> Outcome:
+    return equal(await answer(params, ours), await answer(params, oracle))
+
+
+async def cached_as_cold() -> Outcome:
+    async with AsyncLLMEngine("tiny", **ROOMY) as engine:
+        cold, warm = [
+            Answers(await ask(engine, LONG_QUESTIONS, GREEDY), engine.stats()) for _ in range(2)
+        ]
+    hits = sum(output.num_cached_tokens for output in warm.outputs)
+    ok, detail = equal(warm, cold)
+    return ok and hits > 0, f"{detail}, {hits} prompt tokens from the cache"
+
+
+async def preempted_as_never(mode: str) -> Outcome:
+    ours = await answer(GREEDY, TIGHT | {"preemption_mode": mode})
+    counts = ours.stats.num_preemptions_swap, ours.stats.num_preemptions_recompute
+    ok, detail = equal(ours, await answer(GREEDY, ROOMY))
+    return ok and sum(counts) > 0, f"{detail}, {counts[0]} swaps, {counts[1]} recomputations"
+
+
+async def batched_as_alone() -> Outcome:
+    async with AsyncLLMEngine("tiny", **ROOMY) as engine:
+        alone = [(await ask(engine, [question], GREEDY))[0] for question in QUESTIONS]
+        oracle = Answers(alone, engine.stats())
+    return equal(await answer(GREEDY, ROOMY), oracle)
+
+
+async def backend_as_torch(name: str, **args: Any) -> Outcome:
+    reference = await answer(SCORED, EAGER | {"attention_backend": "torch"})
+    ours = await answer(SCORED, ROOMY | {"attention_backend": name} | args)
+    gap = prompt_logprob_gap(ours, reference)
+    ok, detail = equal(ours, reference)
+    return ok and gap < LOGPROB_TOLERANCE, f"{detail}, prompt logprobs differ by at most {gap:.3f}"
+
+
+def prompt_logprob_gap(ours: Answers, reference: Answers) -> float:
+    """Largest difference of any prompt token's logprob."""
+    gaps = [0.0]
+    for a, b in zip(ours.outputs, reference.outputs, strict=True):
+        assert a.prompt_logprobs is not None and b.prompt_logprobs is not None
+        for token, x, y in zip(
+            a.prompt_token_ids, a.prompt_logprobs, b.prompt_logprobs, strict=True
+        ):
+            if x is not None and y is not None:
+                gaps.append(abs(x[token].logprob - y[token].logprob))
+    return max(gaps)
+
+
+@contextmanager
+def synchronisation_forbidden() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+async def no_synchronisation() -> Outcome:
+    async with AsyncLLMEngine("tiny", **ROOMY) as engine:
+        await engine.generate("warm", SamplingParams(max_tokens=4))
+        with synchronisation_forbidden():
+            await ask(engine, QUESTIONS, SAMPLED)
+        engine.check_idle()
+    return True, "torch.cuda.set_sync_debug_mode('error') around a sampled batch"
+
+
+async def no_leak() -> Outcome:
+    left = []
+    for _ in range(3):
+        await answer(GREEDY, ROOMY)
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append((torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()))
+    lost = left[0][0] - left[-1][0]
+    history = ", ".join(f"{free >> 20} free {used >> 20} held" for free, used in left)
+    return lost < LEAK_TOLERANCE_BYTES, f"{lost >> 20} MiB lost over three engines ({history})"
+
+
+CHECKS: list[tuple[str, Check]] = [
+    ("graph = eager, greedy", partial(same_tokens, GREEDY, ROOMY, EAGER)),
+    ("graph = eager, sampled", partial(same_tokens, SAMPLED, ROOMY, EAGER)),
+    (
+        "one ahead = synchronous",
+        partial(same_tokens, SAMPLED, ROOMY, ROOMY | {"async_scheduling": False}),
+    ),
+    ("cached = cold", cached_as_cold),
+    ("swapped = never preempted", partial(preempted_as_never, "swap")),
+    ("recomputed = never preempted", partial(preempted_as_never, "recompute")),
+    ("batched = alone", batched_as_alone),
+    ("FlashInfer = torch", partial(backend_as_torch, "flashinfer")),
+    ("flash-attn = torch", partial(backend_as_torch, "flash_attn", block_size=256)),
+    ("no hidden synchronisation", no_synchronisation),
+    ("no leak", no_leak),
+]

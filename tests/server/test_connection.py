@@ -1,0 +1,196 @@
+"""Below the handlers: HTTP that cannot be read, and clients that do not get on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from asyncllm.server import bodies, connection
+from tests.server.http_harness import CHAT, Server, run, serving, until
+
+GOOD_BODY = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+GOOD = HEAD + b"Content-Length: %d\r\n\r\n" % len(GOOD_BODY) + GOOD_BODY
+
+UNREADABLE = {
+    "bad method": b"G@T / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "version 9": b"GET / HTTP/9.9x\r\nHost: x\r\n\r\n",
+    "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "long URI": b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "long header": b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 9000 + b"\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    + b"".join(b"A%d: a\r\n" % i for i in range(200))
+    + b"\r\n",
+    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nA: a\x00b\r\n\r\n",
+    "space before the colon": b"GET /health HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+    "negative length": HEAD + b"Content-Length: -5\r\n\r\n",
+    "signed length": HEAD + b"Content-Length: +5\r\n\r\nabcde",
+    "length and chunked": HEAD
+    + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "unknown transfer encoding": HEAD + b"Transfer-Encoding: chunked, wat\r\n\r\n0\r\n\r\n",
+    "bad chunk size": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+    "huge chunk size": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n",
+    "chunk without its end": HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
+}
+
+
+async def exchange(server: Server, sent: bytes, patience: float = 5) -> bytes:
+    """All that the server answers until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(patience):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def check_error(answer: bytes, status: int) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status, answer
+    assert b"application/json" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"] == (
+        "server_error" if status >= 500 else "invalid_request_error"
+    )
+
+
+@pytest.mark.parametrize("sent", UNREADABLE.values(), ids=UNREADABLE)
+def test_unreadable_http_gets_the_four_keys_and_its_connection_ends(sent: bytes) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            check_error(await exchange(server, sent), 400)
+            assert (await server.get("/health"))[0] == 200
+            await server.quiet()
+
+    run(test())
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            last = b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            answer = await exchange(
+                server, GOOD + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + last
+            )
+            statuses = [int(part.split()[0]) for part in answer.split(b"HTTP/1.1 ")[1:]]
+            assert statuses == [200, 200, 404]
+
+    run(test())
+
+
+def test_an_upgrade_is_not_taken() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            answer = await exchange(
+                server,
+                b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade, close\r\n"
+                b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+                b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
+            )
+            assert answer.startswith(b"HTTP/1.1 200")
+
+    run(test())
+
+
+def test_slow_headers_end_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+
+    async def test() -> None:
+        async with serving() as server:
+            check_error(await exchange(server, b"GET /health HTTP/1.1\r\nHos"), 408)
+
+    run(test())
+
+
+def test_headers_that_come_in_pieces_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is of one request, and ends with its headers: none is left to fire later."""
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+
+    async def test() -> None:
+        async with serving() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            for _ in range(2):
+                for piece in (b"GET /health HT", b"TP/1.1\r\nHost: ", b"x\r\n\r\n"):
+                    writer.write(piece)
+                    await asyncio.sleep(0.01)
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                await asyncio.sleep(0.4)
+            writer.close()
+
+    run(test())
+
+
+def test_a_slow_body_ends_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+
+    async def test() -> None:
+        async with serving() as server:
+            check_error(await exchange(server, GOOD[:-4], patience=15), 408)
+            await server.quiet()
+
+    run(test())
+
+
+def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.2)
+
+    async def test() -> None:
+        async with serving() as server:
+            assert await exchange(server, b"") == b""
+            answer = await exchange(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200")
+
+    run(test())
+
+
+def test_one_connection_above_the_limit_is_refused_and_room_is_given_back() -> None:
+    async def test() -> None:
+        async with serving(max_connections=2) as server:
+            open_ones = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            check_error(await exchange(server, b""), 503)
+            open_ones[0][1].write(GOOD)
+            assert (await open_ones[0][0].readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+            for _, writer in open_ones:
+                writer.close()
+            await asyncio.sleep(0.05)
+            assert (await server.get("/health"))[0] == 200
+
+    run(test())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="a Linux option")
+def test_a_stalled_reader_is_ended_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 1)
+
+    async def test() -> None:
+        async with serving(small_buffers=True) as server:
+            server.engine.step_seconds = 0.005
+            stalled = socket.socket()
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            stalled.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(stalled, ("127.0.0.1", server.port))
+            body = json.dumps(
+                {
+                    "messages": [{"role": "user", "content": "Hello"}],
+                    "n": 16,
+                    "stream": True,
+                }
+            ).encode()
+            request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            await asyncio.get_running_loop().sock_sendall(stalled, request)
+            await until(lambda: server.engine.live)
+            good = await server.events(
+                CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+            )
+            assert good[-1] == "[DONE]"
+            await server.quiet()  # the stalled one is over although it never read
+            stalled.close()
+
+    run(test())
