@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -130,6 +133,31 @@ def test_service_name_from_the_environment(
     run(test())
     (span,) = finished(exporter)
     assert span.resource.attributes["service.name"] == "my-service"
+
+
+def test_a_collector_gets_the_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By OTLP over HTTP, the whole way."""
+    received: list[ExportTraceServiceRequest] = []
+
+    async def collect(http: web.Request) -> web.Response:
+        assert http.headers["Content-Type"] == "application/x-protobuf"
+        received.append(ExportTraceServiceRequest.FromString(await http.read()))
+        return web.Response()
+
+    async def test() -> None:
+        monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, "http/protobuf")
+        app = web.Application()
+        app.add_routes([web.post("/v1/traces", collect)])
+        async with TestServer(app) as collector:
+            endpoint = str(collector.make_url("/v1/traces"))
+            async with serving(otlp_traces_endpoint=endpoint) as server:
+                await server.post(CHAT, {"messages": HELLO}, traceparent=TRACEPARENT)
+
+    run(test())
+    (request,) = received
+    (span,) = request.resource_spans[0].scope_spans[0].spans
+    assert span.name == "chat fake" and span.trace_id.hex() == TRACE_ID
+    assert "Hello" not in str(request)
 
 
 @pytest.mark.parametrize(("protocol", "module"), [("grpc", "grpc"), ("http/protobuf", "http")])
