@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
@@ -13,27 +14,34 @@ from typing import Any
 
 import uvloop
 
+from asyncllm.commands import bench, doctor, kernels
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
+from asyncllm.preload import preload
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
 from asyncllm.server.listener import Listener
 from asyncllm.server.log_format import set_up_logging
 
+STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130
+COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, flags = _parsers()
     given = vars(parser.parse_args(normalise(sys.argv[1:] if argv is None else argv)))
-    if given.pop("command") is None:
+    command = given.pop("command")
+    if command is None:
         parser.print_help(sys.stderr)
         return 2
     try:
         engine_args, server_args = merge(flags, given)
     except ValueError as error:
         parser.error(str(error))
-    return _serve(engine_args, server_args)
+    if command == "serve":
+        return _serve(engine_args, server_args)
+    return _run_command(command, engine_args, argparse.Namespace(**given))
 
 
 def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
@@ -53,6 +61,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     flags = argparse.ArgumentParser(prog="asyncllm serve", add_help=False, allow_abbrev=False)
     add_flags(flags, EngineArgs)
     add_flags(flags, ServerArgs)
+    engine_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(engine_flags, EngineArgs)
     parser = argparse.ArgumentParser(
         prog="asyncllm",
         description="An LLM engine and OpenAI-compatible server in one asyncio process.",
@@ -62,17 +72,38 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     serve = commands.add_parser(
         "serve", parents=[flags], help="serve a model over HTTP", allow_abbrev=False
     )
-    serve.add_argument(
+    _add_model(serve)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name, parents=[engine_flags], help=module.HELP, allow_abbrev=False
+        )
+        module.add_arguments(command)
+        _add_model(command)
+    return parser, flags
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="model folder or built-in name"
     )
-    serve.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
-    return parser, flags
+    parser.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
+
+
+def _run_command(name: str, engine_args: EngineArgs, options: argparse.Namespace) -> int:
+    _set_up_logging("warning" if name != "kernels" else "info")
+    try:
+        return COMMANDS[name].run(engine_args, options)
+    except KeyboardInterrupt:
+        return EXIT_CODE_INTERRUPTED
+    except (ModelLoadError, ValueError, OSError) as error:
+        print(f"asyncllm: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     try:
         server_args.check()
-        _set_up_logging(server_args)
+        _set_up_logging(server_args.log_level, server_args.log_format)
         with closing(Listener.bind(server_args)) as listener:
             _run(engine_args, server_args, listener)
     except KeyboardInterrupt:  # while loading
@@ -83,8 +114,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     return 0
 
 
-def _set_up_logging(args: ServerArgs) -> None:
-    set_up_logging(args.log_level, args.log_format)
+def _set_up_logging(level: str, log_format: str = "text") -> None:
+    set_up_logging(level, log_format)
     # Handlers' errors are logged by our middleware; what is left to aiohttp's own log is a
     # traceback for each thing that is no HTTP.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
@@ -92,11 +123,13 @@ def _set_up_logging(args: ServerArgs) -> None:
 
 def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -> None:
     # torch is behind these imports: seconds that --help and a taken port should not cost.
+    if engine_args.device != "cpu":
+        preload()
     from asyncllm.engine.async_engine import AsyncLLMEngine
     from asyncllm.server.serve import serve
 
     async def run() -> None:
-        await serve(AsyncLLMEngine.from_engine_args(engine_args), server_args, listener)
+        await serve(AsyncLLMEngine.from_engine_args(engine_args), server_args, listener, STARTED)
 
     uvloop.run(run())
 

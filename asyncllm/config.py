@@ -47,12 +47,14 @@ class EngineConfig:
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    chunked_prefill_size: int | None  # None: what the worker measures
     scheduling_policy: SchedulingPolicy
     preemption_mode: PreemptionMode
     async_scheduling: bool
     attention_backend: AttentionBackendName
     enforce_eager: bool
     cuda_graph_sizes: tuple[int, ...]
+    prefill_graph_sizes: tuple[int, ...]
     max_logprobs: int
     generation_config: str
     chat_template: str | None
@@ -108,6 +110,10 @@ class EngineArgs:
     max_num_batched_tokens: int | None = field(
         default=None, metadata={"help": "tokens per step, default 8192 on CUDA, 2048 on CPU"}
     )
+    chunked_prefill_size: int | None = field(
+        default=None,
+        metadata={"help": "prompt tokens per step beside running decodes, default: measured"},
+    )
     scheduling_policy: SchedulingPolicy = field(
         default="fcfs", metadata={"help": "priority: lower numbers first"}
     )
@@ -123,6 +129,9 @@ class EngineArgs:
     enforce_eager: bool = field(default=False, metadata={"help": "no CUDA graphs"})
     cuda_graph_sizes: list[int] | None = field(
         default=None, metadata={"help": "decode batch sizes to capture"}
+    )
+    prefill_graph_sizes: list[int] | None = field(
+        default=None, metadata={"help": "tokens per step with prefills to capture; 0 for none"}
     )
     max_logprobs: int = field(default=20, metadata={"help": "most logprobs a request may ask for"})
     generation_config: str = field(
@@ -162,6 +171,7 @@ class EngineArgs:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype {dtype} of {path} is not supported: pass --dtype")
         names = self.served_model_name or [self.model]
+        max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
         return EngineConfig(
             model=model,
             tokenizer_path=self._tokenizer_path(path),
@@ -178,15 +188,15 @@ class EngineArgs:
             swap_space_bytes=int(self.swap_space * GIB),
             enable_prefix_caching=self.enable_prefix_caching,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=(
-                self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
-            ),
+            max_num_batched_tokens=max_tokens,
+            chunked_prefill_size=self.chunked_prefill_size,
             scheduling_policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode,
             async_scheduling=self.async_scheduling,
             attention_backend=self.attention_backend,
             enforce_eager=self.enforce_eager,
             cuda_graph_sizes=_graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
+            prefill_graph_sizes=_prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
             max_logprobs=self.max_logprobs,
             generation_config=self.generation_config,
             chat_template=self.chat_template,
@@ -219,6 +229,7 @@ class EngineArgs:
         for name in (
             "max_model_len",
             "max_num_batched_tokens",
+            "chunked_prefill_size",
             "num_gpu_blocks_override",
             "kv_cache_memory_bytes",
         ):
@@ -258,6 +269,18 @@ def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
     if any(size < 1 or size > max_num_seqs for size in sizes):
         raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")
     return tuple(sorted(set(sizes)))
+
+
+def _prefill_graph_sizes(sizes: list[int] | None, max_tokens: int) -> tuple[int, ...]:
+    """Tokens per step to capture, ascending. Steps of more tokens are long enough to launch."""
+    if sizes is None:
+        sizes = [16, 32, 64, *range(128, 1025, 128), *range(1280, 2049, 256)]
+        sizes = [size for size in sizes if size < max_tokens] + [min(max_tokens, 2048)]
+    if any(size < 0 or size > max_tokens for size in sizes):
+        raise ValueError(
+            f"prefill_graph_sizes must be between 0 and max_num_batched_tokens, got {sizes}"
+        )
+    return tuple(sorted(set(sizes) - {0}))
 
 
 def _at_least(name: str, value: float, least: float) -> None:

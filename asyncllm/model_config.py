@@ -88,7 +88,8 @@ def resolve_model_path(name: str) -> Path:
 
 
 def _read(file: Path) -> PretrainedConfig:
-    from transformers import AutoConfig  # seconds that --help and a taken port should not cost
+    # A second that --help and a taken port should not cost.
+    from asyncllm.hf_config import read_hf_config
 
     try:
         content = json.loads(file.read_bytes())
@@ -100,9 +101,7 @@ def _read(file: Path) -> PretrainedConfig:
         if isinstance(content.get(key), int) and content[key] < 1:
             raise _bad_size(file, key, content[key])
     try:
-        return AutoConfig.from_pretrained(
-            file.parent, local_files_only=True, trust_remote_code=False
-        )
+        return read_hf_config(file.parent, content)
     except Exception as error:  # the library checks values, and its errors have no common base
         raise ModelLoadError(f"{file}: {one_line(error)}") from error
 

@@ -17,9 +17,12 @@ and `num_in_flight`, which move only in `Scheduler.finish_step`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
@@ -67,7 +70,7 @@ class Request:
     @property
     def needs_known_tokens(self) -> bool:
         """Its next sampling depends on output tokens on the host, so it cannot run a step ahead."""
-        return any(len(word) > 1 for word in self.bad_words_ids)
+        return bool(self.bad_words_ids) and any(len(word) > 1 for word in self.bad_words_ids)
 
     @property
     def finished(self) -> bool:
@@ -157,6 +160,55 @@ class DecodeRow(NamedTuple):
     position: int
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class DecodeBatch:
+    """A step's decodes as columns; iterating gives each as a `DecodeRow`.
+
+    While the same sequences decode, `seqs` and `slots` are the same objects from step to step.
+    """
+
+    seqs: tuple[Sequence, ...]
+    slots: np.ndarray  # int32 [rows], read-only
+    positions: np.ndarray  # int32 [rows], read-only
+
+    @classmethod
+    def of(cls, seqs: tuple[Sequence, ...], positions: list[int]) -> DecodeBatch:
+        slots = np.array([seq.slot for seq in seqs], np.int32)
+        rows = cls(seqs, slots, np.array(positions, np.int32))
+        rows.slots.flags.writeable = rows.positions.flags.writeable = False
+        return rows
+
+    def next(self) -> DecodeBatch:
+        """The same sequences, each one position on."""
+        positions = self.positions + 1
+        positions.flags.writeable = False
+        return DecodeBatch(self.seqs, self.slots, positions)
+
+    def plus(self, seq: Sequence, position: int) -> DecodeBatch:
+        """And one token of `seq`."""
+        return DecodeBatch.of((*self.seqs, seq), [*self.positions.tolist(), position])
+
+    def at_block_start(self, block_size: int) -> list[Sequence]:
+        """Whose token is the first of a block."""
+        rows = np.flatnonzero(self.positions % block_size == 0).tolist()
+        return [self.seqs[i] for i in rows]
+
+    def full_blocks(self, block_size: int) -> list[tuple[Sequence, int]]:
+        """Whose token fills a block, with the number of tokens that are computed then."""
+        rows = np.flatnonzero((self.positions + 1) % block_size == 0).tolist()
+        return [(self.seqs[i], int(self.positions[i]) + 1) for i in rows]
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def __iter__(self) -> Iterator[DecodeRow]:
+        columns = self.seqs, self.slots.tolist(), self.positions.tolist()
+        return map(DecodeRow, *columns)
+
+
+NO_DECODES = DecodeBatch.of((), [])
+
+
 @dataclass(slots=True, frozen=True)
 class StepPlan:
     """All that a step does, in the order of its fields from `swap_out` on, then forward, sample.
@@ -165,7 +217,7 @@ class StepPlan:
     """
 
     step_id: int
-    decodes: tuple[DecodeRow, ...]
+    decodes: DecodeBatch
     prefills: tuple[PrefillRow, ...]
     swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
     page_copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
@@ -179,8 +231,9 @@ class StepPlan:
 
     @property
     def sampled(self) -> tuple[Sequence, ...]:
-        own = tuple(row.seq for row in self.decodes)
-        return own + tuple(seq for row in self.prefills for seq in row.samples)
+        if not self.prefills:
+            return self.decodes.seqs
+        return self.decodes.seqs + tuple(seq for row in self.prefills for seq in row.samples)
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,8 +260,7 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
-@dataclass(slots=True, frozen=True)
-class TokenUpdate:
+class TokenUpdate(NamedTuple):
     """What `Scheduler.finish_step` made of one sampled token: the news for the output processor."""
 
     seq: Sequence
@@ -221,4 +273,12 @@ class SwapCost:
     """Measured by the worker at start; decides between swapping and recomputing a sequence."""
 
     seconds_per_page: float  # one page, one way
+    seconds_per_token: float  # of prefill
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Measured by the worker at start; decides how much prefill goes beside running decodes."""
+
+    seconds_per_step: float  # of the smallest decode step
     seconds_per_token: float  # of prefill

@@ -4,12 +4,14 @@ A model calls `attend(layer, qkv, rotation)` once per layer, with the projection
 normalises and rotates the heads, writes the new keys and values to their pages and returns the
 attention output. That is one call because on a GPU all before the attention is one kernel. What
 else there is (which rows, which pages) was settled before the forward pass. A model knows no pages.
+Where a graph breaks at `attend`, the runner makes it of `write`, captured, and `mixed`, launched.
 
 Token order in a step: the decodes, one token each, then each prefill row's tokens in order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +74,10 @@ class PrefillRows:
     page_indptr: np.ndarray  # int32 [rows + 1]
     pages: np.ndarray  # int32 [page_indptr[-1]]
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_indptr[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
@@ -88,20 +94,43 @@ class DecodeRows:
         return pages.long() * block_size + positions % block_size
 
 
+# Attention of one layer over a mixed step's rows, from its q to its out (see `mixed`).
+AttendRows = Callable[[AttentionLayer], None]
+
+
 class AttentionBackend(Protocol):
     """Prepares one step's attention. All methods only enqueue device work."""
 
-    supports_graphs: bool  # `decode` may be captured and replayed with other tensor contents
+    supports_graphs: bool  # `decode` and `write` may be captured and replayed with other contents
 
     def decode(self, rows: DecodeRows) -> Attend:
         """Attention for a step of decodes only."""
         ...
 
-    def mixed(
-        self, decodes: DecodeRows | None, prefills: PrefillRows, write_slots: torch.Tensor
-    ) -> Attend:
-        """Attention for decodes followed by prefills.
+    def write(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        write_slots: torch.Tensor,
+        q: torch.Tensor,
+    ) -> None:
+        """Rotated q into `q` [tokens, num_heads, head_dim]; keys and values to their pages.
 
-        write_slots: int64 [prefill tokens], flat KV positions page * block_size + offset.
+        write_slots: int64 [tokens], flat KV positions page * block_size + offset.
+        """
+        ...
+
+    def mixed(
+        self,
+        decodes: DecodeRows | None,
+        prefills: PrefillRows,
+        q: torch.Tensor,
+        out: torch.Tensor,
+    ) -> AttendRows:
+        """Attention for decodes followed by prefills, to be called after each layer's `write`.
+
+        q, out: [tokens, num_heads, head_dim], the same for all layers. Tokens beyond the step's
+        are padding and left alone.
         """
         ...

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows, Rotation
+from asyncllm.attention.base import (
+    Attend,
+    AttendRows,
+    AttentionLayer,
+    DecodeRows,
+    PrefillRows,
+    Rotation,
+)
 from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
 
@@ -38,25 +45,37 @@ class FlashAttnAttention:
 
         return attend
 
+    def write(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        write_slots: torch.Tensor,
+        q: torch.Tensor,
+    ) -> None:
+        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], write_slots, q)
+
     def mixed(
-        self, decodes: DecodeRows | None, prefills: PrefillRows, write_slots: torch.Tensor
-    ) -> Attend:
-        num_decodes = 0
-        if decodes is not None:
-            num_decodes = decodes.positions.shape[0]
-            write_slots = torch.cat([decodes.write_slots(self._cache.block_size), write_slots])
-        device = write_slots.device
-        tables = _upload(_padded_tables(prefills), device)
-        query_indptr = _upload(prefills.query_indptr, device)
+        self,
+        decodes: DecodeRows | None,
+        prefills: PrefillRows,
+        q: torch.Tensor,
+        out: torch.Tensor,
+    ) -> AttendRows:
+        num_decodes = decodes.positions.shape[0] if decodes is not None else 0
+        end = num_decodes + prefills.num_tokens
+        tables = _upload(_padded_tables(prefills), q.device)
+        query_indptr = _upload(prefills.query_indptr, q.device)
         kv_lens = prefills.kv_lens
-        kv_indptr = _upload(np.concatenate([[0], kv_lens.cumsum()]).astype(np.int32), device)
+        kv_indptr = _upload(np.concatenate([[0], kv_lens.cumsum()]).astype(np.int32), q.device)
         max_query = int(np.diff(prefills.query_indptr).max())
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        def attend(layer: AttentionLayer) -> None:
             cache = self._cache.layers[layer.index]
-            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
-            prefilled = flash_attn_varlen_func(
-                q[num_decodes:],
+            if decodes is not None:
+                out[:num_decodes] = self._decode(layer, q[:num_decodes], decodes)
+            out[num_decodes:end] = flash_attn_varlen_func(
+                q[num_decodes:end],
                 cache[:, 0],
                 cache[:, 1],
                 cu_seqlens_q=query_indptr,
@@ -68,10 +87,6 @@ class FlashAttnAttention:
                 window_size=_window(layer),
                 block_table=tables,
             )
-            if decodes is None:
-                return prefilled.flatten(1)
-            decoded = self._decode(layer, q[:num_decodes], decodes)
-            return torch.cat([decoded, prefilled]).flatten(1)
 
         return attend
 

@@ -1,30 +1,36 @@
 """Attention by FlashInfer: XQA for decodes, FA3 (Hopper) or FA2 for prefills.
 
-The adapter to FlashInfer's attention: whatever it renames breaks here and nowhere else (0.6.12).
+With xqa_call.py and flashinfer_prefill.py the adapter to FlashInfer's attention: whatever it
+renames breaks in these three and nowhere else (0.6.12).
 
-  decode   XQA reads block tables and lengths on the device and needs no plan, so a captured graph
-           replays as it is. It is as fast as the planned tensor-core kernel (docs/LOG.md). Cards
+  decode   up to fused_decode's MAX_ROWS rows one kernel of ours with all from the projection on.
+           Beyond, XQA reads block tables and lengths on the device and needs no plan, so a captured
+           graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Cards
            and page sizes without XQA decode by triton_decode.py, which needs no plan either.
-  prefill  the paged wrapper, planned on the host per step. plan() fills a pinned buffer that the
-           device reads later; a step launched ahead must not overwrite it, so two wrappers take
-           turns, each guarded by the event after its last plan.
+  prefill  planned on the host per step (flashinfer_prefill.py). The device reads a plan's pinned
+           buffers later; a step launched ahead must not overwrite them, so two plans take turns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows, Rotation
-from asyncllm.attention.flashinfer_import import flashinfer, xqa
+from asyncllm.attention.base import (
+    Attend,
+    AttendRows,
+    AttentionLayer,
+    DecodeRows,
+    PrefillRows,
+    Rotation,
+)
+from asyncllm.attention.flashinfer_prefill import PrefillPlan
+from asyncllm.attention.fused_decode import FusedDecode
 from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.triton_decode import paged_decode
+from asyncllm.attention.xqa_call import Xqa
 
 WORKSPACE_BYTES = 128 << 20
-SEMAPHORE_BYTES = 8 << 20  # XQA wants them zeroed once; it leaves them zero
 PREFILL_HEAD_DIMS = (64, 128, 256)
 XQA_CAPABILITIES = (9, 10, 12)
 XQA_HEAD_DIMS = (64, 128, 256)
@@ -40,17 +46,19 @@ class FlashInferAttention:
         tensor = cache.layers[0]
         device = tensor.device
         _check_supported(cache, layers[0])
-        self.uses_xqa = _xqa_supports(cache, layers[0])  # for decodes; else Triton
+        capability = torch.cuda.get_device_capability(device)
+        # For decodes; else Triton.
+        self.uses_xqa = xqa_supports(capability, layers[0].head_dim, cache.block_size)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._semaphores = torch.zeros(SEMAPHORE_BYTES // 4, dtype=torch.uint32, device=device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        windows = sorted({layer.window for layer in layers}, key=lambda w: w or 0)
-        self._plans = [
-            _PrefillPlan(layers[0], windows, tensor, self._workspace) for _ in range(NUM_PLANS)
-        ]
+        self._xqa = Xqa(cache, self._workspace, self._num_sms)
+        self._plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
         self._turn = 0
+        self._fused = FusedDecode(layers[0], self._num_sms, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
+        if self._fused.takes(rows.positions.shape[0]):
+            return self._decode_fused(rows)
         write_slots = rows.write_slots(self._cache.block_size)
         lengths = _lengths(rows)
 
@@ -63,28 +71,44 @@ class FlashInferAttention:
 
         return attend
 
+    def write(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        write_slots: torch.Tensor,
+        q: torch.Tensor,
+    ) -> None:
+        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], write_slots, q)
+
+    def _decode_fused(self, rows: DecodeRows) -> Attend:
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            cache = self._cache.layers[layer.index]
+            return self._fused(layer, qkv, rotation, cache, rows.block_tables, rows.positions)
+
+        return attend
+
     def mixed(
-        self, decodes: DecodeRows | None, prefills: PrefillRows, write_slots: torch.Tensor
-    ) -> Attend:
+        self,
+        decodes: DecodeRows | None,
+        prefills: PrefillRows,
+        q: torch.Tensor,
+        out: torch.Tensor,
+    ) -> AttendRows:
         self._turn = (self._turn + 1) % NUM_PLANS
         plan = self._plans[self._turn]
         plan.prepare(prefills)
-        num_decodes, lengths = 0, None
-        if decodes is not None:
-            num_decodes = decodes.positions.shape[0]
-            lengths = _lengths(decodes)
-            write_slots = torch.cat([decodes.write_slots(self._cache.block_size), write_slots])
+        if decodes is None:
+            return plan.bind(q[: prefills.num_tokens], out[: prefills.num_tokens])
+        start = decodes.positions.shape[0]
+        end = start + prefills.num_tokens
+        prefill = plan.bind(q[start:end], out[start:end])
+        decode_q, decode_out = q[:start], out[:start]
+        block_tables, lengths = decodes.block_tables, _lengths(decodes)
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            cache = self._cache.layers[layer.index]
-            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
-            out = torch.empty_like(q)
-            if decodes is not None and lengths is not None:
-                self._decode(
-                    layer, q[:num_decodes], decodes.block_tables, lengths, out[:num_decodes]
-                )
-            plan.run(layer, q[num_decodes:], cache, out[num_decodes:])
-            return out.flatten(1)
+        def attend(layer: AttentionLayer) -> None:
+            self._decode(layer, decode_q, block_tables, lengths, decode_out)
+            prefill(layer)
 
         return attend
 
@@ -110,81 +134,7 @@ class FlashInferAttention:
                 num_sms=self._num_sms,
             )
             return
-        xqa(
-            q.unsqueeze(1),
-            cache[:, 0],
-            cache[:, 1],
-            block_tables,
-            lengths,
-            out.unsqueeze(1),
-            self._workspace,
-            self._semaphores,
-            layer.num_kv_heads,
-            self._cache.block_size,
-            q_scale=layer.scale * layer.head_dim**0.5,  # XQA divides by sqrt(head_dim) itself
-            sliding_win_size=layer.window or 0,
-            kv_layout="NHD",
-            sm_count=self._num_sms,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-
-
-class _PrefillPlan:
-    """One step's prefill: a wrapper per window, re-planned when its last copies have been read."""
-
-    def __init__(
-        self,
-        layer: AttentionLayer,
-        windows: list[int | None],
-        cache: torch.Tensor,
-        workspace: torch.Tensor,
-    ) -> None:
-        self._shape = _Shape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale)
-        self._dtype = cache.dtype
-        self._block_size = cache.shape[2]
-        hopper = torch.cuda.get_device_capability(cache.device)[0] == 9
-        self._wrappers = {
-            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "NHD", backend="fa3" if hopper and window is None else "fa2"
-            )
-            for window in windows
-        }
-        self._copied = torch.cuda.Event()
-
-    def prepare(self, rows: PrefillRows) -> None:
-        # Done long ago: the step that used this plan was waited for before this one was planned.
-        self._copied.synchronize()
-        num_pages = np.diff(rows.page_indptr)
-        last_page_lens = rows.kv_lens - (num_pages - 1) * self._block_size
-        arrays = [rows.query_indptr, rows.page_indptr, rows.pages, last_page_lens]
-        # Pinned, so that plan()'s copies to the device do not wait for it.
-        pinned = [torch.from_numpy(a.astype(np.int32, copy=False)).pin_memory() for a in arrays]
-        for window, wrapper in self._wrappers.items():
-            wrapper.plan(
-                *pinned,
-                self._shape.num_heads,
-                self._shape.num_kv_heads,
-                self._shape.head_dim,
-                self._block_size,
-                causal=True,
-                sm_scale=self._shape.scale,
-                window_left=-1 if window is None else window - 1,
-                q_data_type=self._dtype,
-                kv_data_type=self._dtype,
-            )
-        self._copied.record()
-
-    def run(
-        self, layer: AttentionLayer, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        self._wrappers[layer.window].run(q, cache, out=out)
+        self._xqa(layer, q, block_tables, lengths, out)
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:
@@ -192,11 +142,11 @@ def _lengths(rows: DecodeRows) -> torch.Tensor:
     return (rows.positions + 1).view(torch.uint32).unsqueeze(1)
 
 
-def _xqa_supports(cache: KVCache, layer: AttentionLayer) -> bool:
+def xqa_supports(capability: tuple[int, int], head_dim: int, block_size: int) -> bool:
     return (
-        torch.cuda.get_device_capability(cache.layers[0].device)[0] in XQA_CAPABILITIES
-        and layer.head_dim in XQA_HEAD_DIMS
-        and cache.block_size in XQA_PAGE_SIZES
+        capability[0] in XQA_CAPABILITIES
+        and head_dim in XQA_HEAD_DIMS
+        and block_size in XQA_PAGE_SIZES
     )
 
 

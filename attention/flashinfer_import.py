@@ -2,15 +2,42 @@
 
 FlashInfer reads its environment when imported: without FLASHINFER_USE_CUDA_NORM its norms need a
 compiler of its own (cute-dsl) that it does not depend on. Tested with 0.6.12.
+
+It compiles a module that it does not find, silently and for minutes: here it says so first.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import wraps
+from typing import Any
 
 os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
 
 import flashinfer
+from flashinfer.jit.core import JitSpec
 from flashinfer.xqa import xqa
+
+logger = logging.getLogger("asyncllm")
+
+
+def _announce_compilation() -> None:
+    """Log one line before FlashInfer compiles a module; another version may have other methods."""
+    compile_module = getattr(JitSpec, "build", None)
+    if compile_module is None:
+        logger.warning("this FlashInfer compiles its kernels in a way unknown to asyncllm")
+        return
+
+    @wraps(compile_module)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.is_compiled:
+            logger.info("compiling the FlashInfer kernels %s, this once: minutes", self.name)
+        compile_module(self, *args, **kwargs)
+
+    JitSpec.build = build
+
+
+_announce_compilation()
 
 __all__ = ["flashinfer", "xqa"]

@@ -68,14 +68,17 @@ def rotate_and_write(
     rotation: Rotation,
     cache: torch.Tensor,
     slots: torch.Tensor,
+    q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated q [tokens, num_heads, head_dim], contiguous; rotated k and v into the cache.
 
     qkv as `Attend` takes it. cache: one layer's [pages, 2, block_size, num_kv_heads, head_dim],
-    contiguous; slots: int64 [tokens], flat positions page * block_size + offset.
+    contiguous; slots: int64 [tokens], flat positions page * block_size + offset. `q`: where to
+    put q; a new tensor if None.
     """
     num_tokens, all_heads, head_dim = qkv.shape
-    q = torch.empty((num_tokens, layer.num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if q is None:
+        q = qkv.new_empty((num_tokens, layer.num_heads, head_dim))
     heads = 1
     if num_tokens > FEW_TOKENS:
         heads = min(triton.next_power_of_2(all_heads), MAX_HEADS_PER_PROGRAM)

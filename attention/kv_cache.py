@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncllm.attention.host_pages import HostPages
+
 SWAP_CHUNK_PAGES = 32  # pages gathered per copy: bounds the temporary on the device
 
 
@@ -30,16 +32,25 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        num_host_pages: int = 0,
+        host_pages: HostPages | None = None,
     ) -> None:
-        """`num_pages` counts the padding page."""
+        """`num_pages` counts the padding page. `host_pages`: of `host_shape`."""
         self.block_size = block_size
         self.num_pages = num_pages
         page = (2, block_size, num_kv_heads, head_dim)
         self.layers = [_zeros((num_pages, *page), dtype, device) for _ in range(num_layers)]
-        self.host = torch.empty(
-            (num_host_pages, num_layers, *page), dtype=dtype, pin_memory=device.type == "cuda"
-        )
+        self._host_pages = host_pages or HostPages((0, num_layers, *page), dtype, device)
+
+    @property
+    def host(self) -> torch.Tensor:
+        """Waits, the first time, for the memory to be there."""
+        return self._host_pages.tensor
+
+    @staticmethod
+    def host_shape(
+        num_pages: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return (num_pages, num_layers, 2, block_size, num_kv_heads, head_dim)
 
     @staticmethod
     def page_bytes(

@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from asyncllm.attention.base import Attend, AttentionLayer, DecodeRows, PrefillRows, Rotation
+from asyncllm.attention.base import (
+    Attend,
+    AttendRows,
+    AttentionLayer,
+    DecodeRows,
+    PrefillRows,
+    Rotation,
+)
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVCache
 
@@ -29,32 +36,34 @@ class TorchAttention:
 
         return attend
 
-    def mixed(
-        self, decodes: DecodeRows | None, prefills: PrefillRows, write_slots: torch.Tensor
-    ) -> Attend:
-        num_decodes = 0
-        if decodes is not None:
-            num_decodes = decodes.positions.shape[0]
-            write_slots = torch.cat([decodes.write_slots(self._cache.block_size), write_slots])
-        page_tensor = torch.from_numpy(prefills.pages).to(write_slots.device)
+    def write(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        write_slots: torch.Tensor,
+        q: torch.Tensor,
+    ) -> None:
+        q.copy_(self._rotate_and_write(layer, qkv, rotation, write_slots))
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            q = self._rotate_and_write(layer, qkv, rotation, write_slots)
-            parts = []
+    def mixed(
+        self,
+        decodes: DecodeRows | None,
+        prefills: PrefillRows,
+        q: torch.Tensor,
+        out: torch.Tensor,
+    ) -> AttendRows:
+        num_decodes = decodes.positions.shape[0] if decodes is not None else 0
+        page_tensor = torch.from_numpy(prefills.pages).to(q.device)
+
+        def attend(layer: AttentionLayer) -> None:
             if decodes is not None:
-                parts.append(self._attend_decodes(layer, q[:num_decodes], decodes))
+                out[:num_decodes] = self._attend_decodes(layer, q[:num_decodes], decodes)
             for row in range(len(prefills.kv_lens)):
-                start, end = prefills.query_indptr[row : row + 2].tolist()
+                start, end = (prefills.query_indptr[row : row + 2] + num_decodes).tolist()
                 first, last = prefills.page_indptr[row : row + 2].tolist()
-                parts.append(
-                    self._attend_prefill(
-                        layer,
-                        q[num_decodes + start : num_decodes + end],
-                        page_tensor[first:last],
-                        int(prefills.kv_lens[row]),
-                    )
-                )
-            return torch.cat(parts).flatten(1)
+                pages, kv_len = page_tensor[first:last], int(prefills.kv_lens[row])
+                out[start:end] = self._attend_prefill(layer, q[start:end], pages, kv_len)
 
         return attend
 

@@ -1,19 +1,19 @@
-"""Captured decode steps: one CUDA graph per batch size, all in one memory pool.
+"""Captured decode steps: one CUDA graph per batch size.
 
 A graph reads the slots of its rows from one static tensor and everything else from tensors indexed
 by slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are
-padding: slot 0. Graphs share memory: a replay's outputs hold until the next on the same stream.
+padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's next.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Any
+from bisect import bisect_left, insort
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.types import PADDING_SLOT
 
 # slots int32 [rows] -> outputs, tensors of `rows` rows
@@ -21,14 +21,16 @@ DecodeStep = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class DecodeGraphs:
-    """`step` is captured for each of `sizes` (ascending) by `capture`."""
+    """`step` is captured for sizes of up to `max_size` rows, by calls of `capture`."""
 
-    def __init__(self, step: DecodeStep, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, step: DecodeStep, max_size: int, pool: GraphPool, device: torch.device
+    ) -> None:
         self._step = step
-        self._sizes = list(sizes)
-        self.slots = torch.zeros(max(sizes), dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
-        self._pool: Any = None
+        self._sizes: list[int] = []  # captured, ascending
+        self.slots = torch.zeros(max_size, dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[Graph, tuple[torch.Tensor, ...]]] = {}
+        self._pool = pool
         self._held: np.ndarray | None = None  # what `slots` holds, as the host knows
 
     def __len__(self) -> int:
@@ -38,21 +40,16 @@ class DecodeGraphs:
         """Capture one size on the current stream; largest first saves memory."""
         slots = self.slots[:size]
         self._step(slots)  # lazily made workspaces and compiled kernels must exist before capture
-        stream = torch.cuda.current_stream()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: another engine's thread may allocate pinned memory meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-        ):
-            outputs = self._step(slots)
-        self._pool = self._pool or graph.pool()
+        graph = self._pool.begin()
+        outputs = self._step(slots)
+        self._pool.end(graph)
         self._graphs[size] = (graph, outputs)
+        insort(self._sizes, size)
 
     def padded_slots(self, slots: np.ndarray) -> np.ndarray | None:
         """`slots` int32 [rows] padded to the next captured size; None where none is as large."""
         place = bisect_left(self._sizes, len(slots))
-        if place == len(self._sizes) or self._sizes[place] not in self._graphs:
+        if place == len(self._sizes):
             return None
         padded = np.full(self._sizes[place], PADDING_SLOT, np.int32)
         padded[: len(slots)] = slots

@@ -19,6 +19,7 @@ from asyncllm.errors import ModelLoadError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_LISTED_KEYS = 5
+LENGTH_BYTES = 8  # a file begins with its header's length
 
 
 class Checkpoint:
@@ -35,6 +36,7 @@ class Checkpoint:
         else:
             self.source = folder / INDEX_FILE
             self._handles = _open_shards(self.source)
+        self._offsets: dict[Path, dict[str, int]] = {}
         self._files = {
             name: file for file, handle in self._handles.items() for name in _names(handle)
         }
@@ -56,6 +58,13 @@ class Checkpoint:
         entry = self._handles[self._files[name]].get_slice(name)
         return list(entry.get_shape()), entry.get_dtype()
 
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file and the offset of the tensor's first byte in it."""
+        file = self._files[name]
+        if file not in self._offsets:
+            self._offsets[file] = _read_offsets(file)
+        return file, self._offsets[file][name]
+
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, mapped: its bytes are read from the file when they are used."""
         return self._handles[self._files[name]].get_tensor(name)
@@ -73,6 +82,19 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{file}: {error}") from error
+
+
+def _read_offsets(file: Path) -> dict[str, int]:
+    """Name -> first byte in the file. The library has checked the header, but does not tell."""
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        header = json.loads(opened.read(header_bytes))
+    first = LENGTH_BYTES + header_bytes
+    return {
+        name: first + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _names(handle: Any) -> set[str]:

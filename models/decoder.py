@@ -2,12 +2,13 @@
 
 A family states its differences in a `DecoderSpec`; nothing here asks which family it is.
 
-The residual stream is one tensor, updated in place by each norm: `norm.add(x, residual)` adds what
-the last sublayer made and leaves the next one's input in x. So a layer's input norm runs at the end
-of the layer before it, and the final norm at the end of the last:
+The residual stream is one tensor that each sublayer adds to in place. What it returns is the next
+norm of the sum, because on a GPU both end one kernel. So a layer's input norm runs at the end of
+the layer before it, and the final norm at the end of the last:
 
     residual = embed    x = norm0(residual)
-    layer i:            x = attention(x)    post_norm.add    x = mlp(x)    norm[i+1].add
+    layer i:            x = attention.add(x, residual, post_norm)
+                        x = mlp.add(x, residual, norm[i+1])
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.norm import RMSNorm
+from asyncllm.models.layers.ops import Normed
 from asyncllm.models.layers.rotary import build_rotary
 from asyncllm.models.supported import check_dense_decoder
 
@@ -100,13 +102,12 @@ class DenseDecoder:
     ) -> torch.Tensor:
         rotation = self._rotary.rotation(positions, prompt_lens)
         residual = self._embed_tokens(token_ids)  # [T, hidden_size]
-        x = self._input_norms[0](residual)
+        x = Normed(self._input_norms[0](residual))
         for layer, next_norm in zip(self._layers, self._input_norms[1:], strict=True):
-            x = layer.attention(x, rotation, attend)
-            layer.post_attention_norm.add(x, residual)
-            x = layer.mlp(x)
-            next_norm.add(x, residual)
-        return x
+            post_norm = layer.post_attention_norm.constants
+            x = layer.attention.add(x, residual, post_norm, rotation, attend)
+            x = layer.mlp.add(x, residual, next_norm.constants)
+        return x.values if x.squares is None else self._norm(residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._lm_head(hidden)

@@ -1,8 +1,8 @@
 """Weights into a model, by a walk over its table of (checkpoint name, view to fill).
 
 Everything that can be wrong with names, shapes and dtypes is found from the files' headers, before
-the first weight is read. Then each tensor goes from its mapped file straight into its view on the
-device, converted to the model's dtype on the way.
+the first weight is read. Then each tensor goes from its file straight into its view: on CUDA by
+weight_stream.py where its bytes go as they are, else from the mapped file, converted on the way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from asyncllm.config import LoadFormat
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import CausalLM
 from asyncllm.models.checkpoint import Checkpoint, list_keys
+from asyncllm.models.weight_stream import Span, stream_weights
 from asyncllm.progress import DELAY_S, ProgressBar
 
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DUMMY_STD = 0.02
 
 
@@ -57,15 +58,30 @@ def load_weights(
 
 
 def _copy(checkpoint: Checkpoint, views: Mapping[str, torch.Tensor], progress: bool) -> None:
-    bar = ProgressBar(
-        views.items(),
-        "Loading weights",
-        unit="tensor",
+    with ProgressBar(
+        total=sum(view.nbytes for view in views.values()),
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
         delay=DELAY_S,
         disable=not progress,
-    )
-    for name, view in bar:
-        view.copy_(checkpoint.read(name))
+    ) as bar:
+        streamed = {name: view for name, view in views.items() if _streams(checkpoint, name, view)}
+        for name, view in views.items():
+            if name not in streamed:
+                view.copy_(checkpoint.read(name))
+                bar.update(view.nbytes)
+        if streamed:
+            device = next(iter(streamed.values())).device
+            spans = [Span(*checkpoint.place(name), view) for name, view in streamed.items()]
+            for num_bytes in stream_weights(spans, device):
+                bar.update(num_bytes)
+
+
+def _streams(checkpoint: Checkpoint, name: str, view: torch.Tensor) -> bool:
+    """Whether the file's bytes are the view's, on a device that is worth a pinned buffer."""
+    same_dtype = DTYPES.get(checkpoint.header(name)[1]) == view.dtype
+    return view.device.type == "cuda" and same_dtype and view.is_contiguous()
 
 
 def _check(
@@ -87,10 +103,8 @@ def _check(
             raise _misfit(
                 checkpoint, name, f"has shape {shape}, config.json says {list(view.shape)}"
             )
-        if dtype not in FLOAT_DTYPES:
-            raise _misfit(
-                checkpoint, name, f"has dtype {dtype}, not one of {', '.join(FLOAT_DTYPES)}"
-            )
+        if dtype not in DTYPES:
+            raise _misfit(checkpoint, name, f"has dtype {dtype}, not one of {', '.join(DTYPES)}")
     for alias in aliases.keys() & checkpoint.names:
         if not torch.equal(checkpoint.read(alias), checkpoint.read(aliases[alias])):
             raise _misfit(

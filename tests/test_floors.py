@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # Each package may import those after it. The vocabulary at the bottom is on no floor.
-FLOORS = ["cli", "server", "engine", "worker", "graphs", "models", "attention"]
+FLOORS = ["cli", "commands", "server", "engine", "worker", "graphs", "models", "attention"]
 HOMES = {"models": ROOT / "models", "attention": ROOT / "attention", "graphs": ROOT / "graphs"}
 
 

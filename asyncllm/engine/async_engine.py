@@ -16,6 +16,7 @@ from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.engine_core import EngineCore, in_own_thread
 from asyncllm.engine.generation import Generation, Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.output_processor import TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
@@ -138,16 +139,19 @@ class AsyncLLMEngine:
         params: SamplingParams,
         sink: Sink,
         *,
+        text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
         """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
 
         The sink is called on the loop and must neither block nor raise. The last delta is
-        `finished`. Raises as `generate`; a refused request owns nothing.
+        `finished`. A step between the first and the last that brings text and nothing else is told
+        to `text_sink`, if there is one, as (text, number of tokens).
+        Raises as `generate`; a refused request owns nothing.
         """
         return await self._running().add_request(
-            request_id, prompt, params, sink, priority, cache_salt
+            request_id, prompt, params, sink, priority, cache_salt, text_sink
         )
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
@@ -193,6 +197,7 @@ class AsyncLLMEngine:
             "kv_pages": worker.memory.num_pages,
             "host_pages": worker.memory.num_host_pages,
             "decode_graphs": worker.num_graphs,
+            "decode_graphs_to_follow": worker.num_pending_graphs,
             "seconds": {name: round(seconds, 3) for name, seconds in worker.phases.items()},
         }
 

@@ -4,7 +4,7 @@ No torch: it hands out page numbers, and the moves (swap, copy) that the device 
 step that was planned with them. It does not know why a sequence is admitted or preempted.
 
   block hash    H(parent hash, the block's token ids); the chain starts from the request's cache key
-  publish       a full page becomes findable by its hash, once the step that filled it is complete
+  publish       a full page becomes findable by its hash, for steps after the one that fills it
   swap          a preempted sequence's pages move to host pages; both copies stay findable
 
 Invariant: `check_integrity()`. With no live sequence every page is free and every map of sequences
@@ -77,7 +77,8 @@ class BlockManager:
             return PrefixMatch(())
         most = (len(seq.token_ids) - 1) // self.block_size
         found: list[tuple[int | None, int | None]] = []
-        for block_hash in self._block_hashes(seq, most):
+        for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
+            block_hash = self._block_hashes(seq, i + 1)[i]
             page = self.device.find(block_hash)
             host_page = None if page is not None else self.host.find(block_hash)
             if page is None and host_page is None:
@@ -168,7 +169,10 @@ class BlockManager:
         return PageAppend(seq.slot, index, page), copy
 
     def publish(self, seq: Sequence, num_complete: int) -> None:
-        """Positions 0 .. num_complete-1 of `seq` are computed: make its full pages findable."""
+        """Make the full pages of positions 0 .. num_complete-1 of `seq` findable.
+
+        They are computed, or will be by a step before any that is planned from here on.
+        """
         table = self._tables[seq.seq_id]
         num_full = num_complete // self.block_size
         if not table.may_publish or num_full <= table.num_published:
@@ -262,7 +266,7 @@ class BlockManager:
         return self._hashes[seq.seq_id][index] if index < table.num_published else None
 
     def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Hashes of the first `num_blocks` blocks of `seq`, whose tokens must be known."""
+        """Hashes of at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
         hashes = self._hashes.setdefault(seq.seq_id, [])
         size = self.block_size
         assert num_blocks * size <= len(seq.token_ids), "hash of tokens that are not known yet"
@@ -273,7 +277,7 @@ class BlockManager:
             digest = hashlib.blake2b(tokens, digest_size=HASH_BYTES, key=self._secret)
             digest.update(parent)
             hashes.append(digest.digest())
-        return hashes[:num_blocks]
+        return hashes
 
     def check_integrity(self) -> None:
         """Assert that every page's count is the number of tables that hold it."""

@@ -13,15 +13,17 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.loop_lag import LoopLag
-from asyncllm.engine.output_processor import OutputProcessor
+from asyncllm.engine.output_processor import OutputProcessor, TextSink
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
@@ -37,6 +39,8 @@ from asyncllm.worker.worker import Worker
 logger = logging.getLogger("asyncllm")
 
 T = TypeVar("T")
+QUIET_SECONDS = 0.25  # without a request, before graphs are captured
+PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
 
 
 class EngineCore:
@@ -91,6 +95,7 @@ class EngineCore:
         sink: Sink,
         priority: int,
         cache_salt: str | None,
+        text_sink: TextSink | None = None,
     ) -> Request:
         self._check_open(request_id)
         request = await self.input_processor.process_async(
@@ -99,7 +104,7 @@ class EngineCore:
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
         self.admission.enter(request)
-        self.outputs.add(request, sink)
+        self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
         self._work.set()
         return request
@@ -178,11 +183,23 @@ class EngineCore:
             stat_logger.record(stats, iteration)
 
     async def idle(self) -> None:
-        """Until a request arrives."""
+        """Until a request arrives. After a moment of quiet, graphs that were left for later."""
         self._work.clear()
         self.clock.idle()
+        patience = QUIET_SECONDS
+        while not self.scheduler.waiting and self.worker.num_pending_graphs:
+            await self._work_within(patience)
+            if self.scheduler.waiting:
+                return
+            self.worker.capture_one()
+            patience = PAUSE_SECONDS
         if not self.scheduler.waiting:
             await self._work.wait()
+
+    async def _work_within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._work.wait()
 
     async def _run(self) -> None:
         loop = run_ahead if self._config.async_scheduling else run_synchronous
@@ -234,6 +251,7 @@ class EngineCore:
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            chunk_policy=ChunkPolicy.choose(config.chunked_prefill_size, self.worker.step_cost),
             policy=config.scheduling_policy,
             preemption_mode=config.preemption_mode,
             swap_cost=self.worker.swap_cost,

@@ -1,21 +1,23 @@
 """From sampled tokens to what clients get: text, stop strings, log-probabilities, delta outputs.
 
 One state per live sequence. Each step's news become one delta `RequestOutput` per request, given to
-the request's sink, which must neither block nor raise. Runs on the loop thread, one to two
-microseconds per plain token. What a request brings with it (detokeniser, stop strings) fails alone:
-its sequence ends with "error", the others go on. It schedules nothing: sequences that end by their
-text are returned, for the engine to tell the scheduler.
+the request's sink. Most steps bring one sequence's text and nothing else: a request may have a text
+sink for those, which gets the text as it is and costs half. Sinks must neither block nor raise, and
+are called on the loop's thread. What a request brings with it (detokeniser, stop strings) fails
+alone: its sequence ends with "error", the others go on. It schedules nothing: sequences that end by
+their text are returned, for the engine to tell the scheduler.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from asyncllm.engine.detokenizer import NoDetokenizer
 from asyncllm.engine.output_collector import OutputCollector
-from asyncllm.engine.output_state import RequestState, SequenceState, Sink
+from asyncllm.engine.output_state import RequestState, SequenceState, Sink, TextSink
 from asyncllm.engine.sequence_text import SequenceText
 from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.stop_checker import StopChecker, StopStrings
@@ -30,7 +32,7 @@ from asyncllm.types import (
     TokenUpdate,
 )
 
-__all__ = ["OutputCollector", "OutputProcessor", "Sink", "Stop"]
+__all__ = ["OutputCollector", "OutputProcessor", "Sink", "Stop", "TextSink"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +58,19 @@ class OutputProcessor:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def add(self, request: Request, sink: Sink) -> None:
-        """Expect tokens of `request`. Its outputs go to `sink`, on this thread."""
+    def add(self, request: Request, sink: Sink, text_sink: TextSink | None = None) -> None:
+        """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
+
+        `text_sink` gets the text of steps between the first token's and the last's, if the request
+        has one sequence, no logprobs and no stop strings.
+        """
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         params = request.sampling_params
         shows_text = params.detokenize and self._tokenizer is not None
         owner = RequestState(
             request,
             sink,
+            text_sink if _is_plain(request) else None,
             self._tokenizer.token_text if shows_text and self._tokenizer else _no_text,
             num_live=len(request.sequences),
             owes_prompt_logprobs=params.prompt_logprobs is not None,
@@ -96,15 +103,8 @@ class OutputProcessor:
         for seq_id, chunk in prompt_logprobs.items():
             self._keep_prompt_logprobs(seq_id, chunk)
         stops: list[Stop] = []
-        touched: dict[RequestState, None] = {}  # an ordered set
-        for update in updates:
-            state = self._sequences.get(update.seq.seq_id)
-            if state is not None:  # else its text ended at an earlier token of this step
-                self._count(state, now)
-                self._take(state, update, stops)
-                touched[state.owner] = None
-        for owner in touched:
-            self._emit(owner, now)
+        with_text, touched = self._take_all(updates, now, stops)
+        self._emit_all(with_text, touched, now)
         self._iteration.num_generation_tokens += len(updates)
         return stops
 
@@ -143,6 +143,53 @@ class OutputProcessor:
 
     # --- one token ---------------------------------------------------------------------------
 
+    def _take_all(
+        self, updates: list[TokenUpdate], now: float, stops: list[Stop]
+    ) -> tuple[list[SequenceState], dict[RequestState, None]]:
+        """Note all news: in sequences that have text for their text sink, and in other requests."""
+        sequences, latencies = self._sequences, self._iteration.inter_token_latencies
+        with_text: list[SequenceState] = []
+        touched: dict[RequestState, None] = {}  # an ordered set
+        for update in updates:
+            seq = update.seq
+            state = sequences.get(seq.seq_id)
+            if state is None:  # its text ended at an earlier token of this step
+                continue
+            last_time, push_plain = state.last_token_time, state.push_plain
+            state.last_token_time = now
+            state.num_tokens += 1
+            if last_time is not None:
+                latencies.append(now - last_time)
+            else:
+                self._count_first_token(state.owner, now)
+            if (
+                state.text_sink is None
+                or push_plain is None
+                or seq.status is SequenceStatus.FINISHED
+            ):
+                self._take(state, update, stops)
+                touched[state.owner] = None
+                continue
+            try:
+                state.text_news += push_plain(update.token_id)
+            except Exception as error:  # as in _take
+                self._fail(state, error, stops)
+                touched[state.owner] = None
+                continue
+            if not state.num_news:
+                with_text.append(state)
+            state.num_news += 1
+        return with_text, touched
+
+    def _count_first_token(self, owner: RequestState, now: float) -> None:
+        """A sequence's; of its request's sequences the first counts."""
+        metrics = owner.request.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+            self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
+            self._iteration.num_prompt_tokens += len(owner.request.prompt_token_ids)
+            self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
+
     def _take(self, state: SequenceState, update: TokenUpdate, stops: list[Stop]) -> None:
         """Add one token to its request's news, and end the sequence if it is over."""
         seq = state.seq
@@ -156,11 +203,7 @@ class OutputProcessor:
             text, stop_string = state.text.push(shown, is_last)
             news = state.add_news(text, update)
         except Exception as error:  # one request's own hooks: it may only hurt itself
-            logger.exception("request %s: output failed", seq.request.request_id)
-            state.owner.error = f"output failed: {type(error).__name__}: {error}"
-            self._finish(state, state.add_end("", "error"))
-            if not finished:
-                stops.append(Stop(seq, None, FinishReason.ERROR))
+            self._fail(state, error, stops)
             return
         if stop_string is not None:
             news.finish_reason, news.stop_reason = "stop", stop_string
@@ -172,19 +215,13 @@ class OutputProcessor:
             news.finish_reason, news.stop_reason = seq.finish_reason.value, seq.stop_reason
             self._finish(state, news)
 
-    def _count(self, state: SequenceState, now: float) -> None:
-        owner = state.owner
-        if state.last_token_time is not None:
-            self._iteration.inter_token_latencies.append(now - state.last_token_time)
-        elif owner.num_generated == 0:
-            metrics = owner.request.metrics
-            metrics.first_token_time = now
-            self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
-            self._iteration.num_prompt_tokens += len(owner.request.prompt_token_ids)
-            self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
-        state.last_token_time = now
-        state.num_tokens += 1
-        owner.num_generated += 1
+    def _fail(self, state: SequenceState, error: Exception, stops: list[Stop]) -> None:
+        seq = state.seq
+        logger.error("request %s: output failed", seq.request.request_id, exc_info=error)
+        state.owner.error = f"output failed: {type(error).__name__}: {error}"
+        self._finish(state, state.add_end("", "error"))
+        if seq.status is not SequenceStatus.FINISHED:
+            stops.append(Stop(seq, None, FinishReason.ERROR))
 
     # --- the end of a sequence, the end of a request ------------------------------------------
 
@@ -193,6 +230,9 @@ class OutputProcessor:
         owner, seq = state.owner, state.seq
         del self._sequences[seq.seq_id]
         owner.num_live -= 1
+        owner.num_generated += state.num_tokens
+        if state.text_sink is not None:
+            owner.request.metrics.last_token_time = state.last_token_time
         if seq.index == 0:
             assert news.finish_reason is not None
             owner.first_reason, owner.num_first_generated = news.finish_reason, state.num_tokens
@@ -205,6 +245,17 @@ class OutputProcessor:
                 self._finish(state, state.add_end(_held_text(state), reason))
         self._emit(owner, time.monotonic() if now is None else now)
 
+    def _emit_all(
+        self, with_text: list[SequenceState], touched: Iterable[RequestState], now: float
+    ) -> None:
+        for state in with_text:
+            text, num_tokens = state.text_news, state.num_news
+            state.text_news, state.num_news = "", 0
+            if state.text_sink is not None:
+                state.text_sink(text, num_tokens)
+        for owner in touched:
+            self._emit(owner, now)
+
     def _emit(self, owner: RequestState, now: float) -> None:
         if owner.news[0].token_ids:
             owner.request.metrics.last_token_time = now
@@ -212,6 +263,9 @@ class OutputProcessor:
         if output.finished:
             del self._requests[output.request_id]
             self._iteration.finished.append(owner.stats())
+        elif owner.text_sink is not None:  # the first token is out: from now on, text alone
+            (seq,) = owner.request.sequences
+            self._sequences[seq.seq_id].text_sink = owner.text_sink
         owner.sink(output)
 
     # --- what a request brings ---------------------------------------------------------------
@@ -236,6 +290,13 @@ class OutputProcessor:
         state = self._sequences.get(seq_id)
         if state is not None and state.seq.index == 0 and state.owner.owes_prompt_logprobs:
             state.owner.prompt_logprobs += chunk
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether text is all that most of its steps bring."""
+    params = request.sampling_params
+    wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    return params.n == 1 and not wants_logprobs and not params.stop
 
 
 def _hides_last_token(seq: Sequence) -> bool:

@@ -18,6 +18,7 @@ from asyncllm.outputs import (
 from asyncllm.types import Request, Sequence, TokenLogprobs, TokenUpdate
 
 Sink = Callable[[RequestOutput], None]
+TextSink = Callable[[str, int], None]  # text, and how many tokens it is of
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +27,13 @@ class RequestState:
 
     request: Request
     sink: Sink
+    text_sink: TextSink | None  # None: every delta is an output
     text_of: TokenText
     num_live: int  # sequences that go on
     owes_prompt_logprobs: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as they came
     news: list[CompletionOutput] = field(default_factory=list)
-    num_generated: int = 0
+    num_generated: int = 0  # by sequences that ended
     num_first_generated: int = 0  # by sequence 0
     first_reason: FinishReasonText = "abort"  # of sequence 0
     error: str | None = None
@@ -60,7 +62,7 @@ class RequestState:
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         """All of them, with the first token: the step that samples it has seen the whole prompt."""
         num_top = self.request.sampling_params.prompt_logprobs
-        if num_top is None or self.num_generated == 0:
+        if num_top is None or self.request.metrics.first_token_time is None:
             return None
         self.owes_prompt_logprobs = False
         known, self.prompt_logprobs = self.prompt_logprobs, []
@@ -104,6 +106,8 @@ def _difference(end: float | None, start: float | None) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
+    """`text_news`, `num_news`: this step's, where they go to the text sink."""
+
     seq: Sequence
     owner: RequestState
     text: SequenceText
@@ -112,6 +116,9 @@ class SequenceState:
     cumulative_logprob: float | None
     num_tokens: int = 0
     last_token_time: float | None = None
+    text_sink: TextSink | None = None  # from the second step on, where text is all there is to say
+    text_news: str = ""
+    num_news: int = 0
 
     def add_news(self, text: str, update: TokenUpdate) -> CompletionOutput:
         """This sequence's share of its request's news, made or extended by one token."""

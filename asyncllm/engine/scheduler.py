@@ -1,43 +1,31 @@
-"""Who runs in the next step: continuous batching, chunked prefill, preemption. No torch, no clock.
+"""Every live request, from its arrival to its last token. No torch, no clock.
 
 The protocol: `add` requests; `plan` a step and launch it; when its tokens are known, `finish_step`.
-A plan may be made while the step before is still in flight: a decode needs only the length of its
-sequence, which is known without the token. What `plan` decides, in this order:
-
-  1. running sequences, by priority and age: one token for each that decodes, a chunk for each
-     prefill; where no page is left, the youngest is preempted (swapped or recomputed)
-  2. if none was preempted, waiting sequences as long as tokens, slots and pages last
-
-A sequence that finished is freed at once although a step in flight may still write for it: steps
-run in the order of their launch, so no later step sees those writes.
+Steps are planned by a `StepPlanner`, one ahead of those that are finished. A sequence that
+finished is freed at once although a step in flight may still write for it: steps run in the
+order of their launch, so no later step sees those writes.
 Invariant: `check_integrity()`; with no live request `check_empty()`.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
-
 from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
+from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
-from asyncllm.engine.step_draft import StepDraft
+from asyncllm.engine.step_planner import StepPlanner
+from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.types import (
-    PADDING_SLOT,
-    DecodeRow,
     FinishReason,
-    PrefillRow,
     Request,
     Sequence,
     SequenceStatus,
-    SlotInit,
     StepPlan,
     StepResult,
     SwapCost,
     TokenUpdate,
 )
-
-FREE_PAGES_WATERMARK = 0.01  # share of pages kept free at admission, so that decodes can grow
 
 
 class Scheduler:
@@ -49,6 +37,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        chunk_policy: ChunkPolicy = UNBOUNDED,
         policy: SchedulingPolicy = "fcfs",
         preemption_mode: PreemptionMode = "auto",
         swap_cost: SwapCost | None = None,
@@ -61,19 +50,21 @@ class Scheduler:
                 f"max_num_seqs ({max_num_seqs}): each running sequence takes a token per step"
             )
         self.blocks = blocks
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Sequence] = []  # WAITING or SWAPPED, in order of _key
-        self.running: list[Sequence] = []  # in order of _key
+        self.waiting = WaitingQueue(self._key)
+        self.running = RunningSet(max_num_seqs, self._key)
         self._requests: dict[str, Request] = {}
-        self._unforked: dict[str, list[Sequence]] = {}  # siblings that wait for a prompt's prefill
-        self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
-        self._max_num_seqs = max_num_seqs
         self._by_priority = policy == "priority"
-        self._preemption_mode = preemption_mode
-        self._swap_cost = swap_cost
-        self._next_step_id = 0
-        self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
         self._stats = totals or SchedulerStats()
+        self._planner = StepPlanner(
+            blocks,
+            self.waiting,
+            self.running,
+            self._stats,
+            max_num_batched_tokens=max_num_batched_tokens,
+            chunk_policy=chunk_policy,
+            preemption_mode=preemption_mode,
+            swap_cost=swap_cost,
+        )
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -93,9 +84,8 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         self._requests[request.request_id] = request
         first, *siblings = request.sequences
-        if siblings:
-            self._unforked[request.request_id] = siblings
-        self._enqueue(first)
+        self.waiting.hold_back(siblings)
+        self.waiting.add(first)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End a request at any point of its life; None where it is not live."""
@@ -111,11 +101,8 @@ class Scheduler:
     ) -> None:
         """End one sequence; its slot and pages are free at once."""
         assert seq.status is not SequenceStatus.FINISHED, f"sequence {seq.seq_id} ended twice"
-        siblings = self._unforked.get(seq.request.request_id, [])
         if seq.status is SequenceStatus.RUNNING:
-            self._leave_slot(seq)
-        elif seq in siblings:
-            siblings.remove(seq)
+            self.running.remove(seq)
         else:
             self.waiting.remove(seq)
         self.blocks.forget(seq)
@@ -123,223 +110,35 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.request.finished:
             del self._requests[seq.request.request_id]
-            self._unforked.pop(seq.request.request_id, None)
 
-    # --- planning ----------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """The next step, its sequences advanced as if it were done; None where there is nothing."""
-        draft = StepDraft(self.max_num_batched_tokens)
-        self._plan_running(draft)
-        if not draft.preempted:
-            self._admit_waiting(draft)
-        if draft.empty:
-            return None
-        self._next_step_id += 1
-        return draft.finish(self._next_step_id)
-
-    def _plan_running(self, draft: StepDraft) -> None:
-        index = 0
-        prefilling: list[Sequence] = []
-        while index < len(self.running):  # preemption shortens the list from its end
-            seq = self.running[index]
-            if seq.num_computed < seq.num_prefill:
-                prefilling.append(seq)
-            elif self._may_decode(seq):
-                self._decode(seq, draft)
-            index += 1
-        for seq in prefilling:
-            if seq.status is SequenceStatus.RUNNING and draft.budget > 0:
-                self._prefill_chunk(seq, draft)
-
-    def _may_decode(self, seq: Sequence) -> bool:
-        """False for a sequence that only waits for tokens in flight."""
-        request = seq.request
-        if seq.num_tokens - len(request.prompt_token_ids) >= request.max_tokens:
-            return False
-        if not request.bad_words_ids:  # spares a generator per row and step
-            return True
-        return seq.num_in_flight == 0 or not request.needs_known_tokens
-
-    def _decode(self, seq: Sequence, draft: StepDraft) -> None:
-        """Plan one token of a running sequence, preempting the youngest while pages are short."""
-        blocks, position = self.blocks, seq.num_computed
-        if blocks.needs_page(seq, position):
-            while blocks.device.num_free == 0:
-                victim = self.running[-1]
-                self._preempt(victim, draft)
-                if victim is seq:
-                    return
-                if not blocks.needs_page(seq, position):
-                    break  # the victim shared the page and left it
-            else:
-                append, copy = blocks.reserve(seq, position)
-                draft.page_appends.append(append)
-                if copy is not None:
-                    draft.page_copies.append(copy)
-        draft.decodes.append(DecodeRow(seq, seq.slot, position))
-        draft.budget -= 1
-        seq.num_computed += 1
-        seq.num_in_flight += 1
-
-    def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
-        """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
-        start = seq.num_computed
-        end = min(seq.num_prefill, start + draft.budget)
-        samples: tuple[Sequence, ...] = ()
-        if end == seq.num_prefill:
-            samples = (seq, *self._fork(seq, draft))
-        draft.prefills.append(
-            PrefillRow(
-                seq=seq,
-                slot=seq.slot,
-                start=start,
-                token_ids=seq.token_ids[start:end],
-                block_ids=self.blocks.pages_of(seq)[: self.blocks.num_blocks(end)],
-                samples=samples,
-            )
-        )
-        draft.budget -= end - start
-        seq.num_computed = end
-        for sampled in samples:
-            sampled.num_computed = end
-            sampled.num_in_flight += 1
-
-    def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
-        """Siblings that share this prompt from here on; those without a slot queue on their own."""
-        siblings = self._unforked.pop(seq.request.request_id, [])
-        forks = siblings[: len(self._free_slots)]
-        for child in forks:
-            self.blocks.fork(seq, child)
-            child.num_prefill = child.num_computed = seq.num_prefill
-            child.num_cached_tokens = seq.num_cached_tokens
-            self._take_slot(child, draft)
-        for child in siblings[len(forks) :]:
-            self._enqueue(child)
-        return forks
-
-    # --- admission ---------------------------------------------------------------------------
-
-    def _admit_waiting(self, draft: StepDraft) -> None:
-        while self.waiting and draft.budget > 0 and self._free_slots:
-            seq = self.waiting[0]
-            if seq.num_in_flight > 0:
-                return  # preempted a moment ago: its last token is known after the step in flight
-            swapped = seq.status is SequenceStatus.SWAPPED
-            admitted = self._swap_in(seq, draft) if swapped else self._admit(seq, draft)
-            if not admitted:
-                return
-            del self.waiting[0]
-
-    def _admit(self, seq: Sequence, draft: StepDraft) -> bool:
-        """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
-        match = self.blocks.match_prefix(seq)
-        if seq.request.sampling_params.prompt_logprobs is not None:
-            match = type(match)(())  # every prompt position must go through the model
-        if not self._fits(self.blocks.num_pages_to_admit(seq, match)):
-            return False
-        draft.swap_in += self.blocks.admit(seq, match)
-        num_cached = len(match) * self.blocks.block_size
-        if seq.num_prefill == 0:  # its first admission
-            seq.num_cached_tokens = num_cached
-            self._stats.prefix_cache_queries += seq.num_prompt_tokens
-            self._stats.prefix_cache_hits += num_cached
-        seq.num_computed = num_cached
-        seq.num_prefill = len(seq.token_ids)
-        self._take_slot(seq, draft)
-        self._prefill_chunk(seq, draft)
-        return True
-
-    def _swap_in(self, seq: Sequence, draft: StepDraft) -> bool:
-        """Bring a swapped sequence back, if it fits with its next token; False where not."""
-        if not self._fits(self.blocks.num_pages_to_swap_in(seq)):
-            return False
-        draft.swap_in += self.blocks.swap_in(seq)
-        self._take_slot(seq, draft)
-        if seq.num_computed < seq.num_prefill:
-            self._prefill_chunk(seq, draft)
-        elif self._may_decode(seq):
-            self._decode(seq, draft)
-        return True
-
-    def _fits(self, num_pages: int) -> bool:
-        watermark = self._watermark if self.running else 0
-        return self.blocks.device.num_free - num_pages >= watermark
-
-    def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
-        seq.slot = self._free_slots.popleft()
-        seq.status = SequenceStatus.RUNNING
-        insort(self.running, seq, key=self._key)
-        pages = self.blocks.pages_of(seq)
-        draft.slot_inits.append(
-            SlotInit(seq, seq.slot, pages, seq.num_computed, list(seq.token_ids))
-        )
-
-    # --- preemption --------------------------------------------------------------------------
-
-    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
-        """Take slot and pages from a running sequence and put it back into the queue."""
-        draft.preempted = True
-        seq.request.metrics.num_preemptions += 1
-        self._leave_slot(seq)
-        if self._should_swap(seq):
-            draft.swap_out += self.blocks.swap_out(seq)
-            seq.status = SequenceStatus.SWAPPED
-            self._stats.num_preemptions_swap += 1
-        else:
-            self.blocks.free(seq)
-            seq.num_computed = 0
-            seq.status = SequenceStatus.WAITING
-            self._stats.num_preemptions_recompute += 1
-        self._enqueue(seq)
-
-    def _should_swap(self, seq: Sequence) -> bool:
-        if self._preemption_mode == "recompute" or not self.blocks.can_swap_out(seq):
-            return False
-        if self._preemption_mode == "swap" or self._swap_cost is None:
-            return True
-        cost = self._swap_cost
-        num_pages = self.blocks.num_blocks(seq.num_computed)
-        recompute = self.blocks.num_uncached_tokens(seq) * cost.seconds_per_token
-        return 2 * num_pages * cost.seconds_per_page < recompute
-
-    def _leave_slot(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._free_slots.append(seq.slot)
-        seq.slot = PADDING_SLOT
-
-    # --- results -----------------------------------------------------------------------------
+        return self._planner.plan()
 
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take a finished step's tokens. Sequences that are over are finished and freed here.
 
         Rows of sequences that ended while the step was in flight are dropped.
         """
-        block_size = self.blocks.block_size
-        for row in plan.decodes:
-            if (row.position + 1) % block_size == 0:
-                self._publish(row.seq, row.position + 1)
-        for prefill in plan.prefills:
-            self._publish(prefill.seq, prefill.start + len(prefill.token_ids))
+        for seq, num_complete in plan.decodes.full_blocks(self.blocks.block_size):
+            if seq.status is SequenceStatus.RUNNING:
+                self.blocks.publish(seq, num_complete)
         updates: list[TokenUpdate] = []
-        for i, seq in enumerate(plan.sampled):
-            if seq.status is SequenceStatus.FINISHED:
-                continue
-            seq.num_in_flight -= 1
-            token_id = result.token_ids[i]
-            seq.token_ids.append(token_id)
-            self._check_stop(seq, token_id)
-            logprobs = result.logprobs[i] if result.logprobs is not None else None
-            updates.append(TokenUpdate(seq, token_id, logprobs))
+        sampled, finished = plan.sampled, SequenceStatus.FINISHED
+        rows = zip(sampled, result.token_ids, result.logprobs or [None] * len(sampled), strict=True)
+        for seq, token_id, logprobs in rows:
+            if seq.status is not finished:
+                seq.num_in_flight -= 1
+                seq.token_ids.append(token_id)
+                self._check_stop(seq, token_id)
+                updates.append(TokenUpdate(seq, token_id, logprobs))
         return updates
-
-    def _publish(self, seq: Sequence, num_complete: int) -> None:
-        if seq.status is SequenceStatus.RUNNING:
-            self.blocks.publish(seq, num_complete)
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         request = seq.request
-        num_output = seq.num_output_tokens
+        num_output = len(seq.token_ids) - len(request.prompt_token_ids)
         if token_id in request.stop_token_ids and num_output >= request.sampling_params.min_tokens:
             is_eos = token_id not in (request.sampling_params.stop_token_ids or ())
             self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
@@ -352,15 +151,12 @@ class Scheduler:
         """Order of service: priority, then age. A preempted sequence keeps its place."""
         return (seq.request.priority if self._by_priority else 0, seq.seq_id)
 
-    def _enqueue(self, seq: Sequence) -> None:
-        insort(self.waiting, seq, key=self._key)
-
     def stats(self) -> SchedulerStats:
         """The running totals, with the gauges brought up to date."""
         stats, blocks = self._stats, self.blocks
-        stats.num_running = len(self.running)
+        stats.num_running = len(self.running.seqs)
         swapped = self.blocks.host.num_used > 0  # spares a walk over a long queue per step
-        waiting = self.waiting if swapped else []
+        waiting = self.waiting if swapped else ()
         stats.num_swapped = sum(seq.status is SequenceStatus.SWAPPED for seq in waiting)
         stats.num_waiting = len(self.waiting) - stats.num_swapped
         stats.num_pages, stats.num_used_pages = blocks.device.num_pages, blocks.device.num_used
@@ -371,17 +167,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls."""
         self.blocks.check_integrity()
-        slots = [seq.slot for seq in self.running]
-        assert len(set(slots)) == len(slots), f"a slot is held twice: {slots}"
-        assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
-        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
-        for queue in (self.running, self.waiting):
-            keys = [self._key(seq) for seq in queue]
-            assert keys == sorted(keys), "a queue is out of order"
+        self.running.check_integrity()
+        self.waiting.check_integrity()
         live = {id(s) for r in self._requests.values() for s in r.sequences
                 if s.status is not SequenceStatus.FINISHED}  # fmt: skip
-        unforked = [seq for group in self._unforked.values() for seq in group]
-        listed = [id(seq) for seq in (*self.running, *self.waiting, *unforked)]
+        listed = [id(s) for s in (*self.running.seqs, *self.waiting, *self.waiting.held_back())]
         assert len(listed) == len(live) and set(listed) == live, (
             "a live sequence is lost or doubled"
         )
@@ -389,6 +179,6 @@ class Scheduler:
     def check_empty(self) -> None:
         """Assert that nothing is left of any request."""
         self.check_integrity()
-        assert not self._requests and not self._unforked, "requests are left"
+        assert not self._requests, "requests are left"
         assert self.blocks.device.num_used == 0 and self.blocks.host.num_used == 0, "pages are left"
         self.blocks.check_empty()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncllm.types import DecodeRow, PageAppend, PrefillRow, SlotInit, StepPlan
+from asyncllm.types import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, SlotInit, StepPlan
 
 
 @dataclass(slots=True)
 class StepDraft:
-    """`budget`: tokens that the step may still take. The lists become the plan's fields."""
+    """`budget`: prompt tokens that the step may still take. The lists become the plan's fields."""
 
-    budget: int
+    budget: int = 0
     preempted: bool = False  # then nothing is admitted: memory is short
-    decodes: list[DecodeRow] = field(default_factory=list)
+    decodes: DecodeBatch = NO_DECODES
     prefills: list[PrefillRow] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class StepDraft:
     def finish(self, step_id: int) -> StepPlan:
         return StepPlan(
             step_id=step_id,
-            decodes=tuple(self.decodes),
+            decodes=self.decodes,
             prefills=tuple(self.prefills),
             swap_out=tuple(self.swap_out),
             page_copies=tuple(self.page_copies),

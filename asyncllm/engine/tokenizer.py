@@ -16,11 +16,12 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as RawTokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
 from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
 from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
 from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 
@@ -67,7 +68,7 @@ class Tokenizer:
             raise ModelLoadError(f"{path / 'tokenizer.json'} is missing: no tokenizer to load")
         template = None if chat_template is None else read_chat_template(chat_template)
         try:
-            hf = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            hf = load_hf_tokenizer(path)
         except Exception as error:  # the library raises bare Exception for a broken file
             raise ModelLoadError(f"{_blamed_file(path)}: {one_line(error)}") from error
         if not hf.is_fast:

@@ -53,6 +53,10 @@ class CollectedAnswer:
                 choice.finish_reason = completion.finish_reason
                 choice.stop_reason = completion.stop_reason
 
+    def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
+        self.usage.completion_tokens += num_tokens
+        self.choices[prompt_index * self._n].parts.append(text)
+
     def finish(self) -> None:
         self._end.set()
 

@@ -1,8 +1,9 @@
 """The engine requests behind one HTTP call, from queue to last token, or to the client's departure.
 
-One engine request per prompt. The engine calls `_receive` on the event loop in the middle of its
-step, so two rules hold there: nothing escapes into the engine, and nothing calls the engine back;
-an error is handed to the consumer, whose end wakes the handler, and the handler's `finally` aborts.
+One engine request per prompt. The engine calls `_receive` and `_receive_text` on the event loop in
+the middle of its step, so two rules hold there: nothing escapes into the engine, and nothing calls
+the engine back; an error is handed to the consumer, whose end wakes the handler, and the handler's
+`finally` aborts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class Consumer(Protocol):
     """Where the answer goes: a stream, or a collector. Exactly one of finish and fail is last."""
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None: ...
+
+    def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
+        """A prompt's only choice goes on; what is between its first and its last `feed`."""
+        ...
 
     def finish(self) -> None: ...
 
@@ -53,6 +58,7 @@ class Generation:
                 prompt,
                 call.params,
                 partial(self._receive, request_id, index),
+                text_sink=partial(self._receive_text, index),
                 priority=call.priority,
                 cache_salt=call.cache_salt,
             )
@@ -91,5 +97,13 @@ class Generation:
                 self._num_open -= 1
                 if not self._num_open:
                     self._consumer.finish()
+        except Exception as error:
+            self.fail(as_api_error(error))
+
+    def _receive_text(self, index: int, text: str, num_tokens: int) -> None:
+        if self._is_over or self.error is not None:
+            return
+        try:
+            self._consumer.feed_text(index, text, num_tokens)
         except Exception as error:
             self.fail(as_api_error(error))

@@ -9,11 +9,12 @@ import asyncio
 import socket
 import ssl
 from dataclasses import dataclass
-
-from aiohttp import web
+from typing import TYPE_CHECKING
 
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.connection import accept
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 BACKLOG = 2048
 
@@ -50,6 +51,8 @@ class Listener:
 
     async def start(self, runner: web.AppRunner) -> None:
         """Accept connections for a runner that is set up. Raises `OSError` naming the address."""
+        from asyncllm.server.connection import accept  # aiohttp: what --help should not cost
+
         assert runner.server is not None
         connect = accept(runner.server, self.args.max_connections)
         loop = asyncio.get_running_loop()

@@ -13,7 +13,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -32,20 +34,33 @@ CLOSE_TIMEOUT_SECONDS = 2.0  # for handlers to write their last bytes
 EXIT_CODE_SECOND_SIGNAL = 1
 
 
-async def serve(engine: AsyncLLMEngine, args: ServerArgs, listener: Listener) -> None:
-    """Until a signal.
+async def serve(
+    engine: AsyncLLMEngine, args: ServerArgs, listener: Listener, started: float
+) -> None:
+    """Until a signal. `started`: `time.perf_counter()` when the command began.
 
     Raises `OSError`, `ValueError`, `ModelLoadError` for what fails at start, and `EngineDeadError`
     where the device was lost later: a supervisor then starts another process.
     """
+    imported = time.perf_counter() - started
     try:
         await engine.start()
-        await _serve_loaded(engine, args, listener)
+        await _serve_loaded(engine, args, listener, _Clock(started, imported))
     finally:
         await engine.aclose()
 
 
-async def _serve_loaded(engine: AsyncLLMEngine, args: ServerArgs, listener: Listener) -> None:
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """started: of the command, by perf_counter; imported: seconds until the engine could start."""
+
+    started: float
+    imported: float
+
+
+async def _serve_loaded(
+    engine: AsyncLLMEngine, args: ServerArgs, listener: Listener, clock: _Clock
+) -> None:
     app = build_app(engine, args)
     stats_task = _start_logs(engine, args)
     runner = web.AppRunner(
@@ -62,7 +77,7 @@ async def _serve_loaded(engine: AsyncLLMEngine, args: ServerArgs, listener: List
         # it, which would show up as pauses between tokens.
         gc.collect()
         gc.freeze()
-        _announce(engine, listener)
+        _announce(engine, listener, clock)
         await _stop_or_failure(stop, engine)
         await drain(app[SERVICE], args.shutdown_timeout)
         listener.close()
@@ -117,9 +132,16 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _announce(engine: AsyncLLMEngine, listener: Listener) -> None:
-    for name, value in engine.startup.items():
+def _announce(engine: AsyncLLMEngine, listener: Listener, clock: _Clock) -> None:
+    startup = engine.startup
+    total = time.perf_counter() - clock.started
+    startup["seconds"] = {
+        "imports": round(clock.imported, 3),
+        **startup["seconds"],
+        "command_to_ready": round(total, 3),
+    }
+    for name, value in startup.items():
         if isinstance(value, dict):
             value = ", ".join(f"{part} {number}" for part, number in value.items())
-        print(f"{name.replace('_', ' '):20}{value}")
+        print(f"{name.replace('_', ' '):24}{value}")
     print(f"listening on {listener.url}", flush=True)

@@ -21,7 +21,7 @@ from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError
 from asyncllm.server.generation import Consumer, Generation
 from asyncllm.server.protocol import GenerationRequest
-from asyncllm.server.sse import SSEStream
+from asyncllm.server.sse import FrameQueue, SSEStream
 from asyncllm.server.stream import ChunkShape, StreamedAnswer
 
 
@@ -38,6 +38,7 @@ class Service:
         self.engine = engine
         self.args = args
         self.model_names = engine.config.served_model_names
+        self.frames = FrameQueue()
         self.draining = False
         self.call_observers: list[CallObserver] = []
         self._live: set[Generation] = set()
@@ -104,7 +105,7 @@ async def answer_stream(
     http: web.Request, service: Service, call: Call, request: GenerationRequest, shape: ChunkShape
 ) -> web.StreamResponse:
     """Errors until `submit` is through have their own status; later ones are events."""
-    sse = SSEStream(http)
+    sse = SSEStream(http, service.frames)
     answer = StreamedAnswer(sse, call, shape, request.stream_options)
     with service.generation(call, answer) as generation:
         await generation.submit()

@@ -1,23 +1,28 @@
 """Server-sent events at a few microseconds each: the one place that knows how aiohttp writes.
 
-A frame goes straight to the transport as one HTTP chunk, without a task switch. Everything else is
-aiohttp's public API: `StreamResponse.prepare` for the headers, `write` for what had to wait,
-`write_eof` for the end. That is sound only while aiohttp's own writer holds nothing back and adds
-nothing (headers already sent, chunked, no compression, no length): `_writes_plain_chunks` checks
-it on every stream, an error is logged once if it ever fails, and `push` then takes the public way.
-Tested with aiohttp 3.13 and 3.14.
+What a step brings to a stream goes straight to the transport as one HTTP chunk, without a task
+switch. Everything else is aiohttp's public API: `StreamResponse.prepare` for the headers, `write`
+for what had to wait, `write_eof` for the end. That is sound only while aiohttp's own writer holds
+nothing back and adds nothing (headers already sent, chunked, no compression, no length):
+`_writes_plain_chunks` checks it on every stream, an error is logged once if it ever fails, and
+frames then take the public way. Tested with aiohttp 3.13 and 3.14.
+
+`push` and `end` are called by the engine between two steps: they never await, block or raise. They
+only note frames; `FrameQueue` writes them in the loop's next turns, all streams together (the
+kernel's way through a send stays in the caches), in slices: between two of them the engine may
+launch its next step and others get their turn. Where the device is faster than the host, a stream's
+frames of two steps become one write, of more never.
 
 A slow reader is bounded twice. While more than COALESCE_ABOVE_BYTES sit in the transport, frames
 collect here and go out as one merged write when it drains. Above MAX_PENDING_BYTES in all, the
 client is dropped.
-
-`push` and `end` are called by the engine between two steps: they never await, block or raise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from aiohttp import web
 from aiohttp.http_writer import StreamWriter
@@ -26,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 COALESCE_ABOVE_BYTES = 64 * 1024
 MAX_PENDING_BYTES = 1024 * 1024
+STREAMS_PER_SLICE = 64  # at 3 us a write no turn of the loop is longer than about 200 us
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -34,19 +40,46 @@ _HEADERS = {
 }
 
 
+class FrameQueue:
+    """The streams with frames to write; one queue for all streams of a loop."""
+
+    def __init__(self) -> None:
+        self._streams: deque[SSEStream] = deque()
+        self._is_scheduled = False
+
+    def add(self, stream: SSEStream) -> None:
+        self._streams.append(stream)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._write_slice)
+
+    def _write_slice(self) -> None:
+        streams, num_written = self._streams, 0
+        try:
+            while streams and (num_written < STREAMS_PER_SLICE or streams[0].is_late):
+                streams.popleft().write_frames()
+                num_written += 1
+        finally:  # whatever befell one stream, the others are written
+            self._is_scheduled = bool(streams)
+            if streams:
+                asyncio.get_running_loop().call_soon(self._write_slice)
+
+
 class SSEStream:
     """One response. Frames pushed before `open` wait for it."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, queue: FrameQueue | None = None) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
         self._request = request
+        self._queue = queue or FrameQueue()
         self._transport: asyncio.Transport | None = None  # set while frames may bypass aiohttp
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self._is_queued = False
         self._ended = False
         self._dropped = False
         self.too_slow = False  # why it was dropped
-        self._wake = asyncio.Event()
+        self._wake = asyncio.Event()  # there is something to do for `run`
 
     async def open(self) -> None:
         """Send status 200 and the headers."""
@@ -63,20 +96,20 @@ class SSEStream:
         """Frames go straight to the transport."""
         return self._transport is not None
 
+    @property
+    def is_late(self) -> bool:
+        """What waits is of two steps: the loop has more to do than the device."""
+        return len(self._pending) > 1
+
     def push(self, frames: bytes) -> None:
-        """Send whole frames, now or as soon as the client has read enough."""
-        if not frames:
-            return  # an empty chunk would end the body
-        transport = self._transport
-        if (
-            transport is None
-            or self._pending
-            or transport.is_closing()
-            or transport.get_write_buffer_size() > COALESCE_ABOVE_BYTES
-        ):
-            self._hold_back(frames)
-        else:
-            transport.write(b"%x\r\n%b\r\n" % (len(frames), frames))
+        """Send whole frames, soon or as soon as the client has read enough."""
+        if self._dropped or not frames:
+            return
+        self._pending.append(frames)
+        self._pending_bytes += len(frames)
+        if not self._is_queued:
+            self._is_queued = True
+            self._queue.add(self)
 
     def end(self, frames: bytes) -> None:
         """Send the last frames; `run` returns once all is written."""
@@ -84,30 +117,50 @@ class SSEStream:
         self._wake.set()
         self.push(frames)
 
+    def write_frames(self) -> None:
+        """For the queue: one write of all that waits, or leave it to `run`."""
+        self._is_queued = False
+        if not self._pending:
+            return  # `run` has written it
+        transport = self._transport
+        if (
+            transport is None
+            or transport.is_closing()
+            or transport.get_write_buffer_size() > COALESCE_ABOVE_BYTES
+        ):
+            self._wake.set()
+            self._bound_pending()
+            return
+        body = self._take_pending()
+        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if self._ended:
+            self._wake.set()
+
     async def run(self) -> None:
-        """Write what `push` held back, to the end. Raises `ConnectionError` for a lost client."""
+        """Write what had to wait, to the end. Raises `ConnectionError` for a lost client."""
         while not self._ended or self._pending:
             await self._wake.wait()
             self._wake.clear()
             while self._pending:
                 await self._write_pending()
+        if self._dropped:
+            raise ConnectionResetError("the client was dropped")
         await self.response.write_eof()
 
     async def _write_pending(self) -> None:
         await self._request.writer.drain()  # returns when the transport is below its low mark
         if self._dropped:
             raise ConnectionResetError("the client was dropped")
-        merged = b"".join(self._pending)
+        if self._pending:  # else the queue was faster
+            await self.response.write(self._take_pending())
+
+    def _take_pending(self) -> bytes:
+        body = b"".join(self._pending)  # of one alone it is that one, not a copy
         self._pending.clear()
         self._pending_bytes = 0
-        await self.response.write(merged)
+        return body
 
-    def _hold_back(self, frames: bytes) -> None:
-        self._wake.set()
-        if self._dropped:
-            return
-        self._pending.append(frames)
-        self._pending_bytes += len(frames)
+    def _bound_pending(self) -> None:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             self._dropped = True

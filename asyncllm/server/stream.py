@@ -131,6 +131,16 @@ class StreamedAnswer:
         if frames:
             self._sse.push(b"".join(frames))
 
+    def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
+        choice = self._choices[prompt_index * self._n]
+        self._usage.completion_tokens += num_tokens
+        if self._running_usage:
+            choice.num_tokens += num_tokens
+            usage = self._usage.of_choice(prompt_index, choice.num_tokens)
+            self._sse.push(choice.full(text, None, usage=usage))
+        elif text:  # empty while a character is still open
+            self._sse.push(choice.plain(text))
+
     def finish(self) -> None:
         end = DONE
         if self._include_usage:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from asyncllm.types import StepResult
+from asyncllm.worker.event_waiter import EventWaiter
 from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 
 Collect = Callable[[], StepResult]
@@ -81,22 +82,18 @@ def _run(work: Work, times: DeviceTimes) -> StepResult:
     return result
 
 
-class _EventStep:
+class EventStep:
+    """A step that `done` ends. Made right after its work was enqueued."""
+
     def __init__(
-        self,
-        done: torch.cuda.Event,
-        collect: Collect,
-        waiter: ThreadPoolExecutor,
-        timer: StepTimer,
+        self, done: torch.cuda.Event, collect: Collect, waiter: EventWaiter, timer: StepTimer
     ) -> None:
         self._done, self._collect, self._waiter = done, collect, waiter
         self._timer = timer
+        self._submitted_s = time.perf_counter()
 
     async def wait(self) -> StepResult:
-        if not self._done.query():
-            # Blocks a thread in the driver without the GIL: the loop stays free, no core spins.
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._waiter, self._done.synchronize)
+        await self._waiter.wait(self._done, self._submitted_s)
         self._timer.see()
         return self._collect()
 
@@ -110,11 +107,11 @@ _idle_streams: list[torch.cuda.Stream] = []
 
 
 class StreamExecutor:
-    """One CUDA stream, and one thread that only ever waits for events."""
+    """One CUDA stream, and its waiter."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-wait")
+        self._waiter = EventWaiter()
         self._clock = StreamClock()
 
     @torch.inference_mode()
@@ -122,14 +119,15 @@ class StreamExecutor:
         with torch.cuda.stream(self.stream):
             timer = StepTimer(self._clock)
             collect = work()
+            # Who waits for it sleeps in the driver.
             done = torch.cuda.Event(enable_timing=True, blocking=True)
             done.record(self.stream)
-        return _EventStep(done, collect, self._waiter, timer)
+        return EventStep(done, collect, self._waiter, timer)
 
     def drain(self) -> None:
         self.stream.synchronize()
 
     def close(self) -> None:
-        self._waiter.shutdown(wait=True)
+        self._waiter.close()
         self.stream.synchronize()
         _idle_streams.append(self.stream)

@@ -9,6 +9,7 @@ import torch
 
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.worker.decode_ends import DecodeEnds, TorchDecodeEnds
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import PlainSample, TopKTopP, plain_sample_torch, top_k_top_p_torch
 
@@ -18,18 +19,20 @@ class Kernels:
     ops: Ops
     plain_sample: PlainSample
     top_k_top_p: TopKTopP
+    decode_ends: DecodeEnds
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """FlashInfer and Triton kernels on CUDA in half precision, plain torch elsewhere."""
     fast = device.type == "cuda" and dtype != torch.float32
     if not fast or importlib.util.find_spec("flashinfer") is None:
-        return Kernels(TorchOps(), plain_sample_torch, top_k_top_p_torch)
+        return Kernels(TorchOps(), plain_sample_torch, top_k_top_p_torch, TorchDecodeEnds())
     # Optional packages, slow to import: only where they are used.
     from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+    from asyncllm.worker.decode_kernels import TritonDecodeEnds
     from asyncllm.worker.sampling_kernels import plain_sample_triton, top_k_top_p_flashinfer
 
-    return Kernels(FlashInferOps(), plain_sample_triton, top_k_top_p_flashinfer)
+    return Kernels(FlashInferOps(), plain_sample_triton, top_k_top_p_flashinfer, TritonDecodeEnds())
 
 
 def make_executor(device: torch.device) -> Executor:

@@ -21,8 +21,9 @@ from asyncllm.types import SwapCost
 from asyncllm.worker.sampler import TopKTopP
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
-PROFILE_TOKENS_CPU = 64  # enough to time a token of prefill
-GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces
+PROFILE_TOKENS_CPU = 64
+TIMED_TOKENS = 1024  # enough to time a token of prefill
+GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces, activations apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class MemoryPlan:
 def profile_step(
     model: CausalLM, config: EngineConfig, device: torch.device, top_k_top_p: TopKTopP
 ) -> Profile:
-    """Run the largest step without its attention; twice, for the time of the second."""
+    """Run the largest step without its attention, for its memory, and a part of it for its time."""
     cuda = device.type == "cuda"
     num_tokens = config.max_num_batched_tokens
     if not cuda:
@@ -53,15 +54,10 @@ def profile_step(
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        hidden = model.forward(tokens, tokens, prompt_lens, _no_attention)
-        if cuda:
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
+    hidden = model.forward(tokens, tokens, prompt_lens, _no_attention)
+    seconds_per_token = _time_forward(model, min(num_tokens, TIMED_TOKENS), device)
     if not cuda:
-        return Profile(0, seconds / num_tokens)
+        return Profile(0, seconds_per_token)
     rows = min(config.max_num_seqs, num_tokens)
     logits = model.compute_logits(hidden[:rows]).float()
     keep_all = torch.ones(rows, dtype=torch.int32, device=device)
@@ -70,7 +66,21 @@ def profile_step(
     peak_bytes = torch.cuda.max_memory_allocated(device) - before
     del hidden, logits
     torch.cuda.empty_cache()
-    return Profile(peak_bytes, seconds / num_tokens)
+    return Profile(peak_bytes, seconds_per_token)
+
+
+def _time_forward(model: CausalLM, num_tokens: int, device: torch.device) -> float:
+    """Seconds per token of a step of `num_tokens`; the second of two, the first is warm-up."""
+    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    prompt_lens = tokens + 1 if model.uses_prompt_lens else None
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        model.forward(tokens, tokens, prompt_lens, _no_attention)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    return seconds / num_tokens
 
 
 def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -111,10 +121,18 @@ def _num_pages(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
-        return int(allowed - profile.peak_bytes - GRAPH_RESERVE_BYTES) // page_bytes - 1
+        reserve = GRAPH_RESERVE_BYTES + _prefill_graph_bytes(config, profile)
+        return int(allowed - profile.peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = config.max_num_seqs * -(-model_len // config.block_size)
     return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
+
+
+def _prefill_graph_bytes(config: EngineConfig, profile: Profile) -> int:
+    """Activations of the largest captured step: graphs keep theirs apart from eager steps'."""
+    if config.enforce_eager or not config.prefill_graph_sizes:
+        return 0
+    return profile.peak_bytes * config.prefill_graph_sizes[-1] // config.max_num_batched_tokens
 
 
 def measure_swap_cost(cache: KVCache, profile: Profile) -> SwapCost | None:

@@ -7,8 +7,6 @@ device. A step of decodes only is `decode_step`, eager or from a graph: the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -16,25 +14,20 @@ from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.types import PADDING_PAGE, StepPlan, StepResult, TokenLogprobs
+from asyncllm.types import PADDING_PAGE, StepPlan, StepResult
+from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.worker.mixed_forward import MixedForward
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
 from asyncllm.worker.slot_sampling import PLAIN, Arrays
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
+from asyncllm.worker.step_results import Sampled, fetch
 from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step's forward pass and sampling gave, on the device."""
-
-    tokens: torch.Tensor  # int32 [rows]
-    logits: torch.Tensor  # [rows, V], raw
 
 
 class ModelRunner:
@@ -46,6 +39,7 @@ class ModelRunner:
         attention: AttentionBackend,
         state: DeviceState,
         sampler: Sampler,
+        decode_ends: DecodeEnds,
         executor: Executor,
         builder: StepBuilder,
         device: torch.device,
@@ -55,12 +49,13 @@ class ModelRunner:
         self._attention = attention
         self._state = state
         self._sampler = sampler
+        self._decode_ends = decode_ends
         self._executor = executor
         self._builder = builder
         self._staging = Staging(device)
-        self._pinned = device.type == "cuda"
         self.graphs: DecodeGraphs | None = None
         self.work = WorkCounts()
+        self.mixed_forward = MixedForward(model, attention, cache, state)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device. The plan's effects are as if it were done already."""
@@ -79,15 +74,20 @@ class ModelRunner:
             page_indptr=np.array([0, num_pages], np.int32),
             pages=np.full(num_pages, PADDING_PAGE, np.int32),
         )
-        slots = torch.zeros(num_tokens, dtype=torch.int32, device=self._state.positions.device)
-        hidden = self._model.forward(
-            slots,
-            torch.arange(num_tokens, dtype=torch.int32, device=slots.device),
-            slots + num_tokens if self._model.uses_prompt_lens else None,
-            self._attention.mixed(None, prefills, slots.long()),
+        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._state.positions.device)
+        hidden = self.mixed_forward.run(
+            tokens[:0],
+            0,
+            prefills,
+            {
+                "prefill_tokens": tokens,
+                "prefill_positions": torch.arange(num_tokens, device=tokens.device),
+                "prefill_prompt_lens": tokens + num_tokens,
+                "write_slots": tokens,
+            },
         )
-        logits = self._model.compute_logits(hidden[-1:])
-        self._sampler.plain(logits, slots[:1], slots[:1])
+        logits = self._model.compute_logits(hidden[num_tokens - 1 : num_tokens])
+        self._sampler.plain(logits, tokens[:1], tokens[:1])
 
     # --- on the stream -----------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class ModelRunner:
             sampled, prompt_logprobs = self._decode_only(inputs), []
         else:  # swaps alone
             return lambda: StepResult([])
-        return self._fetch(inputs, sampled, prompt_logprobs)
+        return fetch(inputs, sampled, prompt_logprobs)
 
     def _decode_only(self, inputs: StepInputs) -> Sampled:
         graphs, num_rows = self.graphs, len(inputs.decode_slots)
@@ -135,40 +135,27 @@ class ModelRunner:
         context, for backends that want it on the host; None under capture.
         """
         state = self._state
-        positions = state.positions[slots]
-        rows = DecodeRows(state.block_tables[slots], positions, max_len)
+        rows = self._decode_ends.begin(state, slots)
+        attend = self._attention.decode(DecodeRows(rows.block_tables, rows.positions, max_len))
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        hidden = self._model.forward(
-            state.last_tokens[slots], positions, prompt_lens, self._attention.decode(rows)
-        )
+        hidden = self._model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
         logits = self._model.compute_logits(hidden)
-        tokens = self._sampler.plain(logits, slots, positions + 1)
-        state.advance(slots, tokens, positions + 1)
-        return tokens, logits
+        return self._decode_ends.finish(state, slots, rows, logits), logits
 
     def _mixed_step(self, inputs: StepInputs) -> tuple[Sampled, list[LogprobTensors]]:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
-        state, prefills = self._state, inputs.prefills
-        assert prefills is not None
-        self.work.ran("mixed", inputs.plan.num_tokens)
-        tensors = self._upload(inputs.arrays)
-        token_ids, positions = tensors["prefill_tokens"], tensors["prefill_positions"]
-        prompt_lens = tensors["prefill_prompt_lens"]
-        decodes = None
-        if len(inputs.decode_slots):
-            slots = tensors["decode_slots"]
-            decodes = DecodeRows(
-                state.block_tables[slots], state.positions[slots], inputs.max_decode_len
-            )
-            token_ids = torch.cat([state.last_tokens[slots], token_ids])
-            positions = torch.cat([decodes.positions, positions])
-            prompt_lens = torch.cat([state.prompt_lens[slots], prompt_lens])
-        hidden = self._model.forward(
-            token_ids,
-            positions,
-            prompt_lens if self._model.uses_prompt_lens else None,
-            self._attention.mixed(decodes, prefills, tensors["write_slots"]),
+        assert inputs.prefills is not None
+        num_tokens = inputs.plan.num_tokens
+        self.work.ran("mixed", num_tokens, self.mixed_forward.graph_size(num_tokens))
+        tensors = self._staging.upload(inputs.arrays)
+        # Prefills read nothing of the slots: without decodes they need not wait for the changes.
+        if inputs.plan.decodes:
+            self._state.apply(tensors)
+        hidden = self.mixed_forward.run(
+            tensors["decode_slots"], inputs.max_decode_len, inputs.prefills, tensors
         )
+        if not inputs.plan.decodes:
+            self._state.apply(tensors)
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs
@@ -182,7 +169,7 @@ class ModelRunner:
             tokens = self._sample_full(inputs, tensors, logits, slots, positions)
         else:
             tokens = self._sampler.plain(logits, slots, positions)
-            state.advance(slots, tokens, positions)
+            self._state.advance(slots, tokens, positions)
         return Sampled(tokens, logits), prompt_logprobs
 
     def _sample_full(
@@ -214,76 +201,3 @@ class ModelRunner:
         tensors = self._staging.upload(arrays)
         self._state.apply(tensors)
         return tensors
-
-    # --- back to the host --------------------------------------------------------------------
-
-    def _fetch(
-        self, inputs: StepInputs, sampled: Sampled, prompt_logprobs: list[LogprobTensors]
-    ) -> Collect:
-        """Enqueue the copies back; the returned function reads them after the step's end."""
-        token_ids = self._to_host(sampled.tokens)
-        logprobs = None
-        if inputs.wants_logprobs:
-            tensors = gather_logprobs(sampled.logits, sampled.tokens, inputs.num_logprobs)
-            logprobs = self._logprobs_to_host(tensors)
-        prompt = [self._logprobs_to_host(tensors) for tensors in prompt_logprobs]
-
-        def collect() -> StepResult:
-            return StepResult(
-                token_ids.tolist(),
-                _sample_logprobs(inputs, logprobs) if logprobs is not None else None,
-                _split_prompt_logprobs(inputs, prompt),
-            )
-
-        return collect
-
-    def _logprobs_to_host(self, tensors: LogprobTensors) -> LogprobTensors:
-        return LogprobTensors(
-            self._to_host(tensors.logprobs),
-            self._to_host(tensors.ranks),
-            self._to_host(tensors.top_ids),
-            self._to_host(tensors.top_logprobs),
-        )
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._pinned:
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-
-def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
-    return [
-        TokenLogprobs(*entry)
-        for entry in zip(
-            tensors.logprobs.tolist(),
-            tensors.ranks.tolist(),
-            tensors.top_ids.tolist(),
-            tensors.top_logprobs.tolist(),
-            strict=True,
-        )
-    ]
-
-
-def _sample_logprobs(inputs: StepInputs, tensors: LogprobTensors) -> list[TokenLogprobs | None]:
-    """Per sampled row, cut to the number that its request asked for."""
-    entries = _token_logprobs(tensors)
-    result: list[TokenLogprobs | None] = []
-    for entry, num_top in zip(entries, inputs.wants_logprobs, strict=True):
-        if num_top is None:
-            result.append(None)
-        else:
-            top = entry.top_ids[:num_top], entry.top_logprobs[:num_top]
-            result.append(TokenLogprobs(entry.logprob, entry.rank, *top))
-    return result
-
-
-def _split_prompt_logprobs(
-    inputs: StepInputs, pieces: list[LogprobTensors]
-) -> dict[int, list[TokenLogprobs]]:
-    """seq_id -> entries, from the pieces of all rows in order."""
-    entries = iter([entry for piece in pieces for entry in _token_logprobs(piece)])
-    return {
-        wanted.seq_id: [next(entries) for _ in range(wanted.num_targets)]
-        for wanted in inputs.prompt_logprobs
-    }

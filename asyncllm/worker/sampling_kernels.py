@@ -7,6 +7,11 @@ import triton
 import triton.language as tl
 
 from asyncllm.attention.flashinfer_import import flashinfer
+from asyncllm.attention.programmatic_launch import (
+    has_programmatic_launch,
+    start_next,
+    wait_previous,
+)
 
 BLOCK = (
     4096  # logits per program: a row of 128k is 32 programs, enough for one row to fill the card
@@ -24,10 +29,19 @@ def _mix(h):
 @triton.jit
 def _best_of_block(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, values_ptr, tokens_ptr,
-    vocab_size, row_stride, num_blocks,
-    BLOCK: tl.constexpr,
+    vocab_size, row_stride, num_blocks, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best noisy logit of one block of one row."""
+    """The best noisy logit of one block of one row, AHEAD positions past the given."""
+    if PDL:
+        start_next()
+        after = wait_previous()
+        logits_ptr += after
+        temperatures_ptr += after
+        seeds_ptr += after
+        positions_ptr += after
+        values_ptr += after
+        tokens_ptr += after
     row = tl.program_id(0)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +53,7 @@ def _best_of_block(
         seed = tl.load(seeds_ptr + row)
         low = (seed & 0xFFFFFFFF).to(tl.uint32)
         high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        position = tl.load(positions_ptr + row).to(tl.uint32)
+        position = (tl.load(positions_ptr + row) + AHEAD).to(tl.uint32)
         key = _mix(low ^ _mix(high ^ _mix(position)))
         bits = _mix(_mix(token.to(tl.uint32) + key) ^ _mix(key ^ 0x9E3779B9))
         u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
@@ -52,14 +66,32 @@ def _best_of_block(
 
 
 @triton.jit
-def _best_of_row(values_ptr, tokens_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr):
-    """The best of a row's blocks; the first among equals, as argmax."""
+def _best_of_row(
+    values_ptr, tokens_ptr, out_ptr, slots_ptr, positions_ptr, last_tokens_ptr, slot_positions_ptr,
+    num_blocks, BLOCKS: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of a row's blocks; the first among equals, as argmax. ADVANCE: its slot too."""
+    if PDL:
+        start_next()
+        after = wait_previous()
+        values_ptr += after
+        tokens_ptr += after
+        out_ptr += after
+        if ADVANCE:
+            last_tokens_ptr += after
+            slot_positions_ptr += after
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     mask = block < num_blocks
     values = tl.load(values_ptr + row * num_blocks + block, mask, other=float("-inf"))
     _, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(out_ptr + row, tl.load(tokens_ptr + row * num_blocks + index))
+    token = tl.load(tokens_ptr + row * num_blocks + index)
+    tl.store(out_ptr + row, token)
+    if ADVANCE:
+        slot = tl.load(slots_ptr + row)
+        position = tl.load(positions_ptr + row) + 1
+        tl.store(last_tokens_ptr + slot, token)
+        tl.store(slot_positions_ptr + slot, tl.where(slot == 0, 0, position))  # 0 is padding
 
 
 def plain_sample_triton(
@@ -69,19 +101,47 @@ def plain_sample_triton(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """`PlainSample` without a sort: int32 [rows] from logits [rows, V]."""
+    return _sample(logits, temperatures, seeds, positions, None, None, None)
+
+
+def sample_and_advance(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    last_tokens: torch.Tensor,
+    slot_positions: torch.Tensor,
+) -> torch.Tensor:
+    """`plain_sample_triton` for the positions after these, and `DeviceState.advance` to them."""
+    return _sample(logits, temperatures, seeds, positions, slots, last_tokens, slot_positions)
+
+
+def _sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    slot_positions: torch.Tensor | None,
+) -> torch.Tensor:
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     device = logits.device
     values = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
     tokens = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
     out = torch.empty(num_rows, dtype=torch.int32, device=device)
+    flags = {"PDL": True, "launch_pdl": True} if has_programmatic_launch(device) else {"PDL": False}
     _best_of_block[(num_rows, num_blocks)](
         logits, temperatures, seeds, positions, values, tokens,
-        vocab_size, logits.stride(0), num_blocks, BLOCK=BLOCK,
+        vocab_size, logits.stride(0), num_blocks,
+        AHEAD=0 if slots is None else 1, BLOCK=BLOCK, **flags,
     )  # fmt: skip
     _best_of_row[(num_rows,)](
-        values, tokens, out, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
-    )
+        values, tokens, out, slots, positions, last_tokens, slot_positions, num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks), ADVANCE=slots is not None, **flags,
+    )  # fmt: skip
     return out
 
 

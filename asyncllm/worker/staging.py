@@ -29,6 +29,8 @@ class Staging:
 
         Copies on the current stream, without waiting for it.
         """
+        if not arrays:  # a step of the same decodes on the same pages
+            return {}
         if self._device.type == "cpu":
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._next = (self._next + 1) % NUM_BUFFERS

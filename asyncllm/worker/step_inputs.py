@@ -1,13 +1,15 @@
 """A `StepPlan` as arrays: everything that the device must be told for one step, packed on the host.
 
-A step of plain decodes with no new page builds nothing but its list of slots. Arrays named
+A step of the same decodes as the one before, with no new page, builds nothing. Arrays named
 `init_*`, `table_*` and so on are the changes that `DeviceState.apply` writes; forward pass and
 sampler read the rest.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,10 +46,23 @@ class StepInputs:
     prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
+class _Decodes(NamedTuple):
+    """The decodes of a step. The array is never written to: steps share it."""
+
+    slots: list[int]
+    array: np.ndarray  # int32 [decodes], the same
+    features: Feature
+    max_len: int
+
+
+_SLOT = operator.attrgetter("slot")
+
+
 class StepBuilder:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._block_size = block_size
         self._sampling = SlotSampling(num_slots)
+        self._decodes = _Decodes([], int32([]), Feature(0), 0)  # of the last step
 
     def build(self, plan: StepPlan) -> StepInputs:
         arrays: Arrays = {}
@@ -55,32 +70,42 @@ class StepBuilder:
             _init_slots(plan.slot_inits, arrays)
             self._sampling.init(plan.slot_inits, arrays)
         _block_table_entries(plan, arrays)
-        decode_slots = np.fromiter((row.slot for row in plan.decodes), np.int32, len(plan.decodes))
+        decodes = self._decodes = self._next_decodes(plan)
         prefills = self._prefills(plan, arrays) if plan.prefills else None
-        sampled = plan.sampled
-        sampled_slots = decode_slots
+        sampled_slots, features = decodes.array, decodes.features
         if plan.prefills:
-            sampled_slots = np.fromiter((s.slot for s in sampled), np.int32, len(sampled))
-        features = self._sampling.features(sampled_slots)
+            sampled_slots = int32([seq.slot for seq in plan.sampled])
+            features = self._sampling.features(sampled_slots)
         if features & Feature.EDIT:
             self._sampling.add_logit_edits(sampled_slots, arrays)
         wants: tuple[int | None, ...] = ()
         num_logprobs = 0
         if features & Feature.LOGPROBS:
-            params = [seq.request.sampling_params for seq in sampled]
+            params = [seq.request.sampling_params for seq in plan.sampled]
             wants = tuple(p.logprobs for p in params)
             num_logprobs = max(count or 0 for count in wants)
         return StepInputs(
             plan=plan,
             arrays=arrays,
-            decode_slots=decode_slots,
-            max_decode_len=max((row.position + 1 for row in plan.decodes), default=0),
+            decode_slots=decodes.array,
+            max_decode_len=decodes.max_len,
             prefills=prefills,
             features=features,
             num_logprobs=num_logprobs,
             wants_logprobs=wants,
-            prompt_logprobs=_prompt_logprobs(plan, arrays),
+            prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
         )
+
+    def _next_decodes(self, plan: StepPlan) -> _Decodes:
+        """What the step before had, where the same sequences decode: each is one token longer."""
+        before = self._decodes
+        slots = list(map(_SLOT, plan.decodes))
+        # A sequence cannot take a slot without an init, so equal slots are equal sequences.
+        if slots == before.slots and not plan.slot_inits:
+            return _Decodes(slots, before.array, before.features, before.max_len + bool(slots))
+        array = int32(slots)
+        max_len = max((row.position + 1 for row in plan.decodes), default=0)
+        return _Decodes(slots, array, self._sampling.features(array), max_len)
 
     def _prefills(self, plan: StepPlan, arrays: Arrays) -> PrefillRows:
         """The arrays of a mixed step's prefill part, and of what it samples."""

@@ -6,31 +6,40 @@ the engine what follows: how many pages there are, how long a context may be, wh
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
+from asyncllm.graphs.pool import GraphPool
+from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
-from asyncllm.types import StepPlan
+from asyncllm.types import StepCost, StepPlan, SwapCost
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernels import make_executor, select_kernels
-from asyncllm.worker.memory import measure_swap_cost, plan_memory, profile_step
+from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
 from asyncllm.worker.work_counts import WorkCounts
 
-# Lengths that bring in the kernel variants: one token, few, many, a whole step.
-WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048, 8192)
+logger = logging.getLogger("asyncllm")
+
+# Lengths that bring in the kernel variants: one token, few, many. The largest was the profile's.
+WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
 
 
 class Worker:
@@ -48,24 +57,18 @@ class Worker:
         dtype = getattr(torch, config.dtype)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
         model_len = config.max_model_len or config.model.context_window
-        kernels = select_kernels(self.device, dtype)
-
+        page_bytes = _page_bytes(config, dtype)
+        host_pages = _host_pages(config, page_bytes, dtype, self.device)
+        with self._phase("kernels"):
+            kernels = select_kernels(self.device, dtype)
         with self._phase("load"):
             model = build_model(config.model, dtype, self.device, kernels.ops, model_len)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
             profile = profile_step(model, config, self.device, kernels.top_k_top_p)
-            page_bytes = KVCache.page_bytes(
-                config.model.num_layers,
-                config.block_size,
-                config.model.num_kv_heads,
-                config.model.head_dim,
-                dtype,
-            )
             self.memory = plan_memory(config, page_bytes, profile, self.device)
         with self._phase("kv_cache"):
-            cache = self._allocate_cache(config, dtype)
-            self.swap_cost = measure_swap_cost(cache, profile)
+            cache = self._allocate_cache(config, dtype, host_pages)
             pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
             state = DeviceState(
                 config.num_slots, pages_per_sequence, config.model.vocab_size, self.device
@@ -78,6 +81,7 @@ class Worker:
             attention=attention,
             state=state,
             sampler=Sampler(state, kernels.plain_sample, kernels.top_k_top_p),
+            decode_ends=kernels.decode_ends,
             executor=self._executor,
             builder=StepBuilder(config.num_slots, config.block_size),
             device=self.device,
@@ -86,9 +90,26 @@ class Worker:
             most = min(config.max_num_batched_tokens, self.memory.max_model_len)
             for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
                 self.runner.warm_up(min(num_tokens, most))
+        self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
+            pool = GraphPool()
+            if config.prefill_graph_sizes:
+                sizes = config.prefill_graph_sizes
+                prefill = PrefillGraphs(model, attention, sizes[-1], pool, dtype, self.device)
+                with self._phase("prefill_graphs"), self._on_stream():
+                    self._capture(prefill.capture, sizes, "prefill")
+                self.runner.mixed_forward.graphs = prefill
+            sizes = config.cuda_graph_sizes
+            decode = DecodeGraphs(self.runner.decode_step, sizes[-1], pool, self.device)
             with self._phase("graphs"), self._on_stream():
-                self._capture(config.cuda_graph_sizes)
+                self._capture(decode.capture, sizes, "decode")
+            self.runner.graphs = decode
+        self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
+        if self.device.type == "cuda":
+            with self._phase("step_cost"), self._on_stream():
+                self.step_cost = measure_step_cost(self.runner, profile.seconds_per_token)
+        with self._phase("swap_space"):
+            self.swap_cost = self._measure_swap_cost(cache, profile)
 
     @property
     def num_graphs(self) -> int:
@@ -97,6 +118,20 @@ class Worker:
     @property
     def work(self) -> WorkCounts:
         return self.runner.work
+
+    @property
+    def num_pending_graphs(self) -> int:
+        return len(self._pending)
+
+    @torch.inference_mode()
+    def capture_one(self) -> None:
+        """Capture one of the pending graphs; for moments without a step. Blocks for 10 to 20 ms."""
+        try:
+            with self._on_stream():
+                self._pending.capture_one()
+        except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
+            logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
+            self._pending.clear()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)
@@ -110,12 +145,15 @@ class Worker:
         try:
             self._executor.close()
         finally:
+            self._pending.clear()
             self.runner.graphs = None  # they hold the runner's decode_step: break the circle
             del self.runner
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _allocate_cache(self, config: EngineConfig, dtype: torch.dtype) -> KVCache:
+    def _allocate_cache(
+        self, config: EngineConfig, dtype: torch.dtype, host_pages: HostPages
+    ) -> KVCache:
         """Raises `ValueError` naming the flags where the memory is not there."""
         try:
             return KVCache(
@@ -126,27 +164,34 @@ class Worker:
                 head_dim=config.model.head_dim,
                 dtype=dtype,
                 device=self.device,
-                num_host_pages=self.memory.num_host_pages,
+                host_pages=host_pages,
             )
         except (MemoryError, RuntimeError) as error:
             raise ValueError(
-                f"no memory for {self.memory.num_pages} KV pages and {self.memory.num_host_pages} "
-                "swapped ones: lower num_gpu_blocks_override, kv_cache_memory_bytes, "
-                "gpu_memory_utilization or swap_space"
+                f"no memory for {self.memory.num_pages} KV pages: lower num_gpu_blocks_override, "
+                "kv_cache_memory_bytes or gpu_memory_utilization"
             ) from error
 
-    def _capture(self, sizes: tuple[int, ...]) -> None:
-        """One decode graph per size, largest first."""
-        graphs = DecodeGraphs(self.runner.decode_step, sizes, self.device)
+    def _measure_swap_cost(self, cache: KVCache, profile: Profile) -> SwapCost | None:
+        """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""
+        try:
+            return measure_swap_cost(cache, profile)
+        except (MemoryError, RuntimeError) as error:
+            raise ValueError(
+                f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"
+            ) from error
+
+    def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
+        """Some sizes now, largest first, the others when the engine is idle."""
         for size in ProgressBar(
-            sorted(sizes, reverse=True),
-            desc="capturing decode graphs",
+            first_sizes(sizes),
+            desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
-            graphs.capture(size)
-        self.runner.graphs = graphs
+            capture(size)
+        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -165,3 +210,21 @@ class Worker:
         start = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - start
+
+
+def _page_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    model = config.model
+    return KVCache.page_bytes(
+        model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
+    )
+
+
+def _host_pages(
+    config: EngineConfig, page_bytes: int, dtype: torch.dtype, device: torch.device
+) -> HostPages:
+    """As many as `swap_space` holds; being allocated from here on."""
+    model, num_pages = config.model, config.swap_space_bytes // page_bytes
+    shape = KVCache.host_shape(
+        num_pages, model.num_layers, config.block_size, model.num_kv_heads, model.head_dim
+    )
+    return HostPages(shape, dtype, device)

@@ -10,6 +10,7 @@ import torch
 from asyncllm.attention.base import Attend, AttentionLayer, HeadNorm, Rotation
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.ops import Norm, Normed
 
 
 class Attention:
@@ -44,10 +45,17 @@ class Attention:
             norm = HeadNorm(q_weight, k_weight, qk_norm_eps)
         self.layer = replace(layer, head_norm=norm)
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        """[T, hidden_size] -> the same."""
+    def add(
+        self,
+        x: Normed,
+        residual: torch.Tensor,
+        next_norm: Norm,
+        rotation: Rotation,
+        attend: Attend,
+    ) -> Normed:
+        """In place: residual [T, hidden_size] += the attention of x. Returns the next norm's."""
         qkv = self._qkv_proj(x).unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
-        return self._o_proj(attend(self.layer, qkv, rotation))
+        return self._o_proj.add(attend(self.layer, qkv, rotation), residual, next_norm)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._qkv_proj.checkpoint_tensors()

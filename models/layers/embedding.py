@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.ops import Normed
 
 
 class Embedding:
@@ -40,7 +41,7 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
-        return self._ops.linear(hidden, self._weight)
+        return self._ops.linear(Normed(hidden), self._weight)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if not self._tied:

@@ -1,4 +1,7 @@
-"""`Ops` by CUDA kernels: FlashInfer's (public calls only, tested with 0.6.12), cuBLAS, ours."""
+"""`Ops` by CUDA kernels: ours up to MAX_ROWS rows, from there cuBLAS and FlashInfer's.
+
+Of FlashInfer public calls only, tested with 0.6.12.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,38 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.flashinfer_import import flashinfer
-from asyncllm.models.layers.gemv import gemv
+from asyncllm.models.layers.few_rows import MAX_ROWS, few_rows_add_linear, few_rows_linear
+from asyncllm.models.layers.ops import Norm, Normed
 
 
 class FlashInferOps:
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return flashinfer.norm.rmsnorm(x, norm.weight, norm.eps)
+
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if x.shape[0] == 1:
-            return gemv(x, weight, bias)
-        return F.linear(x, weight, bias)
+        if x.values.shape[0] <= MAX_ROWS:
+            return few_rows_linear(x, weight, bias)
+        return F.linear(x.values, weight, bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return flashinfer.norm.rmsnorm(x, weight, eps)
+    def gated_linear(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if x.values.shape[0] <= MAX_ROWS:
+            return few_rows_linear(x, weight, bias, gated=True)
+        return flashinfer.activation.silu_and_mul(F.linear(x.values, weight, bias))
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> None:
-        flashinfer.norm.fused_add_rmsnorm(x, residual, weight, eps)
-
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return flashinfer.activation.silu_and_mul(gate_up)
+    def add_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed:
+        if x.shape[0] <= MAX_ROWS:
+            return few_rows_add_linear(x, weight, bias, residual, norm)
+        y = F.linear(x, weight, bias)
+        flashinfer.norm.fused_add_rmsnorm(y, residual, norm.weight, norm.eps)
+        return Normed(y)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.ops import Norm, Normed
 
 
 class Linear:
@@ -28,9 +29,17 @@ class Linear:
         self._method = build.linear_method
         self._weights = self._method.create_weights(in_features, sum(self._sizes), bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, sum of the parts' features]."""
         return self._method.apply(self._weights, x)
+
+    def gated(self, x: Normed) -> torch.Tensor:
+        """silu of the first of two equal parts, times the second: [T, features of one]."""
+        return self._method.apply_gated(self._weights, x)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        """In place: residual += the product. Returns the norm of the sum."""
+        return self._method.apply_add(self._weights, x, residual, norm)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, view to fill) of every part of every weight."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from asyncllm.models.layers.ops import Ops
+from asyncllm.models.layers.ops import Norm, Normed, Ops
 
 
 class LinearMethod(Protocol):
@@ -25,8 +25,22 @@ class LinearMethod(Protocol):
         """
         ...
 
-    def apply(self, weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def apply(self, weights: Mapping[str, torch.Tensor], x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, out_features], the bias added where there is one."""
+        ...
+
+    def apply_gated(self, weights: Mapping[str, torch.Tensor], x: Normed) -> torch.Tensor:
+        """`Ops.gated_linear`: [T, in_features] -> [T, out_features / 2]."""
+        ...
+
+    def apply_add(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed:
+        """`Ops.add_linear`: residual [T, out_features] += the product, in place; then its norm."""
         ...
 
 
@@ -49,5 +63,17 @@ class UnquantizedLinearMethod:
             for name, shape in shapes.items()
         }
 
-    def apply(self, weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def apply(self, weights: Mapping[str, torch.Tensor], x: Normed) -> torch.Tensor:
         return self.ops.linear(x, weights["weight"], weights.get("bias"))
+
+    def apply_gated(self, weights: Mapping[str, torch.Tensor], x: Normed) -> torch.Tensor:
+        return self.ops.gated_linear(x, weights["weight"], weights.get("bias"))
+
+    def apply_add(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed:
+        return self.ops.add_linear(x, weights["weight"], weights.get("bias"), residual, norm)

@@ -8,6 +8,7 @@ import torch
 
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.ops import Norm, Normed
 
 
 class MLP:
@@ -15,13 +16,12 @@ class MLP:
         self, name: str, hidden_size: int, intermediate_size: int, bias: bool, build: Build
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self._ops = build.ops
         self._gate_up_proj = Linear(name, parts, hidden_size, bias, build)
         self._down_proj = Linear(name, {"down_proj": hidden_size}, intermediate_size, bias, build)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> the same."""
-        return self._down_proj(self._ops.silu_and_mul(self._gate_up_proj(x)))
+    def add(self, x: Normed, residual: torch.Tensor, next_norm: Norm) -> Normed:
+        """In place: residual [T, hidden_size] += the feed-forward of x. Returns the next norm's."""
+        return self._down_proj.add(self._gate_up_proj.gated(x), residual, next_norm)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._gate_up_proj.checkpoint_tensors()

@@ -1,4 +1,4 @@
-"""RMSNorm of the residual stream, alone or fused with the addition to it."""
+"""RMSNorm of the residual stream: its weight, and its name in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from collections.abc import Iterator
 import torch
 
 from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.ops import Norm
 
 
 class RMSNorm:
+    """`constants` is what the products that end or begin with this norm are given."""
+
     def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
         self._name = f"{name}.weight"
-        self._weight = build.empty(size)
-        self._eps = eps
         self._ops = build.ops
+        self.constants = Norm(build.empty(size), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, size] -> the same shape, a new tensor."""
-        return self._ops.rms_norm(x, self._weight, self._eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """In place on both, [T, size]: residual += x, then x = norm(residual)."""
-        self._ops.add_rms_norm(x, residual, self._weight, self._eps)
+        return self._ops.rms_norm(x, self.constants)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield self._name, self._weight
+        yield self._name, self.constants.weight

@@ -5,36 +5,64 @@ implementation calls fused kernels. All run without a host synchronisation and w
 depend only on their inputs' shapes, so they may be captured in a CUDA graph.
 
 In the shapes below T is the number of tokens in the step. Tensors share the model's dtype unless
-said otherwise, and their last dimension is contiguous; rows may be strided.
+said otherwise, and are contiguous.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """The constants of one RMSNorm. weight: [size]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """A norm's output [T, size], or one whose last factor is still to come.
+
+    The factor is one number per token, so a product of few tokens applies it to its result and the
+    norm needs no pass of its own: with `squares` the output is
+
+        values * rsqrt(squares.sum(1, keepdim=True) / size + eps)
+    """
+
+    values: torch.Tensor
+    squares: torch.Tensor | None = None  # float32 [T, parts], of the norm's input
+    eps: float = 0.0
+
+
 class Ops(Protocol):
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new."""
+        ...
+
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], a new tensor."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor.
-
-        x: [T, size]; weight: [size].
-        """
+    def gated_linear(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """silu(gate) * up, where gate and up are the halves of `linear`'s output: [T, out / 2]."""
         ...
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> None:
-        """In place: residual += x, then x = rms_norm(residual). Both [T, size], no overlap."""
-        ...
-
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, [T, size], from the merged projection [T, 2 * size], gate first."""
+    def add_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed:
+        """In place: residual [T, out] += x [T, in] times weight. Returns the norm of the sum."""
         ...

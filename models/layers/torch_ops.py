@@ -10,27 +10,37 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.heads import inverse_rms, rms_norm
+from asyncllm.models.layers.ops import Norm, Normed
 
 
 class TorchOps:
     """Stateless. Works in place where it can: on a CPU a large new tensor costs more than its
     arithmetic."""
 
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return rms_norm(x, norm.weight, norm.eps)
+
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+        assert x.squares is None, "only what a kernel for few rows made has a factor to come"
+        return F.linear(x.values, weight, bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> None:
-        residual32 = residual.add_(x).float()
-        torch.mul(residual32, inverse_rms(residual32, eps), out=x)
-        x.mul_(weight)
-
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gated_linear(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def add_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed:
+        y = F.linear(x, weight, bias)
+        residual32 = residual.add_(y).float()
+        torch.mul(residual32, inverse_rms(residual32, norm.eps), out=y)
+        return Normed(y.mul_(norm.weight))

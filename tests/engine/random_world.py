@@ -11,11 +11,13 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
-from asyncllm.engine import scheduler as scheduler_module
+from asyncllm.engine import step_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.types import (
@@ -60,6 +62,7 @@ class World:
         self.block_size = rng.randint(1, 5)
         max_num_seqs = rng.choice([1, 2, 3, 4, 5, 5, 6, 6])
         self.budget = max_num_seqs + rng.choice([0, 1, 2, 5, 30])
+        self.chunk = ChunkPolicy(rng.choice([None, None, 1, 2, 5]))
         num_host_pages = rng.choice([0, 2, 5, 12, 40])
         self.blocks = BlockManager(
             self.num_pages,
@@ -67,11 +70,12 @@ class World:
             num_host_pages,
             enable_prefix_caching=rng.random() < 0.8,
         )
-        scheduler_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
+        planner_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
+            chunk_policy=self.chunk,
             policy=rng.choice(["fcfs", "priority"]),
             preemption_mode=rng.choice(["auto", "swap", "recompute"]),
             swap_cost=rng.choice([None, SwapCost(1.0, rng.choice([0.1, 0.5, 2.0]))]),
@@ -94,7 +98,7 @@ class World:
     def plan(self) -> StepPlan | None:
         swapped = [s for s in self.scheduler.waiting if s.status is SequenceStatus.SWAPPED]
         on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
-        prefilling = [s for s in self.scheduler.running if s.num_computed < s.num_prefill]
+        prefilling = [s for s in self.scheduler.running.seqs if s.num_computed < s.num_prefill]
         plan = self.scheduler.plan()
         self._check_sequences()
         self.seen["preemption of a prefill"] += sum(
@@ -104,8 +108,19 @@ class World:
             self.num_steps += 1
             self._note_plan(plan, on_host)
             assert plan.num_tokens <= self.budget
+            self._check_chunk(plan)
             assert len({id(s) for s in plan.sampled}) == len(plan.sampled)
         return plan
+
+    def _check_chunk(self, plan: StepPlan) -> None:
+        """Prompt tokens beside decodes are few; those of who just came back do not count."""
+        back = {id(init.seq) for init in plan.slot_inits}
+        num_decodes = sum(id(row.seq) not in back for row in plan.decodes)
+        if num_decodes and self.chunk.chunk_tokens is not None:
+            num_prompt_tokens = plan.num_tokens - len(plan.decodes)
+            num_waited = sum(len(request.prompt_token_ids) for request in self.requests)
+            assert num_prompt_tokens <= self.chunk.most_prompt_tokens(num_decodes, num_waited)
+            self.seen["chunk beside decodes"] += num_prompt_tokens == self.chunk.chunk_tokens
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
@@ -135,7 +150,7 @@ class World:
 
     def _check_sequences(self) -> None:
         self.scheduler.check_integrity()
-        for seq in self.scheduler.running:
+        for seq in self.scheduler.running.seqs:
             most = seq.num_prompt_tokens + seq.request.max_tokens
             assert seq.num_tokens <= most, f"{seq.seq_id}: a row is wasted on a known end"
         for seq in self.scheduler.waiting:
@@ -233,6 +248,8 @@ class World:
     def _note_plan(self, plan: StepPlan, on_host: dict[int, int]) -> None:
         seen = self.seen
         seen["copy on write"] += len(plan.page_copies)
+        begun = [row.start > row.seq.num_cached_tokens for row in plan.prefills]
+        seen["short prompt before a long one"] += (False, True) in pairwise(begun)
         for row in plan.prefills:
             seen["chunked prefill"] += not row.samples
             seen["fork"] += len(row.samples[1:])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncllm.engine.pipeline import Steps, run_ahead, run_synchronous
-from asyncllm.types import Sequence, StepPlan, StepResult
+from asyncllm.types import NO_DECODES, Sequence, StepPlan, StepResult
 from tests.engine.builders import make_request, make_scheduler
 from tests.engine.fake_device import FakeDevice, FakeLaunched
 
@@ -45,7 +45,7 @@ class Script:
         if step_id is None:
             return None
         self.note(f"plan {step_id}")
-        return StepPlan(step_id=step_id, decodes=(), prefills=())
+        return StepPlan(step_id=step_id, decodes=NO_DECODES, prefills=())
 
     def launch(self, plan: StepPlan) -> ScriptLaunched:
         self.note(f"launch {plan.step_id}")

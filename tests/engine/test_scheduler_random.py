@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from collections import Counter
 
-from asyncllm.engine import scheduler as scheduler_module
+from asyncllm.engine import step_planner as planner_module
 from tests.engine.random_world import World
 
 FIXED_SEEDS = range(1000, 1008)
@@ -30,6 +30,8 @@ MUST_HAPPEN = (
     "fork",
     "fork without a slot",
     "chunked prefill",
+    "chunk beside decodes",
+    "short prompt before a long one",
     "wasted row",
     "finished while preempted",
     "finish stop",
@@ -51,7 +53,7 @@ MUST_HAPPEN = (
 def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
     """Worlds from `seed` on until both pipelines have done `num_steps`; what happened in them."""
     seen: Counter[str] = Counter()
-    watermark = scheduler_module.FREE_PAGES_WATERMARK
+    watermark = planner_module.FREE_PAGES_WATERMARK
     num_ahead = num_synchronous = 0
     try:
         while min(num_ahead, num_synchronous) < num_steps:
@@ -65,7 +67,7 @@ def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
         print(f"failed in the world of seed {seed}")
         raise
     finally:
-        scheduler_module.FREE_PAGES_WATERMARK = watermark
+        planner_module.FREE_PAGES_WATERMARK = watermark
     return seen, num_ahead, num_synchronous
 
 

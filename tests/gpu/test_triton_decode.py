@@ -224,32 +224,66 @@ def test_backend_decodes_as_with_xqa(head_dim: int, rows: int) -> None:
     assert relative_error(outs[1], outs[0]) < TOLERANCE
 
 
-def test_mixed_step_decodes_by_triton() -> None:
-    """Two decodes and a prefill of 40 tokens after 24 old ones, against the torch backend."""
+@pytest.mark.parametrize("version", ["tested", "other"])
+@pytest.mark.parametrize(("uses_xqa", "window"), [(True, None), (False, None), (False, 30)])
+def test_mixed_step_equals_torch(
+    uses_xqa: bool, version: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two decodes, 40 tokens after 24 old ones and 7 new ones, in a layer with a window and one
+    without; padding behind them. FlashInfer's module called as tested, and its public `run`."""
     pytest.importorskip("flashinfer")
+    from asyncllm.attention import flashinfer_prefill, xqa_call
     from asyncllm.attention.flashinfer import FlashInferAttention
     from asyncllm.attention.torch_native import TorchAttention
 
-    layer = AttentionLayer(0, 32, 8, 128, 128**-0.5)
-    cache = make_cache(layer, 40)
-    flashinfer, plain = FlashInferAttention(cache, [layer]), TorchAttention(cache)
-    flashinfer.uses_xqa = False
+    if version == "other":
+        for module in (flashinfer_prefill, xqa_call):
+            monkeypatch.setattr(module, "TESTED_VERSION", "0")
+    layers = [
+        AttentionLayer(0, 32, 8, 128, 128**-0.5),
+        AttentionLayer(1, 32, 8, 128, 128**-0.5, window=window),
+    ]
+    cache = KVCache(
+        num_layers=2, num_pages=40, block_size=16, num_kv_heads=8, head_dim=128,
+        dtype=BF16, device=CUDA,
+    )  # fmt: skip
+    for kv in cache.layers:
+        kv.normal_()
+    flashinfer, plain = FlashInferAttention(cache, layers), TorchAttention(cache)
+    flashinfer.uses_xqa &= uses_xqa
     pages = torch.randperm(39, device=CUDA).int() + 1
     decodes = DecodeRows(
         pages[:32].view(2, 16), torch.tensor([200, 33], device=CUDA, dtype=torch.int32)
     )
     prefills = PrefillRows(
-        query_indptr=np.array([0, 40], np.int32),
-        kv_lens=np.array([64], np.int32),
-        page_indptr=np.array([0, 4], np.int32),
-        pages=pages[32:36].cpu().numpy(),
+        query_indptr=np.array([0, 40, 47], np.int32),
+        kv_lens=np.array([64, 7], np.int32),
+        page_indptr=np.array([0, 4, 5], np.int32),
+        pages=pages[32:37].cpu().numpy(),
     )
-    written = torch.arange(24, 64, device=CUDA)
-    write_slots = pages[32:36][written // 16].long() * 16 + written % 16
-    qkv, rotation = make_projection(layer, 42)
-    ours, reference = (
-        backend.mixed(decodes, prefills, write_slots)(layer, qkv.clone(), rotation)
-        for backend in (flashinfer, plain)
-    )
-    assert relative_error(ours[:2], reference[:2]) < TOLERANCE
-    assert relative_error(ours[2:], reference[2:]) < TOLERANCE
+    q = torch.randn(64, 32, 128, device=CUDA, dtype=BF16)
+    outs = [torch.full_like(q, 7.0) for _ in range(2)]
+    for backend, out in zip((flashinfer, plain), outs, strict=True):
+        attend = backend.mixed(decodes, prefills, q, out)
+        for layer in layers:
+            attend(layer)
+    for rows in (slice(0, 2), slice(2, 42), slice(42, 49)):
+        assert relative_error(outs[0][rows], outs[1][rows]) < TOLERANCE
+    assert (outs[0][49:] == 7).all()
+
+
+def test_write_puts_q_where_it_is_told() -> None:
+    pytest.importorskip("flashinfer")
+    from asyncllm.attention.flashinfer import FlashInferAttention
+    from asyncllm.attention.torch_native import TorchAttention
+
+    layer = AttentionLayer(0, 32, 8, 128, 128**-0.5)
+    caches = [make_cache(layer, 4) for _ in range(2)]
+    qkv, rotation = make_projection(layer, 5)
+    slots = torch.tensor([17, 18, 40, 3, 4], device=CUDA)
+    qs = [torch.empty(5, 32, 128, device=CUDA, dtype=BF16) for _ in range(2)]
+    FlashInferAttention(caches[0], [layer]).write(layer, qkv.clone(), rotation, slots, qs[0])
+    TorchAttention(caches[1]).write(layer, qkv.clone(), rotation, slots, qs[1])
+    assert torch.equal(qs[0], qs[1])
+    written = [cache.layers[0].transpose(1, 2).flatten(0, 1)[slots] for cache in caches]
+    assert torch.equal(written[0], written[1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from asyncllm.models.layers.ops import Norm, Normed
 from asyncllm.models.layers.torch_ops import TorchOps
 
 OPS = TorchOps()
@@ -29,34 +30,38 @@ def test_rms_norm_of_rows_and_of_heads(dtype):
     weight = torch.randn(HEAD_DIM).to(dtype)
     for x in merged_heads(dtype)[0], torch.randn(TOKENS, 3 * HEAD_DIM).to(dtype)[:, :HEAD_DIM]:
         before = x.clone()
-        out = OPS.rms_norm(x, weight, 1e-5)
+        out = OPS.rms_norm(x, Norm(weight, 1e-5))
         expected = transformers_norm(weight, 1e-5)(x)
         torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         assert torch.equal(x, before) and out.dtype == dtype
 
 
 @dtypes
-def test_add_rms_norm_updates_both(dtype):
-    x, residual = torch.randn(2, TOKENS, 16).to(dtype)
-    weight = torch.randn(16).to(dtype)
-    total = x + residual
-    expected = transformers_norm(weight, 1e-5)(total)
-    OPS.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(residual, total)
-    torch.testing.assert_close(x, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+def test_add_linear_updates_the_residual_and_returns_its_norm(dtype):
+    x, residual = torch.randn(TOKENS, 8).to(dtype), torch.randn(TOKENS, 16).to(dtype)
+    weight, bias = torch.randn(16, 8).to(dtype), torch.randn(16).to(dtype)
+    norm_weight = torch.randn(16).to(dtype)
+    total = torch.nn.functional.linear(x, weight, bias) + residual
+    expected = transformers_norm(norm_weight, 1e-5)(total)
+    out = OPS.add_linear(x, weight, bias, residual, Norm(norm_weight, 1e-5))
+    assert torch.equal(residual, total) and out.squares is None
+    torch.testing.assert_close(out.values, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @dtypes
-def test_silu_and_mul(dtype):
-    gate_up = torch.randn(TOKENS, 12).to(dtype)
-    gate, up = gate_up.double().chunk(2, dim=-1)
+def test_gated_linear(dtype):
+    x, weight = torch.randn(TOKENS, 6).to(dtype), torch.randn(12, 6).to(dtype)
+    gate, up = (torch.nn.functional.linear(x, half).double() for half in weight.chunk(2))
     expected = (gate / (1 + (-gate).exp()) * up).to(dtype)
-    out = OPS.silu_and_mul(gate_up)
+    out = OPS.gated_linear(Normed(x), weight)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @dtypes
 def test_no_tokens(dtype):
-    weight, empty = torch.ones(8, dtype=dtype), torch.empty(0, 8, dtype=dtype)
-    assert OPS.rms_norm(empty, weight, 1e-5).shape == (0, 8)
-    assert OPS.silu_and_mul(empty).shape == (0, 4)
+    norm, empty = Norm(torch.ones(8, dtype=dtype), 1e-5), torch.empty(0, 8, dtype=dtype)
+    assert OPS.rms_norm(empty, norm).shape == (0, 8)
+    assert OPS.gated_linear(Normed(empty), torch.ones(6, 8, dtype=dtype)).shape == (0, 3)
+    residual = torch.empty(0, 8, dtype=dtype)
+    out = OPS.add_linear(empty, torch.ones(8, 8, dtype=dtype), None, residual, norm)
+    assert out.values.shape == (0, 8)

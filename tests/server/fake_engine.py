@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.output_processor import TextSink
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import (
@@ -96,6 +97,7 @@ class FakeRequest:
     max_tokens: int
     priority: int = 0
     cache_salt: str | None = None
+    text_sink: TextSink | None = None
     num_steps: int = 0
     arrival: float = field(default_factory=time.monotonic)
 
@@ -159,6 +161,7 @@ class FakeEngine:
         params: SamplingParams,
         sink: Sink,
         *,
+        text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> FakeRequest:
@@ -178,7 +181,11 @@ class FakeEngine:
             )
         if (params.logprobs or 0) > 20:
             raise InvalidRequestError("logprobs must be at most 20", "logprobs")
-        request = FakeRequest(request_id, text, ids, params, sink, max_tokens, priority, cache_salt)
+        is_plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None
+        request = FakeRequest(
+            request_id, text, ids, params, sink, max_tokens, priority, cache_salt,
+            text_sink=text_sink if is_plain and not params.stop else None,
+        )  # fmt: skip
         self.live[request_id] = request
         self.seen.append(request)
         return request
@@ -238,7 +245,10 @@ class FakeEngine:
 
     def _tell(self, request: FakeRequest, output: RequestOutput) -> None:
         try:
-            request.sink(output)
+            if request.text_sink is not None and request.num_steps > 1 and _only_text(output):
+                request.text_sink(output.outputs[0].text, len(output.outputs[0].token_ids))
+            else:
+                request.sink(output)
         except BaseException as error:
             self.sink_errors.append(error)
 
@@ -328,3 +338,9 @@ def _finished_stats(request: FakeRequest, reason: Any) -> FinishedRequestStats:
         time_to_first_token=0.004,
         time_per_output_token=0.002,
     )
+
+
+def _only_text(output: RequestOutput) -> bool:
+    completion = output.outputs[0]
+    unusual = output.finished or output.error or completion.index or completion.finish_reason
+    return not unusual

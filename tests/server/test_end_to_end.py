@@ -259,7 +259,7 @@ def test_serve_and_stop() -> None:
     """A stream that runs when the signal comes is finished, then the exit code is 0."""
     with served("--served-model-name", "mine") as (process, url, said):
         assert "attention backend" in said
-        assert re.search(r"seconds\s+load \d", said)
+        assert re.search(r"seconds\s+imports \d.*, load \d.*, command_to_ready \d", said)
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
             stream = api.completions.create(
                 model="mine",

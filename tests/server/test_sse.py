@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -14,7 +15,13 @@ import uvloop
 from aiohttp import web
 
 from asyncllm.server import sse
-from asyncllm.server.sse import COALESCE_ABOVE_BYTES, MAX_PENDING_BYTES, SSEStream
+from asyncllm.server.sse import (
+    COALESCE_ABOVE_BYTES,
+    MAX_PENDING_BYTES,
+    STREAMS_PER_SLICE,
+    FrameQueue,
+    SSEStream,
+)
 from tests.server.fake_engine import reply
 from tests.server.http_harness import CHAT, HELLO, Server, parse_events, run, serving, until
 
@@ -184,5 +191,105 @@ def test_reader_that_never_reads_is_dropped(caplog: pytest.LogCaptureFixture) ->
             server.engine.chunk_text = lambda text: text
             assert (await server.post(CHAT, {"messages": HELLO}))[0] == 200
         assert "dropped a client" in caplog.text
+
+    run(test())
+
+
+class NotedWrites:
+    """A transport that notes what it is given, and may fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.writes: list[bytes] = []
+        self._error = error
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        if self._error is not None:
+            raise self._error
+        self.writes.append(data)
+
+
+def open_stream(queue: FrameQueue, transport: Any) -> SSEStream:
+    stream = SSEStream(SimpleNamespace(transport=transport), queue)  # type: ignore[arg-type]
+    stream._transport = transport  # as `open` does
+    return stream
+
+
+def test_frames_of_one_step_are_one_write() -> None:
+    async def test() -> None:
+        transport = NotedWrites()
+        stream = open_stream(FrameQueue(), transport)
+        stream.push(b"data: a\n\n")
+        stream.push(b"data: b\n\n")
+        assert transport.writes == [], "the step goes on"
+        await asyncio.sleep(0)
+        assert transport.writes == [b"12\r\ndata: a\n\ndata: b\n\n\r\n"]
+        stream.push(b"data: c\n\n")
+        await asyncio.sleep(0)
+        assert transport.writes[1:] == [b"9\r\ndata: c\n\n\r\n"]
+
+    run(test())
+
+
+def test_a_large_step_is_written_in_slices_in_order() -> None:
+    """Others get a turn between them, and what they push is written after."""
+
+    async def test() -> None:
+        queue = FrameQueue()
+        transports = [NotedWrites() for _ in range(2 * STREAMS_PER_SLICE + 1)]
+        streams = [open_stream(queue, transport) for transport in transports]
+        for stream in streams:
+            stream.push(b"data: a\n\n")
+        written = []
+        for turn in range(4):
+            await asyncio.sleep(0)
+            written.append(sum(len(transport.writes) for transport in transports))
+            if turn == 0:
+                streams[0].push(b"data: b\n\n")
+        assert written[0] == STREAMS_PER_SLICE, "the first slice"
+        assert written[1] == 2 * STREAMS_PER_SLICE
+        assert written[3] == written[2] == len(streams) + 1
+        assert [len(transport.writes) for transport in transports] == [2] + [1] * (len(streams) - 1)
+
+    run(test())
+
+
+def test_no_stream_is_more_than_two_steps_behind() -> None:
+    """An engine that has its next step at every turn, faster than the streams are written."""
+
+    async def test() -> None:
+        queue = FrameQueue()
+        transports = [NotedWrites() for _ in range(5 * STREAMS_PER_SLICE)]
+        streams = [open_stream(queue, transport) for transport in transports]
+        for _ in range(20):
+            for stream in streams:
+                stream.push(b"data: a\n\n")
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for transport in transports:
+            steps_per_write = [data.count(b"data: a") for data in transport.writes]
+            assert sum(steps_per_write) == 20 and max(steps_per_write) == 2
+
+    run(test())
+
+
+def test_a_transport_that_raises_does_not_keep_others_waiting() -> None:
+    async def test() -> None:
+        seen: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context))
+        queue, good = FrameQueue(), NotedWrites()
+        bad = open_stream(queue, NotedWrites(RuntimeError("broken")))
+        for stream in (bad, open_stream(queue, good)):
+            stream.push(b"data: a\n\n")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(good.writes) == 1
+        assert "broken" in str(seen[0]["exception"])
 
     run(test())

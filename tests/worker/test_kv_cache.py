@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import SWAP_CHUNK_PAGES, KVCache
 
 
@@ -17,7 +18,9 @@ def make_cache(num_pages: int = 80, num_host_pages: int = 80) -> KVCache:
         head_dim=4,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        num_host_pages=num_host_pages,
+        host_pages=HostPages(
+            KVCache.host_shape(num_host_pages, 3, 2, 2, 4), torch.float32, torch.device("cpu")
+        ),
     )
     for index, layer in enumerate(cache.layers):
         numbers = torch.arange(num_pages).view(-1, 1, 1, 1, 1) * 10.0 + index

@@ -10,7 +10,7 @@ import torch
 
 from asyncllm import SamplingParams
 from asyncllm.outputs import RequestMetrics
-from asyncllm.types import DecodeRow, Request, Sequence, SlotInit, StepPlan
+from asyncllm.types import DecodeBatch, Request, Sequence, SlotInit, StepPlan
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.sampler import (
     Sampler,
@@ -51,7 +51,7 @@ class Rig:
         return seq
 
     def sample(self, logits: torch.Tensor) -> list[int]:
-        rows = tuple(DecodeRow(s, s.slot, len(s.token_ids) - 1) for s in self.seqs)
+        rows = DecodeBatch.of(tuple(self.seqs), [len(s.token_ids) - 1 for s in self.seqs])
         inputs = self.builder.build(StepPlan(1, rows, (), slot_inits=self.inits))
         tensors = Staging(CPU).upload(inputs.arrays)
         self.state.apply(tensors)

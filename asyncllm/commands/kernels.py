@@ -1,0 +1,135 @@
+"""`asyncllm kernels build|list MODEL`: the CUDA kernels of a model, made before the first start.
+
+FlashInfer's modules are compiled side by side into its own cache; then the engine starts once with
+made-up weights, which compiles the Triton kernels into Triton's. Both caches are keyed by version
+and architecture, and the next start finds everything there; Python's bytecode too, where an image
+was built without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from asyncllm.commands.bytecode import write_bytecode
+from asyncllm.config import EngineArgs, EngineConfig
+
+if TYPE_CHECKING:
+    from asyncllm.attention.flashinfer_modules import Module
+
+HELP = "make or list the CUDA kernels that a model needs"
+SMALL: dict[str, Any] = {"load_format": "dummy", "swap_space": 0.0, "skip_tokenizer_init": True}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("build", "list"))
+
+
+def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
+    config = engine_args.create_engine_config()
+    if (reason := nothing_to_build(config)) is not None:
+        print(f"nothing to build: {reason}")
+        return 0
+    modules = modules_of(config)
+    for module in modules:
+        print(f"{'built  ' if module.is_built else 'missing'} {module.name}")
+    missing = [module for module in modules if not module.is_built]
+    if options.action == "list":
+        _print_folders()
+        return 1 if missing else 0
+    _build(missing)
+    _compile_triton(engine_args)
+    written, failed = write_bytecode()
+    print(f"bytecode: {written} modules written, {failed} could not be")
+    return 0
+
+
+def nothing_to_build(config: EngineConfig) -> str | None:
+    """Why this device and these flags need no compiled kernels; None where they do."""
+    if config.device != "cuda":
+        return "there is no CUDA device here; the CPU runs torch's own kernels"
+    if config.dtype == "float32":
+        return "float32 runs torch's own kernels"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (pip install 'asyncllm[cuda]'); torch's kernels run"
+    return None
+
+
+def modules_of(config: EngineConfig) -> list[Module]:
+    """FlashInfer's modules for this model on the first CUDA device."""
+    import torch
+
+    from asyncllm.attention.flashinfer_modules import modules_for
+    from asyncllm.models.layers.torch_ops import TorchOps
+    from asyncllm.models.registry import build_model
+
+    dtype = getattr(torch, config.dtype)
+    model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
+    capability = torch.cuda.get_device_capability()
+    return modules_for(model.attention_layers, dtype, config.block_size, capability)
+
+
+def _build(missing: list[Module]) -> None:
+    from asyncllm.attention.flashinfer_modules import build_all
+
+    start = time.perf_counter()
+    for number, module in enumerate(build_all(missing), 1):
+        seconds = time.perf_counter() - start
+        print(f"[{number}/{len(missing)}] {seconds:6.1f} s  {module.name}", flush=True)
+
+
+def _compile_triton(engine_args: EngineArgs) -> None:
+    """By starting the engine with made-up weights, as `serve` would start it with real ones."""
+    from asyncllm.attention.flashinfer_modules import cache_folder, used_modules
+    from asyncllm.engine.async_engine import AsyncLLMEngine
+
+    print("Triton kernels, by a start with made-up weights:", flush=True)
+
+    async def start() -> dict[str, Any]:
+        args = {**vars(engine_args), **SMALL}
+        async with AsyncLLMEngine.from_engine_args(EngineArgs(**args)) as engine:
+            return engine.startup
+
+    with _triton_lines() as counts:
+        startup = asyncio.run(start())
+    print(f"{counts['compiled']} compiled, {counts['cached']} were there")
+    unlisted = used_modules() - {module.name for module in modules_of_args(engine_args)}
+    if unlisted:
+        print(f"also loaded: {', '.join(sorted(unlisted))}")
+    print(f"start: {startup['seconds']}\nFlashInfer's cache: {cache_folder()}")
+
+
+def modules_of_args(engine_args: EngineArgs) -> list[Module]:
+    return modules_of(engine_args.create_engine_config())
+
+
+@contextmanager
+def _triton_lines() -> Iterator[dict[str, int]]:
+    """A line for each kernel that Triton compiles meanwhile."""
+    from triton import knobs
+
+    counts = {"compiled": 0, "cached": 0}
+
+    def listener(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        counts["cached" if cache_hit else "compiled"] += 1
+        if not cache_hit:
+            print(f"  {metadata.get('name')}", flush=True)
+
+    before, knobs.compilation.listener = knobs.compilation.listener, listener
+    try:
+        yield counts
+    finally:
+        knobs.compilation.listener = before
+
+
+def _print_folders() -> None:
+    from triton import knobs
+
+    from asyncllm.attention.flashinfer_modules import cache_folder
+
+    print(f"FlashInfer's cache: {cache_folder()}\nTriton's cache: {knobs.cache.dir}")

@@ -1,0 +1,108 @@
+"""The running sequences: who holds which slot, and the batch of those that decode.
+
+It knows no pages and decides nothing. While the same sequences decode, a step's batch is the one
+before with every position moved by one, and only rows at the start of a block can need a page; so a
+step of 256 rows costs the host a few numpy calls. Any change of members rebuilds the batch.
+Invariant: `check_integrity()`; `seqs` is in order of service.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+
+from asyncllm.types import NO_DECODES, PADDING_SLOT, DecodeBatch, Sequence, SequenceStatus
+
+
+class RunningSet:
+    """At most `max_num_seqs` sequences, in slots numbered from 1. `key`: the order of service."""
+
+    def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
+        self.seqs: list[Sequence] = []
+        self.forked: set[Sequence] = set()  # members that may share the page they write to
+        self._key = key
+        self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
+        self._max_num_seqs = max_num_seqs
+        self._batch = NO_DECODES  # of the next step, unless it is to be rebuilt
+        self._changed = False  # members came, went, or begin to decode
+        self._num_steps_left = 0  # until a member of the batch has sampled its last token
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def add(self, seq: Sequence) -> None:
+        seq.slot = self._free_slots.popleft()
+        seq.status = SequenceStatus.RUNNING
+        insort(self.seqs, seq, key=self._key)
+        self._changed = True
+
+    def remove(self, seq: Sequence) -> None:
+        """`seq` gives its slot back; its new status is the caller's to set."""
+        self.seqs.remove(seq)
+        self.forked.discard(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = PADDING_SLOT
+        self._changed = True
+
+    def set_changed(self) -> None:
+        """A member's prefill is planned to its end: it decodes from the next step on."""
+        self._changed = True
+
+    def prefilling(self) -> list[Sequence]:
+        if not self._changed and len(self._batch) == len(self.seqs):
+            return []
+        return [seq for seq in self.seqs if seq.num_computed < seq.num_prefill]
+
+    # --- the decode batch --------------------------------------------------------------------
+
+    def next_batch(self) -> DecodeBatch:
+        """One token of each that may decode, in order of service; the same until it is taken."""
+        if self._changed or self._num_steps_left == 0:
+            self._rebuild()
+        return self._batch
+
+    def take_batch(self) -> DecodeBatch:
+        """The next batch, as it is after any preemption; its sequences are advanced."""
+        batch = self.next_batch()
+        for seq in batch.seqs:
+            seq.num_computed += 1
+            seq.num_in_flight += 1
+        self._batch = batch.next()
+        self._num_steps_left -= 1
+        return batch
+
+    def _rebuild(self) -> None:
+        seqs = [seq for seq in self.seqs if may_decode(seq)]
+        self._batch = DecodeBatch.of(tuple(seqs), [seq.num_computed for seq in seqs])
+        self._num_steps_left = min([_num_steps_left(seq) for seq in seqs], default=1)
+        # Who waits for its tokens in flight is in every second batch: rebuild each time.
+        self._changed = any(seq.request.needs_known_tokens for seq in self.seqs)
+
+    def check_integrity(self) -> None:
+        slots = [seq.slot for seq in self.seqs]
+        assert len(set(slots)) == len(slots), f"a slot is held twice: {slots}"
+        assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
+        keys = [self._key(seq) for seq in self.seqs]
+        assert keys == sorted(keys), "the running sequences are out of order"
+        assert self.forked <= set(self.seqs), "a fork is remembered that does not run"
+        assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
+        if not self._changed and self._num_steps_left > 0:
+            members = [seq for seq in self.seqs if may_decode(seq)]
+            assert list(self._batch.seqs) == members, "the batch is out of date"
+            for row in self._batch:
+                assert (row.slot, row.position) == (row.seq.slot, row.seq.num_computed)
+
+
+def may_decode(seq: Sequence) -> bool:
+    """False for a prefill, and for a sequence that only waits for tokens in flight."""
+    if seq.num_computed < seq.num_prefill or _num_steps_left(seq) <= 0:
+        return False
+    return seq.num_in_flight == 0 or not seq.request.needs_known_tokens
+
+
+def _num_steps_left(seq: Sequence) -> int:
+    """Decodes until its last token is sampled, those in flight not counted."""
+    request = seq.request
+    return len(request.prompt_token_ids) + request.max_tokens - 1 - seq.num_computed

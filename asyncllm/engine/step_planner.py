@@ -1,0 +1,246 @@
+"""What the next step does: continuous batching, chunked prefill, preemption. No torch, no clock.
+
+A plan may be made while the step before is still in flight: a decode needs only the length of its
+sequence, which is known without the token. What `plan` decides, in this order:
+
+  1. one token for each running sequence that decodes, by priority and age; where no page is left,
+     the youngest is preempted (swapped or recomputed)
+  2. prompts, as far as the step's budget goes: those that have begun, then, if nobody was
+     preempted, those that wait, as long as slots and pages last
+
+Beside decodes the budget is a chunk (chunk_policy.py), so that no token waits long for a
+neighbour's prompt. What a step computes of a prompt is found by the plans after it, before it is
+done: steps run in the order of their launch.
+"""
+
+from __future__ import annotations
+
+from asyncllm.config import PreemptionMode
+from asyncllm.engine.block_manager import BlockManager, PrefixMatch
+from asyncllm.engine.chunk_policy import ChunkPolicy
+from asyncllm.engine.running_set import RunningSet, may_decode
+from asyncllm.engine.stats import SchedulerStats
+from asyncllm.engine.step_draft import StepDraft
+from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.types import PrefillRow, Sequence, SequenceStatus, SlotInit, StepPlan, SwapCost
+
+FREE_PAGES_WATERMARK = 0.01  # share of pages kept free at admission, so that decodes can grow
+
+
+class StepPlanner:
+    """Moves sequences between `waiting` and `running`, and counts what it does in `stats`."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        stats: SchedulerStats,
+        *,
+        max_num_batched_tokens: int,
+        chunk_policy: ChunkPolicy,
+        preemption_mode: PreemptionMode,
+        swap_cost: SwapCost | None,
+    ) -> None:
+        self._blocks = blocks
+        self._waiting = waiting
+        self._running = running
+        self._stats = stats
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._chunk_policy = chunk_policy
+        self._preemption_mode = preemption_mode
+        self._swap_cost = swap_cost
+        self._next_step_id = 0
+        self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, its sequences advanced as if it were done; None where there is nothing."""
+        draft = StepDraft()
+        self._plan_decodes(draft)
+        self._plan_prefills(draft)
+        if draft.empty:
+            return None
+        for row in draft.prefills:
+            self._blocks.publish(row.seq, row.seq.num_computed)
+        self._next_step_id += 1
+        return draft.finish(self._next_step_id)
+
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        """One token of each that decodes; the youngest are preempted while pages are short."""
+        blocks, batch = self._blocks, self._running.next_batch()
+        # A page is full, or (right after a fork) shared: the rest of the rows need no look.
+        seqs = batch.seqs if self._running.forked else batch.at_block_start(blocks.block_size)
+        for seq in seqs:
+            if seq.status is SequenceStatus.RUNNING and blocks.needs_page(seq, seq.num_computed):
+                self._take_page(seq, draft)
+        draft.decodes = self._running.take_batch()
+        self._running.forked.difference_update(draft.decodes.seqs)
+
+    def _take_page(self, seq: Sequence, draft: StepDraft) -> None:
+        """A page for the next token of `seq`, or its own preemption where it is the youngest."""
+        blocks, position = self._blocks, seq.num_computed
+        while blocks.device.num_free == 0:
+            victim = self._running.seqs[-1]
+            self._preempt(victim, draft)
+            if victim is seq or not blocks.needs_page(seq, position):
+                return  # or the victim shared the page and left it
+        append, copy = blocks.reserve(seq, position)
+        draft.page_appends.append(append)
+        if copy is not None:
+            draft.page_copies.append(copy)
+
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        num_decodes, num_waiting_tokens = len(draft.decodes), self._waiting.num_prompt_tokens
+        draft.budget = min(
+            self._max_num_batched_tokens - num_decodes,
+            self._chunk_policy.most_prompt_tokens(num_decodes, num_waiting_tokens),
+        )
+        started = self._running.prefilling()
+        if started and not draft.preempted:
+            self._admit_short(draft, started[0])
+        for seq in started:
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
+        if not draft.preempted:
+            self._admit_waiting(draft)
+
+    def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
+        """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
+        start = seq.num_computed
+        end = min(seq.num_prefill, start + draft.budget)
+        samples: tuple[Sequence, ...] = ()
+        if end == seq.num_prefill:
+            samples = (seq, *self._fork(seq, draft))
+        draft.prefills.append(
+            PrefillRow(
+                seq=seq,
+                slot=seq.slot,
+                start=start,
+                token_ids=seq.token_ids[start:end],
+                block_ids=self._blocks.pages_of(seq)[: self._blocks.num_blocks(end)],
+                samples=samples,
+            )
+        )
+        draft.budget -= end - start
+        if samples:
+            self._running.set_changed()
+        seq.num_computed = end
+        for sampled in samples:
+            sampled.num_computed = end
+            sampled.num_in_flight += 1
+
+    def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
+        """Siblings that share this prompt from here on; those without a slot queue on their own."""
+        siblings = self._waiting.take_siblings(seq)
+        forks = siblings[: self._running.num_free_slots]
+        for child in forks:
+            self._blocks.fork(seq, child)
+            child.num_prefill = child.num_computed = seq.num_prefill
+            child.num_cached_tokens = seq.num_cached_tokens
+            self._take_slot(child, draft)
+            self._running.forked |= {seq, child}
+        for child in siblings[len(forks) :]:
+            self._waiting.add(child)
+        return forks
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def _admit_short(self, draft: StepDraft, oldest: Sequence) -> None:
+        """Where a long prompt takes many steps, half of each is for prompts that it finishes."""
+        kept = draft.budget - draft.budget // 2
+        if oldest.num_prefill - oldest.num_computed > draft.budget:
+            draft.budget -= kept
+            self._admit_waiting(draft, to_the_end=True)
+            draft.budget += kept
+
+    def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
+        """From the head of the queue. `to_the_end`: only prefills that end in this step."""
+        while self._waiting and draft.budget > 0 and self._running.num_free_slots:
+            seq = self._waiting.head
+            if seq.num_in_flight > 0:
+                return  # preempted a moment ago: its last token is known after the step in flight
+            if seq.status is SequenceStatus.SWAPPED:
+                admitted = self._swap_in(seq, draft)
+            else:
+                admitted = self._admit(seq, draft, to_the_end)
+            if not admitted:
+                return
+            self._waiting.remove(seq)
+
+    def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
+        """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
+        match = self._blocks.match_prefix(seq)
+        if seq.request.sampling_params.prompt_logprobs is not None:
+            match = PrefixMatch(())  # every prompt position must go through the model
+        num_left = len(seq.token_ids) - len(match) * self._blocks.block_size
+        if to_the_end and num_left > draft.budget:
+            return False
+        if not self._fits(self._blocks.num_pages_to_admit(seq, match)):
+            return False
+        draft.swap_in += self._blocks.admit(seq, match)
+        num_cached = len(match) * self._blocks.block_size
+        if seq.num_prefill == 0:  # its first admission
+            seq.num_cached_tokens = num_cached
+            self._stats.prefix_cache_queries += seq.num_prompt_tokens
+            self._stats.prefix_cache_hits += num_cached
+        seq.num_computed = num_cached
+        seq.num_prefill = len(seq.token_ids)
+        self._take_slot(seq, draft)
+        self._prefill_chunk(seq, draft)
+        return True
+
+    def _swap_in(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Bring a swapped sequence back, if it fits with its next token; False where not."""
+        if not self._fits(self._blocks.num_pages_to_swap_in(seq)):
+            return False
+        draft.swap_in += self._blocks.swap_in(seq)
+        self._take_slot(seq, draft)
+        if seq.num_computed < seq.num_prefill:
+            self._prefill_chunk(seq, draft)
+        elif may_decode(seq):
+            if self._blocks.needs_page(seq, seq.num_computed):
+                self._take_page(seq, draft)
+            draft.decodes = draft.decodes.plus(seq, seq.num_computed)
+            draft.budget -= 1
+            seq.num_computed += 1
+            seq.num_in_flight += 1
+        return True
+
+    def _fits(self, num_pages: int) -> bool:
+        watermark = self._watermark if self._running.seqs else 0
+        return self._blocks.device.num_free - num_pages >= watermark
+
+    def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
+        self._running.add(seq)
+        pages = self._blocks.pages_of(seq)
+        draft.slot_inits.append(
+            SlotInit(seq, seq.slot, pages, seq.num_computed, list(seq.token_ids))
+        )
+
+    # --- preemption --------------------------------------------------------------------------
+
+    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
+        """Take slot and pages from a running sequence and put it back into the queue."""
+        draft.preempted = True
+        seq.request.metrics.num_preemptions += 1
+        self._running.remove(seq)
+        if self._should_swap(seq):
+            draft.swap_out += self._blocks.swap_out(seq)
+            seq.status = SequenceStatus.SWAPPED
+            self._stats.num_preemptions_swap += 1
+        else:
+            self._blocks.free(seq)
+            seq.num_computed = 0
+            seq.status = SequenceStatus.WAITING
+            self._stats.num_preemptions_recompute += 1
+        self._waiting.add(seq)
+
+    def _should_swap(self, seq: Sequence) -> bool:
+        if self._preemption_mode == "recompute" or not self._blocks.can_swap_out(seq):
+            return False
+        if self._preemption_mode == "swap" or self._swap_cost is None:
+            return True
+        cost = self._swap_cost
+        num_pages = self._blocks.num_blocks(seq.num_computed)
+        recompute = self._blocks.num_uncached_tokens(seq) * cost.seconds_per_token
+        return 2 * num_pages * cost.seconds_per_page < recompute

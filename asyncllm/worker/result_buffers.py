@@ -1,0 +1,39 @@
+"""Where a step's sampled tokens land on the host.
+
+On CUDA a pinned buffer per step in flight, kept for the next ones: pinned memory from torch's
+allocator costs an event per tensor. A buffer is free again once it was read, so that of a step
+that failed is simply never reused. On the CPU the tokens are where they should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class ResultBuffers:
+    """Buffers of `capacity` int32 tokens: the most rows that a step samples."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._capacity = capacity
+        self._pinned = device.type == "cuda"
+        self._free: list[torch.Tensor] = []
+
+    def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
+        """Enqueue the copy of `tokens` int32 [rows]; call the result once, after the step's end."""
+        if not self._pinned:
+            return tokens.tolist
+        buffer = self._free.pop() if self._free else self._allocate()
+        host = buffer[: len(tokens)]
+        host.copy_(tokens, non_blocking=True)
+
+        def read() -> list[int]:
+            token_ids: list[int] = host.tolist()
+            self._free.append(buffer)
+            return token_ids
+
+        return read
+
+    def _allocate(self) -> torch.Tensor:
+        return torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)

@@ -1,0 +1,99 @@
+"""A step's results on their way back to the host.
+
+`fetch` enqueues the copies into pinned memory; the function that it returns reads them, to be
+called after the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.types import StepResult, TokenLogprobs
+from asyncllm.worker.executor import Collect
+from asyncllm.worker.sampler import LogprobTensors, gather_logprobs
+from asyncllm.worker.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step's forward pass and sampling gave, on the device."""
+
+    tokens: torch.Tensor  # int32 [rows]
+    logits: torch.Tensor  # [rows, V], raw
+
+
+def fetch(
+    inputs: StepInputs, sampled: Sampled, prompt_logprobs: Sequence[LogprobTensors]
+) -> Collect:
+    """prompt_logprobs: the pieces of all rows that want them, in order."""
+    token_ids = _to_host(sampled.tokens)
+    logprobs = None
+    if inputs.wants_logprobs:
+        tensors = gather_logprobs(sampled.logits, sampled.tokens, inputs.num_logprobs)
+        logprobs = _logprobs_to_host(tensors)
+    prompt = [_logprobs_to_host(tensors) for tensors in prompt_logprobs]
+
+    def collect() -> StepResult:
+        return StepResult(
+            token_ids.tolist(),
+            _sample_logprobs(inputs, logprobs) if logprobs is not None else None,
+            _split_prompt_logprobs(inputs, prompt),
+        )
+
+    return collect
+
+
+def _logprobs_to_host(tensors: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors(
+        _to_host(tensors.logprobs),
+        _to_host(tensors.ranks),
+        _to_host(tensors.top_ids),
+        _to_host(tensors.top_logprobs),
+    )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
+    return [
+        TokenLogprobs(*entry)
+        for entry in zip(
+            tensors.logprobs.tolist(),
+            tensors.ranks.tolist(),
+            tensors.top_ids.tolist(),
+            tensors.top_logprobs.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _sample_logprobs(inputs: StepInputs, tensors: LogprobTensors) -> list[TokenLogprobs | None]:
+    """Per sampled row, cut to the number that its request asked for."""
+    entries = _token_logprobs(tensors)
+    result: list[TokenLogprobs | None] = []
+    for entry, num_top in zip(entries, inputs.wants_logprobs, strict=True):
+        if num_top is None:
+            result.append(None)
+        else:
+            top = entry.top_ids[:num_top], entry.top_logprobs[:num_top]
+            result.append(TokenLogprobs(entry.logprob, entry.rank, *top))
+    return result
+
+
+def _split_prompt_logprobs(
+    inputs: StepInputs, pieces: list[LogprobTensors]
+) -> dict[int, list[TokenLogprobs]]:
+    """seq_id -> entries, from the pieces of all rows in order."""
+    entries = iter([entry for piece in pieces for entry in _token_logprobs(piece)])
+    return {
+        wanted.seq_id: [next(entries) for _ in range(wanted.num_targets)]
+        for wanted in inputs.prompt_logprobs
+    }

@@ -1,0 +1,251 @@
+"""From a layer's projection to its attention output in one Triton kernel, for few decoding rows.
+
+It does what `heads_kernel` and a decode kernel do one after the other, and saves their launch, a
+round trip of q and the wait for the new key. Flash decoding as in triton_decode.py: tiles of keys
+shared out among splits by shapes alone, so a captured graph replays as it is. Here the splits of a
+row and KV head count themselves, and the last to arrive merges them all, always in the same order.
+
+The keys of earlier tokens were written by earlier steps, so the first tile is asked for before the
+projection has ended (programmatic_launch.py). The new token's key and value never come from memory:
+the program whose split holds them puts them into its tile, and writes them to their page.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.attention.programmatic_launch import (
+    has_programmatic_launch,
+    start_next,
+    wait_previous,
+)
+
+MAX_ROWS = 16
+MAX_GROUP = 16  # query heads of one KV head
+TILE = 64  # keys that a program takes at a time
+TILE_ELEMENTS = 8192  # its head_dims together, at most: a second tile is on its way meanwhile
+MAX_SPLITS = 32
+PROGRAMS_PER_SM = 2
+MIN_DOT = 16  # the least side of a tensor-core product
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _head_halves(source, weight_ptr, eps, cos, sin, HALF: tl.constexpr, PADDED: tl.constexpr,
+                 HAS_NORM: tl.constexpr, mask):  # fmt: skip
+    """Both halves of normalised, rotated heads: source [heads, 1] pointers -> [heads, PADDED]."""
+    column = tl.arange(0, PADDED)[None, :]
+    in_half = mask & (column < HALF)
+    raw1 = tl.load(source + column, in_half, other=0.0)
+    raw2 = tl.load(source + HALF + column, in_half, other=0.0)
+    x1 = raw1.to(tl.float32)
+    x2 = raw2.to(tl.float32)
+    if HAS_NORM:
+        mean = tl.sum(x1 * x1 + x2 * x2, axis=1)[:, None] / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)
+        x1 *= scale * tl.load(weight_ptr + column, column < HALF, other=0.0).to(tl.float32)
+        x2 *= scale * tl.load(weight_ptr + HALF + column, column < HALF, other=0.0).to(tl.float32)
+    y1 = (x1 * cos - x2 * sin).to(raw1.dtype)
+    y2 = (x2 * cos + x1 * sin).to(raw1.dtype)
+    return y1, y2
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _fused_decode(
+    qkv_ptr, cache_ptr, tables_ptr, positions_ptr, rows_ptr, cos_sin_ptr, q_weight_ptr,
+    k_weight_ptr, out_ptr, partial_ptr, lse_ptr, counts_ptr,
+    eps, scale_log2, table_stride, page_stride, kv_stride, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    position = tl.load(positions_ptr + row)
+    first = 0
+    if WINDOW is not None:
+        first = tl.maximum(position + 1 - WINDOW, 0) // TILE
+    num_tiles = position // TILE + 1 - first
+    share = tl.cdiv(num_tiles, num_splits)
+    num_active = tl.cdiv(num_tiles, share)
+    start = first + split * share
+    end = tl.minimum(start + share, first + num_tiles)
+    if PDL:
+        start_next()
+    if start >= end:
+        return
+
+    # Nothing here is written by this step, except the new key, which is masked.
+    half = tl.arange(0, PADDED)
+    column = tl.arange(0, 2 * PADDED)
+    token = start * TILE + tl.arange(0, TILE)
+    table = tables_ptr + row * table_stride
+    cache = cache_ptr + kv_head * HEAD_DIM
+    page = tl.load(table + token // BLOCK_SIZE, token < position, other=0)
+    offset = page.to(tl.int64) * page_stride + (token % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    old = token < position
+    key = cache + offset[:, None] + half[None, :]
+    in_key = old[:, None] & (half < HALF)[None, :]
+    k1 = tl.load(key, in_key, other=0.0)  # [TILE, PADDED]
+    k2 = tl.load(key + HALF, in_key, other=0.0)
+    value = cache + kv_stride + offset[:, None] + column[None, :]
+    v = tl.load(value, old[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    angle = cos_sin_ptr + tl.load(rows_ptr + row).to(tl.int64) * HEAD_DIM + half[None, :]
+    cos = tl.load(angle, (half < HALF)[None, :], other=0.0)
+    sin = tl.load(angle + HALF, (half < HALF)[None, :], other=0.0)
+    new_page = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+
+    qkv = qkv_ptr + row.to(tl.int64) * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    if PDL:
+        after = wait_previous()
+        qkv += after
+        cache_ptr += after
+        out_ptr += after
+        partial_ptr += after
+        lse_ptr += after
+        counts_ptr += after
+    member = tl.arange(0, GROUP_PADDED)
+    head = kv_head * GROUP + member
+    q1, q2 = _head_halves(
+        qkv + (head * HEAD_DIM)[:, None], q_weight_ptr, eps, cos, sin, HALF, PADDED, HAS_NORM,
+        (member < GROUP)[:, None],
+    )  # fmt: skip
+    new = qkv + (NUM_HEADS + kv_head) * HEAD_DIM
+    one = tl.arange(0, 1)[:, None]
+    new_k1, new_k2 = _head_halves(
+        new + one, k_weight_ptr, eps, cos, sin, HALF, PADDED, HAS_NORM, one < 1
+    )
+    new_v = tl.load(new + NUM_KV_HEADS * HEAD_DIM + column, column < HEAD_DIM, other=0.0)[None, :]
+    if end == first + num_tiles:
+        target = cache_ptr + kv_head * HEAD_DIM + new_page * page_stride
+        target += (position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        tl.store(target + half[None, :], new_k1, (half < HALF)[None, :])
+        tl.store(target + HALF + half[None, :], new_k2, (half < HALF)[None, :])
+        tl.store(target + kv_stride + column[None, :], new_v, (column < HEAD_DIM)[None, :])
+
+    best = tl.full([GROUP_PADDED], float("-inf"), tl.float32)  # largest score so far
+    total = tl.zeros([GROUP_PADDED], tl.float32)  # of exp2(score - best)
+    acc = tl.zeros([GROUP_PADDED, 2 * PADDED], tl.float32)
+    for _ in range(start, end):
+        is_new = (token == position)[:, None]
+        tile_k1 = tl.where(is_new, new_k1, k1)
+        tile_k2 = tl.where(is_new, new_k2, k2)
+        tile_v = tl.where(is_new, new_v, v)
+        seen = token <= position
+        if WINDOW is not None:
+            seen &= token > position - WINDOW
+        # The next tile is asked for before this one is computed.
+        token += TILE
+        old = (token < position) & (token < end * TILE)
+        page = tl.load(table + token // BLOCK_SIZE, old, other=0)
+        offset = page.to(tl.int64) * page_stride + (token % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        key = cache + offset[:, None] + half[None, :]
+        in_key = old[:, None] & (half < HALF)[None, :]
+        k1 = tl.load(key, in_key, other=0.0)
+        k2 = tl.load(key + HALF, in_key, other=0.0)
+        value = cache + kv_stride + offset[:, None] + column[None, :]
+        v = tl.load(value, old[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+
+        scores = tl.dot(q1, tl.trans(tile_k1))
+        scores = tl.dot(q2, tl.trans(tile_k2), scores) * scale_log2  # [GROUP_PADDED, TILE]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        # Finite from the first tile on: every tile of a share holds a key that is seen.
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(tile_v.dtype), tile_v, acc * shrink[:, None])
+        best = new_best
+
+    in_out = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    in_row = head[:, None] * HEAD_DIM + column[None, :]
+    acc = acc / total[:, None]
+    out = out_ptr + row.to(tl.int64) * (NUM_HEADS * HEAD_DIM)
+    if num_active == 1:
+        tl.store(out + in_row, acc.to(out_ptr.dtype.element_ty), in_out)
+    else:
+        part = (row * NUM_HEADS + head) * SPLITS + split
+        tl.store(partial_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, in_out)
+        tl.store(lse_ptr + part, best + tl.log2(total), member < GROUP)
+        tl.debug_barrier()  # all of the program's stores come before its count
+        count = counts_ptr + row * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(count, 1, sem="acq_rel") == num_active - 1:
+            tl.store(count, 0)  # for the next layer
+            splits = tl.arange(0, SPLITS)
+            for m in tl.static_range(GROUP):
+                base = (row * NUM_HEADS + kv_head * GROUP + m) * SPLITS
+                lse = tl.load(
+                    lse_ptr + base + splits, splits < num_active, other=float("-inf"),
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                share_of = tl.exp2(lse - tl.max(lse, axis=0))
+                share_of = share_of / tl.sum(share_of, axis=0)
+                parts = tl.load(
+                    partial_ptr + (base + splits)[:, None] * HEAD_DIM + column[None, :],
+                    (splits < num_active)[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                merged = tl.sum(parts * share_of[:, None], axis=0)
+                target = out + (kv_head * GROUP + m) * HEAD_DIM + column
+                tl.store(target, merged.to(out_ptr.dtype.element_ty), column < HEAD_DIM)
+
+
+class FusedDecode:
+    """The kernel with its workspace, for up to MAX_ROWS rows. Launches must not overlap."""
+
+    def __init__(self, layer: AttentionLayer, num_sms: int, device: torch.device) -> None:
+        """`layer`: any, of which the heads and head_dim count."""
+        self._num_sms = num_sms
+        self._group = layer.num_heads // layer.num_kv_heads
+        parts = (MAX_ROWS, layer.num_heads, MAX_SPLITS)
+        self._partial = torch.empty((*parts, layer.head_dim), dtype=torch.float32, device=device)
+        self._lse = torch.empty(parts, dtype=torch.float32, device=device)
+        # Splits that are done, per row and KV head; each launch leaves zeros.
+        self._counts = torch.zeros((MAX_ROWS, layer.num_kv_heads), dtype=torch.int32, device=device)
+        self._pdl = has_programmatic_launch(device)
+
+    def takes(self, num_rows: int) -> bool:
+        return num_rows <= MAX_ROWS and self._group <= MAX_GROUP
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        positions: torch.Tensor,
+        num_splits: int | None = None,
+        tile: int = TILE,
+    ) -> torch.Tensor:
+        """qkv, rotation and the result as `Attend`; cache: the layer's pages; block_tables: int32
+        [rows, pages per sequence]; positions: int32 [rows], of the new tokens."""
+        num_rows, _, head_dim = qkv.shape
+        out = qkv.new_empty((num_rows, layer.num_heads * head_dim))
+        group = self._group
+        if num_splits is None:
+            programs = PROGRAMS_PER_SM * self._num_sms
+            num_splits = min(triton.cdiv(programs, num_rows * layer.num_kv_heads), MAX_SPLITS)
+        dim_padded = 2 * max(MIN_DOT, triton.next_power_of_2(head_dim // 2))
+        norm = layer.head_norm
+        q_norm, k_norm = (norm.q_weight, norm.k_weight) if norm is not None else (None, None)
+        _fused_decode[(layer.num_kv_heads, num_rows, num_splits)](
+            qkv, cache, block_tables, positions, rotation.rows, rotation.cos_sin,
+            q_norm, k_norm, out, self._partial, self._lse, self._counts,
+            norm.eps if norm is not None else 0.0, layer.scale * LOG2_E,
+            block_tables.stride(0), cache.stride(0), cache.stride(1), num_splits,
+            NUM_KV_HEADS=layer.num_kv_heads, GROUP=group,
+            GROUP_PADDED=max(MIN_DOT, triton.next_power_of_2(group)),
+            HALF=head_dim // 2, PADDED=dim_padded // 2,
+            BLOCK_SIZE=cache.shape[2], TILE=min(tile, TILE_ELEMENTS // dim_padded),
+            WINDOW=layer.window, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None, PDL=self._pdl,
+            num_warps=4,
+            **({"launch_pdl": True} if self._pdl else {}),
+        )  # fmt: skip
+        return out

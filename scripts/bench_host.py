@@ -1,0 +1,324 @@
+"""What the host costs per step and per token: the whole server, with a device that only takes time.
+
+Scheduler, step builder, output processor, SSE writer and HTTP server are the real ones; the device
+is simulated and its tokens are made up. The clients are another process on the loopback. One row
+per number of streams, in microseconds per step:
+
+  plan, build     the scheduler's plan; the plan as arrays
+  launch          handing it to the device (here without the kernels' own launches)
+  wake            from the device's end to the loop's taking notice
+  finish, text    the scheduler's books; detokenising and stop strings
+  emit, write     deltas and SSE frames; their writes, system calls included
+  loop            everything else on the loop's thread
+  us/token        all of it per token: the CPU time of the loop's thread, the wait apart
+
+Lag is how long a packet from another process lies before the loop sees it. Ends in a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import json
+import platform
+import pstats
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+from aiohttp import web
+from tqdm import tqdm
+
+from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.engine import async_engine
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.server.app import build_app
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.listener import Listener
+from asyncllm.server.service import SERVICE, Service
+from asyncllm.server.sse import SSEStream
+from asyncllm.types import StepPlan, StepResult
+from asyncllm.worker.event_waiter import EventWaiter
+from asyncllm.worker.memory import MemoryPlan
+from asyncllm.worker.step_inputs import StepBuilder
+
+PROMPT_TOKENS, MAX_TOKENS = 16, 3500
+WARM_UP_STEPS, COUNTED_STEPS = 30, 20
+PHASES = ("plan", "build", "launch", "wake", "finish", "text", "emit", "write")
+CLIENTS = Path(__file__).with_name("bench_host_clients.py")
+
+
+class SimulatedEvent:
+    """What `executor` uses of a CUDA event."""
+
+    def __init__(self, due_s: float) -> None:
+        self.due_s = due_s
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self.due_s
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.due_s - time.perf_counter()))
+
+
+class SimulatedStep:
+    """Its tokens, `step_s` after the end of the step before."""
+
+    def __init__(self, tokens: torch.Tensor, event: SimulatedEvent, waiter: EventWaiter) -> None:
+        self.event = event
+        self._tokens, self._waiter = tokens, waiter
+        self._submitted_s = time.perf_counter()
+
+    async def wait(self) -> StepResult:
+        await self._waiter.wait(self.event, self._submitted_s)
+        return StepResult(self._tokens.tolist())
+
+
+class SimulatedWorker:
+    """What the engine uses of a `Worker`: it packs its steps, and its tokens are random words."""
+
+    swap_cost = None
+    backend_name = "none"
+    num_graphs = 0
+    step_s = 0.0
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+        pages = config.max_num_seqs * -(-(PROMPT_TOKENS + MAX_TOKENS) // config.block_size)
+        self.memory = MemoryPlan(pages, 0, PROMPT_TOKENS + MAX_TOKENS)
+        self.phases: dict[str, float] = {}
+        self.builder = StepBuilder(config.num_slots, config.block_size)
+        self.in_flight: deque[SimulatedStep] = deque()
+        self._tokens = _random_words(config)
+        self._next = 0  # of _tokens
+        self._free_s = 0.0  # when the device will be
+        self._waiter = EventWaiter()
+
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        num_rows = len(self.builder.build(plan).plan.sampled)
+        self._next = (self._next + 997) % (len(self._tokens) - num_rows)
+        self._free_s = max(self._free_s, time.perf_counter()) + self.step_s
+        tokens = self._tokens[self._next : self._next + num_rows]
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter)
+        self.in_flight.append(step)
+        return step
+
+    def drain(self) -> None:
+        time.sleep(max(0.0, self._free_s - time.perf_counter()))
+
+    def close(self) -> None:
+        self._waiter.close()
+
+
+def _random_words(config: EngineConfig) -> torch.Tensor:
+    """int32 ids of tokens that show plain text."""
+    assert config.tokenizer_path is not None
+    tokenizer = Tokenizer.from_folder(config.tokenizer_path, None)
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
+    words = [i for i, text in texts.items() if text and text.isascii()]
+    return torch.from_numpy(np.random.default_rng(0).choice(words, 1 << 16).astype(np.int32))
+
+
+@dataclass
+class Meter:
+    """CPU seconds of the loop's thread per phase, from wrapped verbs; "wake" is of the clock."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    steps: int = 0
+    tokens: int = 0
+    lags_s: list[float] = field(default_factory=list)
+
+    def wrap(self, owner: Any, name: str, phase: str, *inner: str) -> None:
+        """Add the time of a method to `phase`, without that of the phases within."""
+        method: Callable[..., Any] = getattr(owner, name)
+        clock, seconds = time.thread_time, self.seconds
+
+        def timed(*args: Any) -> Any:
+            within = sum(seconds[i] for i in inner)
+            start = clock()
+            result = method(*args)
+            spent = clock() - start
+            seconds[phase] += spent - (sum(seconds[i] for i in inner) - within)
+            return result
+
+        setattr(owner, name, timed)
+
+    def watch(self, core: EngineCore, service: Service) -> None:
+        worker: Any = core.worker
+        self.wrap(core, "plan", "plan")
+        self.wrap(worker.builder, "build", "build")
+        self.wrap(core, "launch", "launch", "build")
+        self.wrap(core.outputs, "_emit_all", "emit")
+        self.wrap(core.outputs, "process", "text", "emit")
+        self.wrap(service.frames, "_write_slice", "write")
+        finish = core.finish
+
+        def count(plan: StepPlan, result: StepResult) -> None:
+            event = worker.in_flight.popleft().event
+            self.seconds["wake"] += time.perf_counter() - event.due_s
+            self.steps += 1
+            self.tokens += len(result.token_ids)
+            finish(plan, result)
+
+        core.finish = count  # type: ignore[method-assign]
+        self.wrap(core, "finish", "finish", "text", "emit")
+
+    def reset(self) -> None:
+        self.seconds.update(dict.fromkeys(PHASES, 0.0))
+        self.steps = self.tokens = 0
+        self.lags_s.clear()
+
+
+class LagProbe(asyncio.DatagramProtocol):
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def datagram_received(self, data: bytes, address: Any) -> None:
+        self._meter.lags_s.append(time.perf_counter() - struct.unpack("d", data)[0])
+
+
+async def measure(num_streams: int, num_steps: int, profile: bool) -> dict[str, Any]:
+    args = EngineArgs(max_num_seqs=num_streams, max_num_batched_tokens=8192)
+    engine = AsyncLLMEngine.from_engine_args(args)
+    await engine.start()
+    server_args = ServerArgs(port=0)
+    app = build_app(engine, server_args)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    listener = Listener.bind(server_args)
+    await listener.start(runner)
+    assert listener.sock is not None
+    meter = Meter()
+    meter.watch(engine._running(), app[SERVICE])
+    loop = asyncio.get_running_loop()
+    lag, _ = await loop.create_datagram_endpoint(lambda: LagProbe(meter), ("127.0.0.1", 0))
+    body = {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": MAX_TOKENS}
+    body |= {"stream": True, "ignore_eos": True, "temperature": 0}
+    lag_port = lag.get_extra_info("sockname")[1]
+    port = listener.sock.getsockname()[1]
+    clients = subprocess.Popen(  # noqa: ASYNC220 (once, at the start)
+        [sys.executable, CLIENTS, str(port), str(num_streams), str(lag_port), json.dumps(body)]
+    )
+    try:
+        return await _measure(engine, meter, num_streams, num_steps, profile)
+    finally:
+        clients.kill()
+        clients.wait()
+        lag.close()
+        await runner.cleanup()
+        await engine.aclose()
+
+
+async def _measure(
+    engine: AsyncLLMEngine, meter: Meter, num_streams: int, num_steps: int, profile: bool
+) -> dict[str, Any]:
+    await _until(lambda: engine.stats().num_running == num_streams)
+    gc.collect()
+    gc.freeze()  # as the server does
+    await _steps(meter, WARM_UP_STEPS)
+    profiler = cProfile.Profile()
+    if profile:
+        profiler.enable()
+    meter.reset()
+    start_s, cpu_s = time.perf_counter(), time.thread_time()
+    await _steps(meter, num_steps)
+    wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - cpu_s
+    steps, tokens, seconds = meter.steps, meter.tokens, dict(meter.seconds)
+    lags_s = np.array(meter.lags_s or [0.0])
+    if profile:
+        profiler.disable()
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(25)
+    num_writes, num_bytes, num_tokens = await _count_writes(meter)
+    gc.unfreeze()
+    assert tokens == steps * num_streams, f"{tokens} tokens in {steps} steps: the streams changed"
+    loop_s = cpu_s - sum(seconds[name] for name in PHASES if name != "wake")
+    return {
+        "streams": num_streams,
+        "us_per_step": {n: round(s / steps * 1e6, 1) for n, s in seconds.items()}
+        | {"loop": round(loop_s / steps * 1e6, 1)},
+        "us_per_token": round(cpu_s / tokens * 1e6, 2),
+        "step_ms": round(wall_s / steps * 1e3, 3),
+        "lag_p50_us": round(float(np.percentile(lags_s, 50)) * 1e6),
+        "lag_p99_us": round(float(np.percentile(lags_s, 99)) * 1e6),
+        "bytes_per_token": round(num_bytes / num_tokens, 1),
+        "writes_per_token": round(num_writes / num_tokens, 3),
+    }
+
+
+async def _steps(meter: Meter, number: int) -> None:
+    end = meter.steps + number
+    await _until(lambda: meter.steps >= end)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (any condition will do)
+        await asyncio.sleep(0.01)
+
+
+async def _count_writes(meter: Meter) -> tuple[int, int, int]:
+    """(writes, bytes, tokens) of a few more steps, which are not timed."""
+    take = SSEStream._take_pending
+    sizes: list[int] = []
+
+    def counting(stream: SSEStream) -> bytes:
+        body = take(stream)
+        sizes.append(len(b"%x\r\n\r\n" % len(body)) + len(body))
+        return body
+
+    meter.reset()
+    SSEStream._take_pending = counting  # type: ignore[method-assign]
+    try:
+        await _steps(meter, COUNTED_STEPS)
+    finally:
+        SSEStream._take_pending = take  # type: ignore[method-assign]
+    return len(sizes), sum(sizes), meter.tokens
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    phases = [*PHASES, "loop"]
+    last = ("us/token", "step ms", "lag p50", "lag p99", "bytes", "writes")
+    print("".join(f"{name:>9}" for name in ("streams", *phases, *last)))
+    for row in rows:
+        values = [row["streams"], *(row["us_per_step"][name] for name in phases)]
+        values += [row["us_per_token"], row["step_ms"], row["lag_p50_us"], row["lag_p99_us"]]
+        values += [row["bytes_per_token"], row["writes_per_token"]]
+        print("".join(f"{value:>9}" for value in values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256, 512])
+    parser.add_argument("--steps", type=int, default=400, help="measured, per number of streams")
+    parser.add_argument("--device-ms", type=float, default=5.0, help="the device's time per step")
+    parser.add_argument("--profile", action="store_true", help="top functions, on stderr")
+    args = parser.parse_args()
+    if args.steps > MAX_TOKENS // 2:
+        parser.error(f"--steps: at most {MAX_TOKENS // 2}")
+    SimulatedWorker.step_s = args.device_ms / 1e3
+    async_engine.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+    rows = [
+        uvloop.run(measure(num_streams, args.steps, args.profile))
+        for num_streams in tqdm(args.streams, desc="streams", leave=False)
+    ]
+    print_table(rows)
+    conditions = {"steps": args.steps, "device_ms": args.device_ms, "profile": args.profile}
+    conditions |= {"python": platform.python_version(), "machine": platform.processor()}
+    print(json.dumps({"conditions": conditions, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""What the prefill chunk does to latencies: the real Scheduler on a model of an H100. CPU, seconds.
+
+No kernel runs and no clock is read: a step lasts as long as `Device` says (calibrated on decode and
+prefill steps measured on an H100), the host plans one step ahead as `pipeline.run_ahead` does, and
+clients come as in the load test's workloads. So two policies are compared on the same arrivals; the
+figures are a model's, for choosing between rules and not for a table of results.
+
+    simulate_schedule.py                                     # all policies on all workloads, 8B
+    simulate_schedule.py --model 0.6b --workload tput rate16 --policy unbounded default
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.outputs import RequestMetrics
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.types import (
+    Request,
+    Sequence,
+    SequenceStatus,
+    StepCost,
+    StepPlan,
+    StepResult,
+)
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 256
+MAX_BATCHED_TOKENS = 8192
+HOST_S = 0.0005  # per step: plan, launch, finish; hidden unless the device is idle
+CLIENT_S = 0.001  # from a request's last token to the next request's arrival
+
+
+@dataclass(frozen=True)
+class Device:
+    """A step is one forward pass: all tokens' matrix products together, plus attention."""
+
+    products_ms: tuple[tuple[int, float], ...]  # (tokens, all but attention), straight in between
+    kv_bytes_per_token: int
+    attention_flops: float  # per pair of a new token and a position it reads
+    num_pages: int
+    kv_bytes_per_s: float = 2.78e12
+    attention_flops_per_s: float = 557e12
+
+    def products_s(self, num_tokens: int) -> float:
+        points = self.products_ms
+        i = min(max(1, bisect_left(points, (num_tokens, 0.0))), len(points) - 1)
+        (t0, ms0), (t1, ms1) = points[i - 1], points[i]
+        return (ms0 + (ms1 - ms0) * (num_tokens - t0) / (t1 - t0)) / 1e3
+
+    def step_s(self, plan: StepPlan) -> float:
+        context = sum(row.position + 1 for row in plan.decodes)
+        seconds = self.products_s(plan.num_tokens)
+        seconds += context * self.kv_bytes_per_token / self.kv_bytes_per_s
+        for row in plan.prefills:
+            new = len(row.token_ids)
+            pairs = new * (row.start + new / 2)
+            seconds += pairs * self.attention_flops / self.attention_flops_per_s
+        return seconds
+
+    @property
+    def cost(self) -> StepCost:
+        """What the worker would measure at its start."""
+        largest = self.products_ms[-1]
+        return StepCost(self.products_s(1), largest[1] / 1e3 / largest[0])
+
+
+# H100: decode steps of 1/8/64/128/256 rows at context 640 less their KV reads, prefill steps above.
+DEVICES = {
+    "8b": Device(
+        ((1, 6.0), (8, 6.5), (64, 6.8), (128, 7.0), (256, 8.1), (512, 11.6), (8192, 184.0)),
+        kv_bytes_per_token=131_072,
+        attention_flops=4.0 * 32 * 128 * 32,
+        num_pages=24_000,
+    ),
+    "0.6b": Device(
+        ((1, 1.4), (8, 1.5), (64, 1.85), (256, 1.95), (1024, 2.4), (2048, 3.9), (8192, 15.2)),
+        kv_bytes_per_token=114_688,
+        attention_flops=4.0 * 16 * 128 * 28,
+        num_pages=35_000,
+    ),
+}
+
+
+class FixedChunk(ChunkPolicy):
+    """The same whatever waits."""
+
+    def most_prompt_tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
+        return super().most_prompt_tokens(num_decodes, 0)
+
+
+class RatioChunk(ChunkPolicy):
+    """Grows with what waits over what decodes, both in tokens of a workload's 512 to a prompt."""
+
+    def most_prompt_tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
+        ratio = max(1.0, num_waiting_tokens / 512 / max(1, num_decodes))
+        return int(super().most_prompt_tokens(num_decodes, 0) * ratio)
+
+
+def policies(device: Device) -> dict[str, ChunkPolicy]:
+    default = ChunkPolicy.measured(device.cost)
+    return {
+        "unbounded": UNBOUNDED,
+        **{str(size): FixedChunk(size) for size in (256, 512, 1024, 2048)},
+        "ratio": RatioChunk(default.chunk_tokens),
+        "default": default,
+    }
+
+
+@dataclass(frozen=True)
+class Workload:
+    num_prompts: int
+    input_len: int
+    output_len: int
+    concurrency: int = 0  # closed loop; 0: Poisson arrivals at `rate`
+    rate: float = 0.0
+    prefix_len: int = 0
+    num_prefixes: int = 1
+    short_len: int = 0  # every other prompt is so short
+
+
+WORKLOADS = {
+    "lat8": Workload(64, 128, 256, concurrency=8),
+    "tput": Workload(768, 512, 256, concurrency=256),
+    "rate8": Workload(320, 1024, 128, rate=8.0),
+    "rate16": Workload(640, 1024, 128, rate=16.0),
+    "prefix": Workload(512, 128, 64, concurrency=64, prefix_len=2048, num_prefixes=8),
+    "long": Workload(64, 7000, 64, concurrency=8),
+    "burst": Workload(256, 512, 256, concurrency=256),
+    "prompts": Workload(512, 1024, 256, concurrency=256),
+    "mixed": Workload(160, 7000, 64, rate=4.0, short_len=128),
+}
+
+
+@dataclass
+class Client:
+    """One request as its client sees it."""
+
+    request: Request
+    arrival: float
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
+
+
+class Simulation:
+    """Time goes from step to step; requests are due in `_arrivals`."""
+
+    def __init__(self, device: Device, workload: Workload, policy: ChunkPolicy) -> None:
+        rng = random.Random(0)
+        self._device, self._workload = device, workload
+        self._scheduler = Scheduler(
+            BlockManager(device.num_pages, BLOCK_SIZE),
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            chunk_policy=policy,
+        )
+        self._to_come = _requests(workload, rng)
+        self._arrivals: list[tuple[float, str]] = []
+        self.clients: dict[str, Client] = {}
+        self.num_prefilled = 0
+        clock = 0.0
+        for _ in range(workload.concurrency or workload.num_prompts):
+            clock += rng.expovariate(workload.rate) if workload.rate else 0.0002
+            self._send(clock)
+
+    def _send(self, clock: float) -> None:
+        request = self._to_come.pop()
+        self.clients[request.request_id] = Client(request, clock)
+        heapq.heappush(self._arrivals, (clock, request.request_id))
+
+    def run(self) -> float:
+        """Simulate to the end; the seconds that it took."""
+        now = free_at = 0.0  # of the host; when the device has done all it was given
+        in_flight: tuple[StepPlan, float] | None = None
+        while True:
+            while self._arrivals and self._arrivals[0][0] <= now:
+                _, request_id = heapq.heappop(self._arrivals)
+                self._scheduler.add(self.clients[request_id].request)
+            plan = self._scheduler.plan()
+            launched: tuple[StepPlan, float] | None = None
+            if plan is not None:
+                self.num_prefilled += sum(len(row.token_ids) for row in plan.prefills)
+                free_at = max(free_at, now + HOST_S) + self._device.step_s(plan)
+                launched = plan, free_at
+            if in_flight is not None:
+                now = max(now, in_flight[1])
+                self._finish(in_flight[0], now)
+            elif launched is None:
+                if not self._arrivals:
+                    return now
+                now = self._arrivals[0][0]
+            in_flight = launched
+
+    def _finish(self, plan: StepPlan, now: float) -> None:
+        tokens = StepResult([7] * len(plan.sampled))
+        for update in self._scheduler.finish_step(plan, tokens):
+            seq = update.seq
+            self.clients[seq.request.request_id].token_times.append(now)
+            over = seq.status is SequenceStatus.FINISHED
+            if over and self._to_come and self._workload.concurrency:
+                self._send(now + CLIENT_S)
+
+
+def _requests(workload: Workload, rng: random.Random) -> list[Request]:
+    size, prefix_len = workload.num_prefixes, workload.prefix_len
+    prefixes = [[rng.randrange(1 << 17) for _ in range(prefix_len)] for _ in range(size)]
+    requests = []
+    for i in range(workload.num_prompts):
+        own = workload.short_len if workload.short_len and i % 2 else workload.input_len
+        prompt = rng.choice(prefixes) + [rng.randrange(1 << 17) for _ in range(own)]
+        requests.append(_request(i, prompt, workload.output_len))
+    return requests[::-1]
+
+
+def _request(number: int, prompt: list[int], output_len: int) -> Request:
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
+    request = Request(
+        request_id=str(number),
+        prompt=None,
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        max_tokens=output_len,
+        stop_token_ids=frozenset(),
+        metrics=RequestMetrics(arrival_time=0.0),
+    )
+    request.sequences.append(Sequence(number, request, 0, number, list(prompt)))
+    return request
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def simulate(device: Device, workload: Workload, policy: ChunkPolicy) -> dict[str, float]:
+    """Latencies in ms."""
+    simulation = Simulation(device, workload, policy)
+    seconds = simulation.run()
+    clients = list(simulation.clients.values())
+    num_output = sum(len(c.token_times) for c in clients)
+    assert num_output == workload.num_prompts * workload.output_len
+    num_prompt = sum(len(c.request.prompt_token_ids) for c in clients)
+    gaps = [b - a for c in clients for a, b in zip(c.token_times, c.token_times[1:], strict=False)]
+    result = {
+        "ttft_p50": percentile([c.ttft for c in clients], 0.5) * 1e3,
+        "ttft_p99": percentile([c.ttft for c in clients], 0.99) * 1e3,
+        "tpot_p50": percentile([c.tpot for c in clients], 0.5) * 1e3,
+        "itl_p50": percentile(gaps, 0.5) * 1e3,
+        "itl_p99": percentile(gaps, 0.99) * 1e3,
+        "output_per_s": num_output / seconds,
+        "total_per_s": (num_output + num_prompt) / seconds,
+        "prefilled_share": simulation.num_prefilled / num_prompt,
+    }
+    if workload.short_len:
+        short = [c.ttft for c in clients if len(c.request.prompt_token_ids) == workload.short_len]
+        result["short_ttft_p50"] = percentile(short, 0.5) * 1e3
+        result["short_ttft_p99"] = percentile(short, 0.99) * 1e3
+    return {name: round(value, 3) for name, value in result.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=DEVICES, default="8b")
+    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--policy", nargs="+", help="default: all", metavar="NAME")
+    args = parser.parse_args()
+    device = DEVICES[args.model]
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for workload in args.workload:
+        for name, policy in policies(device).items():
+            if name in (args.policy or [name]):
+                result = simulate(device, WORKLOADS[workload], policy)
+                results.setdefault(workload, {})[name] = result
+                figures = "  ".join(f"{key} {value:,.1f}" for key, value in result.items())
+                print(f"{workload:7}{name:10}{figures}", flush=True)
+    print(json.dumps({"model": args.model, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`asyncllm bench` on the built-in model: a table, and a JSON line that says what was measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from asyncllm import cli
+
+SMALL = ["--num-gpu-blocks-override", "64", "--swap-space", "0", "--load-format", "dummy"]
+SHAPE = ["--input-len", "8", "--output-len", "4"]
+
+
+def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.main(["bench", *words, *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5  # the table
+    return json.loads(lines[-1])
+
+
+def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"]
+    result = bench(capsys, "latency", *sizes, *SHAPE)
+    assert result["bench"] == "latency"
+    assert 0 < result["latency_s"]["p10"] <= result["latency_s"]["p99"]
+    assert 0 < result["ttft_ms"]["mean"] < 1e3 * result["latency_s"]["p99"]
+    assert result["tpot_ms"]["mean"] > 0
+    speed = 2 * 4 / result["latency_s"]["mean"]
+    assert result["output_tokens_per_s"] == pytest.approx(speed)
+    conditions = result["conditions"]
+    assert conditions["batch_size"] == 2 and conditions["input_len"] == 8
+    assert conditions["device"] in ("cpu", "cuda") and conditions["load_format"] == "dummy"
+
+
+def test_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench(capsys, "throughput", "--model", "tiny-draft", "--num-prompts", "5", *SHAPE)
+    assert result["requests_per_s"] == pytest.approx(5 / result["seconds"])
+    assert result["output_tokens_per_s"] == pytest.approx(5 * 4 / result["seconds"])
+    assert result["total_tokens_per_s"] == pytest.approx(5 * 12 / result["seconds"])
+    assert result["conditions"]["model"].endswith("tiny-draft")
+
+
+def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench(capsys, "startup", "tiny", "--num-iters", "1")
+    assert result["first_start_s"] == result["to_first_token_s"]["mean"]
+    assert result["process_s"]["mean"] > result["first_start_s"] > result["phases_s"]["imports"] > 0
+    assert {"load", "profile", "kv_cache"} <= result["phases_s"].keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["latency", "--input-len", "5000"], "window"),
+        (["latency", "--num-iters", "0"], "num_iters"),
+        (["throughput", "/nowhere/model"], "/nowhere/model"),
+        (["startup", "--max-model-len", "999999"], "max_model_len"),
+    ],
+)
+def test_what_cannot_be_measured(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words, *SMALL]) == 1
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("asyncllm: error: ")
+    assert complaint in error
+
+
+def test_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "nothing"])
+    assert end.value.code == 2

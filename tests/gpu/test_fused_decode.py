@@ -1,0 +1,120 @@
+"""The kernel from projection to attention output against the torch backend, and the step's ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.torch_native import TorchAttention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+PAGES = 130
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "normed"),
+    [
+        (32, 8, 128, None, False),
+        (16, 8, 128, None, True),
+        (8, 2, 64, 100, True),
+        (6, 2, 96, None, False),
+        (16, 1, 256, None, False),
+        (14, 2, 64, 1000, False),
+        (4, 4, 32, None, True),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_equals_torch(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    normed: bool,
+    dtype: torch.dtype,
+) -> None:
+    from asyncllm.attention.fused_decode import FusedDecode
+
+    norm = None
+    if normed:
+        norm = HeadNorm(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype), 1e-6)
+    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, window, norm)
+    positions = torch.randint(0, PAGES * 16, (rows,), device=CUDA, dtype=torch.int32)
+    positions[0] = PAGES * 16 - 1
+    if rows > 2:
+        positions[1], positions[2] = 0, 64
+    tables = (torch.randperm(rows * PAGES, device=CUDA) + 1).view(rows, PAGES).int()
+    angles = torch.rand(PAGES * 16, head_dim // 2, device=CUDA) * 6
+    rotation = Rotation(positions, torch.cat([angles.cos(), angles.sin()], dim=1))
+    content = random(rows * PAGES + 1, 2, 16, kv_heads, head_dim, dtype=dtype)
+    caches = []
+    for _ in range(2):
+        cache = KVCache(
+            num_layers=1, num_pages=len(content), block_size=16, num_kv_heads=kv_heads,
+            head_dim=head_dim, dtype=dtype, device=CUDA,
+        )  # fmt: skip
+        cache.layers[0].copy_(content)
+        caches.append(cache)
+    qkv = random(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    reference = TorchAttention(caches[0]).decode(DecodeRows(tables, positions))
+    expected = reference(layer, qkv.clone(), rotation)
+    fused = FusedDecode(layer, 132, CUDA)
+    for num_splits in (None, 1, 7, 32):  # again and again with one workspace
+        caches[1].layers[0].copy_(content)
+        ours = fused(
+            layer, qkv, rotation, caches[1].layers[0], tables, positions, num_splits=num_splits
+        )
+        error = (ours.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 8e-3, num_splits
+        difference = (caches[1].layers[0] - caches[0].layers[0]).float().norm()
+        assert difference < 8e-3 * content[: 2 * rows].float().norm()
+        assert torch.equal(caches[1].layers[0][:, 1], caches[0].layers[0][:, 1])  # values as are
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100])
+def test_the_ends_of_a_step_equal_torch(rows: int) -> None:
+    from asyncllm.worker.decode_ends import TorchDecodeEnds
+    from asyncllm.worker.decode_kernels import TritonDecodeEnds
+    from asyncllm.worker.device_state import DeviceState
+
+    states = [DeviceState(128, 1500, 5000, CUDA) for _ in range(2)]
+    slots = torch.randperm(127, device=CUDA)[:rows].int() + 1
+    slots[-1] = 0  # padding
+    last_tokens = torch.randint(0, 5000, (128,), device=CUDA)
+    positions = torch.randint(0, 9999, (128,), device=CUDA)
+    tables = torch.randint(0, 99, (128, 1500), device=CUDA)
+    seeds = torch.randint(-(2**62), 2**62, (128,), device=CUDA)
+    for state in states:
+        state.last_tokens.copy_(last_tokens)
+        state.positions.copy_(positions)
+        state.block_tables.copy_(tables)
+        state.seeds.copy_(seeds)
+        state.positions[0] = 0
+        state.temperatures[::2] = 0.8
+    logits = random(rows, 5000) * 3
+    results = []
+    for ends, state in zip((TorchDecodeEnds(), TritonDecodeEnds()), states, strict=True):
+        gathered = ends.begin(state, slots)
+        results.append((gathered, ends.finish(state, slots, gathered, logits)))
+    (expected, expected_tokens), (ours, tokens) = results
+    for name in ("last_tokens", "positions", "block_tables", "temperatures", "seeds"):
+        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+    assert (tokens != expected_tokens).float().mean() <= 0.02  # near ties of noise
+    assert torch.equal(states[0].positions, states[1].positions)
+    assert torch.equal(states[1].last_tokens[slots.long()[:-1]], tokens[:-1])

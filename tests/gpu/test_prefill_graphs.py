@@ -1,0 +1,88 @@
+"""Mixed steps from captured pieces against eager ones, on the built-in model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm import LLM, RequestOutput, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ARGS: dict[str, Any] = {
+    "num_gpu_blocks_override": 2000,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+    "swap_space": 0.1,
+    "dtype": "bfloat16",
+    "prefill_graph_sizes": [16, 64, 128, 200],
+}
+NOTES = "Nora likes tea. Ben likes coffee. Ana likes milk. Tom likes juice. "
+QUESTIONS = [
+    "What is the capital of France?",
+    "Spell the word banana.",
+    "Count from 3 to 17.",
+    f"{NOTES * 9}What does Ben like?",  # over the step's tokens: in chunks
+    f"{NOTES * 3}What does Tom like?",
+]
+LOGPROB_TOLERANCE = 0.15  # bf16, other numbers of rows
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24),
+    "logprobs": SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0),
+    "full": SamplingParams(
+        temperature=0.7, seed=7, top_k=9, repetition_penalty=1.1, min_tokens=2, max_tokens=24
+    ),
+}
+
+
+def answers(params: SamplingParams, **args: Any) -> list[RequestOutput]:
+    """All at once (decodes beside prefills), then each alone behind its cached prefix."""
+    with LLM("tiny", **ARGS | args) as llm:
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS * 3]
+        outputs = llm.chat(chats, params, use_tqdm=False)
+        for chat in chats[: len(QUESTIONS)]:
+            outputs += llm.chat(chat, params, use_tqdm=False)
+        llm.engine.check_idle()
+        return outputs
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_graphed_equals_eager(name: str) -> None:
+    ours = answers(PARAMS[name])
+    eager = answers(PARAMS[name], enforce_eager=True)
+    assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
+    for a, b in zip(ours, eager, strict=True):
+        for token, x, y in zip(
+            a.prompt_token_ids, a.prompt_logprobs or [], b.prompt_logprobs or [], strict=False
+        ):
+            if x is not None and y is not None:
+                assert abs(x[token].logprob - y[token].logprob) < LOGPROB_TOLERANCE
+
+
+def test_around_the_edges_of_sizes() -> None:
+    """One prompt per step, of exactly so many tokens: below, at and above each size."""
+    lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 199, 200, 201, 256]
+    rng = random.Random(0)
+    prompts = [{"prompt_token_ids": [rng.randrange(100, 900) for _ in range(n)]} for n in lengths]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    logprobs = []
+    for eager in (False, True):
+        with LLM("tiny", **ARGS, enforce_eager=eager) as llm:
+            outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+        logprobs.append(
+            [
+                entry[token].logprob
+                for output in outputs
+                for token, entry in zip(
+                    output.prompt_token_ids, output.prompt_logprobs or [], strict=True
+                )
+                if entry is not None
+            ]
+        )
+    assert len(logprobs[0]) == sum(lengths) - len(lengths)
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=2 * LOGPROB_TOLERANCE)

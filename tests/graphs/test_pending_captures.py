@@ -1,0 +1,102 @@
+"""Which graphs are captured first, and that the others follow when the engine has nothing to do."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+import torch
+
+from asyncllm import AsyncLLMEngine, SamplingParams
+from asyncllm.config import EngineArgs
+from asyncllm.engine import engine_core
+from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
+from asyncllm.worker.worker import Worker
+
+
+def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    return EngineArgs(max_num_seqs=max_num_seqs).create_engine_config().cuda_graph_sizes
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 48, 100, 256, 512])
+def test_no_batch_takes_more_than_twice_its_size(max_num_seqs: int) -> None:
+    sizes = default_sizes(max_num_seqs)
+    first, later = first_sizes(sizes), later_sizes(sizes)
+    assert sorted(first + later) == list(sizes)
+    assert first == sorted(first, reverse=True) and first[0] == max(sizes)
+    assert later == sorted(later, reverse=True)
+    for rows in range(1, max(sizes) + 1):
+        best = min(size for size in sizes if size >= rows)
+        meanwhile = min(size for size in first if size >= rows)
+        assert meanwhile <= max(2 * best, 4), (rows, best, meanwhile)
+
+
+def test_few_are_captured_first() -> None:
+    assert first_sizes(default_sizes(256)) == [256, 128, 64, 32, 16, 8, 4, 2, 1]
+
+
+def test_a_capture_that_raises_is_not_tried_again() -> None:
+    done: list[int] = []
+
+    def capture(size: int) -> None:
+        if size == 3:
+            raise RuntimeError("no")
+        done.append(size)
+
+    pending = PendingCaptures([partial(capture, size) for size in (4, 3, 2)])
+    pending.capture_one()
+    with pytest.raises(RuntimeError):
+        pending.capture_one()
+    assert len(pending) == 1
+    pending.capture_one()
+    assert done == [4, 2] and not pending
+
+
+class FakeGraphs:
+    """Stands in for a worker's pending graphs; sees whether requests were live at a capture."""
+
+    def __init__(self, engine: AsyncLLMEngine, count: int) -> None:
+        self.captured_while_live: list[bool] = []
+        self.all_captured = asyncio.Event()
+        self._engine = engine
+        self.pending = PendingCaptures([self._capture] * count)
+
+    def _capture(self) -> None:
+        self.captured_while_live.append(bool(self._engine._running().scheduler.requests()))
+        if not self.pending:
+            self.all_captured.set()
+
+
+def test_captured_while_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(engine_core, "PAUSE_SECONDS", 0.0)
+
+    async def run() -> list[bool]:
+        async with AsyncLLMEngine("tiny", num_gpu_blocks_override=64, swap_space=0) as engine:
+            fake = FakeGraphs(engine, 5)
+            worker: Worker = engine._running().worker
+            worker._pending = fake.pending
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            # The task had nothing to capture when it went to sleep: this wakes it.
+            answers = await asyncio.gather(*(engine.generate([5, 6, 7], params) for _ in range(4)))
+            assert all(len(answer.outputs[0].token_ids) == 8 for answer in answers)
+            await asyncio.wait_for(fake.all_captured.wait(), 60)
+            again = await engine.generate([5, 6, 7], params)
+            assert again.outputs[0].token_ids == answers[0].outputs[0].token_ids
+            return fake.captured_while_live
+
+    assert asyncio.run(run()) == [False] * 5
+
+
+def test_no_memory_for_more_graphs_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    def capture() -> None:
+        raise torch.cuda.OutOfMemoryError("full")
+
+    config = EngineArgs(num_gpu_blocks_override=16, swap_space=0).create_engine_config()
+    worker = Worker(config)
+    worker._pending = PendingCaptures([capture] * 3)
+    worker.capture_one()
+    assert worker.num_pending_graphs == 0
+    assert "no memory for 3 more graphs" in caplog.text
+    worker.close()

@@ -1,0 +1,47 @@
+"""What a start does not import: each of these costs time before the first word of help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "aiohttp", "triton"}
+STARTING = (
+    "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy",
+    "transformers.activations", "transformers.generation.utils", "transformers.modeling_utils",
+    "transformers.models.auto.auto_factory",
+)  # fmt: skip
+
+
+def modules_after(code: str) -> set[str]:
+    """Names in sys.modules of a fresh interpreter that ran `code`."""
+    program = f"{code}\nimport json, sys; print(); print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import asyncllm",
+        "import asyncllm.cli",
+        "import asyncllm.cli\ntry: asyncllm.cli.main(['serve', '--help'])\nexcept SystemExit: pass",
+    ],
+)
+def test_help_needs_nothing_heavy(code: str) -> None:
+    assert not modules_after(code) & HEAVY
+
+
+def test_a_start_imports_no_compiler_and_no_model_classes() -> None:
+    code = (
+        "import asyncio\nfrom asyncllm import AsyncLLMEngine\nimport asyncllm.server.serve\n"
+        "async def main():\n"
+        "    async with AsyncLLMEngine('tiny', num_gpu_blocks_override=16) as engine: pass\n"
+        "asyncio.run(main())"
+    )
+    assert not modules_after(code) & set(STARTING)

@@ -1,0 +1,149 @@
+"""Waiting for the device: who waits where, what is polled, and how errors and ends come through."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from asyncllm.worker import event_waiter
+from asyncllm.worker.event_waiter import POLL_S, EventWaiter
+
+
+class Clock:
+    """Stands in for `time`: it moves where it is told to, and a little with each look."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+class Event:
+    """Due at `due_s` of the clock; who synchronises moves the clock there."""
+
+    def __init__(self, clock: Clock, due_s: float, error: Exception | None = None) -> None:
+        self.threads: list[str] = []  # that synchronised
+        self.num_queries = 0
+        self._clock, self._due_s, self._error = clock, due_s, error
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return self._clock.now >= self._due_s
+
+    def synchronize(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        if self._error is not None:
+            raise self._error
+        self._clock.now = max(self._clock.now, self._due_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(event_waiter, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+@pytest.fixture
+def waiter() -> EventWaiter:
+    return EventWaiter()
+
+
+def test_a_step_that_is_done_costs_one_query(clock: Clock, waiter: EventWaiter) -> None:
+    event = Event(clock, clock.now)
+    asyncio.run(waiter.wait(event, clock.now))
+    assert (event.num_queries, event.threads) == (1, [])
+    waiter.close()
+
+
+def test_a_step_that_takes_long_is_left_to_the_thread(clock: Clock, waiter: EventWaiter) -> None:
+    event = Event(clock, clock.now + 0.01)
+    asyncio.run(waiter.wait(event, clock.now))
+    assert (event.num_queries, event.threads) == (1, ["asyncllm-wait"])
+    waiter.close()
+
+
+def test_a_step_about_to_end_is_polled(clock: Clock, waiter: EventWaiter) -> None:
+    """Known from the step before: 10 ms each, and 9.9 of the second are over."""
+
+    async def test() -> None:
+        start = clock.now
+        await waiter.wait(Event(clock, start + 0.01), start)
+        clock.now = start + 0.0199
+        second = Event(clock, start + 0.02)
+        await waiter.wait(second, start + 0.001)
+        assert second.threads == [] and second.num_queries > 1
+
+    asyncio.run(test())
+    waiter.close()
+
+
+def test_polling_is_bounded(clock: Clock, waiter: EventWaiter) -> None:
+    """A step that takes longer than the one before goes to the thread after all."""
+
+    async def test() -> None:
+        start = clock.now
+        await waiter.wait(Event(clock, start + 0.01), start)
+        clock.now = polled_from = start + 0.0199
+        second = Event(clock, start + 0.03)
+        moved: list[float] = []
+        second.synchronize = lambda: moved.append(clock.now)  # type: ignore[method-assign]
+        await waiter.wait(second, start + 0.001)
+        assert moved[0] - polled_from < 2 * POLL_S
+
+    asyncio.run(test())
+    waiter.close()
+
+
+def test_others_get_their_turns_while_it_polls(clock: Clock, waiter: EventWaiter) -> None:
+    turns: list[float] = []
+
+    async def other() -> None:
+        while True:
+            turns.append(clock.now)
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        start = clock.now
+        await waiter.wait(Event(clock, start + 0.01), start)
+        clock.now = start + 0.0199
+        task = asyncio.create_task(other())
+        await waiter.wait(Event(clock, start + 0.02), start)
+        task.cancel()
+        assert len(turns) > 10
+
+    asyncio.run(test())
+    waiter.close()
+
+
+def test_what_the_device_raises_comes_out(clock: Clock, waiter: EventWaiter) -> None:
+    async def test() -> None:
+        broken = Event(clock, clock.now + 1, RuntimeError("an illegal memory access"))
+        with pytest.raises(RuntimeError, match="illegal"):
+            await waiter.wait(broken, clock.now)
+        await waiter.wait(Event(clock, clock.now + 1), clock.now)  # the thread lives on
+
+    asyncio.run(test())
+    waiter.close()
+
+
+def test_a_wait_may_be_cancelled_and_its_loop_closed() -> None:
+    waiter = EventWaiter()
+    release = threading.Event()
+    event = SimpleNamespace(query=lambda: False, synchronize=release.wait)
+
+    async def test() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await waiter.wait(event, time.perf_counter())
+
+    asyncio.run(test())
+    release.set()
+    waiter.close()
+    assert "asyncllm-wait" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,78 @@
+"""Steps as arrays: what a builder keeps from the step before changes nothing of what it builds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from asyncllm.types import StepPlan, StepResult
+from asyncllm.worker.step_inputs import StepBuilder, StepInputs
+from tests.engine.builders import make_request, make_scheduler
+
+MAX_SEQS = 6
+
+
+def as_dict(inputs: StepInputs) -> dict[str, Any]:
+    """In a form that compares."""
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)} | inputs.arrays
+    del values["arrays"], values["plan"]
+    if inputs.prefills is not None:
+        values |= {f.name: getattr(inputs.prefills, f.name) for f in fields(inputs.prefills)}
+        del values["prefills"]
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+
+def forget(builder: StepBuilder) -> None:
+    builder._decodes = builder._decodes._replace(slots=[-1])
+
+
+def test_a_builder_that_remembers_builds_what_one_that_forgets_does() -> None:
+    """Random requests come and go; each step is built twice."""
+    rng = random.Random(0)
+    scheduler = make_scheduler(
+        num_pages=40, num_host_pages=20, max_num_seqs=MAX_SEQS, max_num_batched_tokens=12
+    )
+    remembers, forgets = StepBuilder(MAX_SEQS + 1, 4), StepBuilder(MAX_SEQS + 1, 4)
+    num_shared = number = 0
+    last: StepInputs | None = None
+    in_flight: StepPlan | None = None
+    for _ in range(600):
+        if rng.random() < 0.05 or not scheduler.num_requests:
+            number += 1
+            options = rng.choice([{}, {"logprobs": 2}, {"logit_bias": {3: 1.0}}, {"n": 2}])
+            prompt = range(rng.randint(1, 20))
+            temperature = rng.choice([0, 1])
+            scheduler.add(
+                make_request(number, prompt, max_tokens=60, temperature=temperature, **options)
+            )
+        plan = scheduler.plan()
+        if plan is not None:
+            forget(forgets)
+            inputs = remembers.build(plan)
+            assert as_dict(inputs) == as_dict(forgets.build(plan))
+            num_shared += last is not None and last.decode_slots is inputs.decode_slots
+            last = inputs
+        if in_flight is not None:
+            scheduler.finish_step(in_flight, StepResult([7] * len(in_flight.sampled)))
+        in_flight = plan
+    assert num_shared > 200
+
+
+def test_the_same_decodes_build_no_array() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    builder = StepBuilder(3, 4)
+    scheduler.add(make_request(1, [1, 2, 3]))
+    slots = []
+    for _ in range(6):
+        plan = scheduler.plan()
+        assert plan is not None
+        inputs = builder.build(plan)
+        slots.append(inputs.decode_slots)
+        scheduler.finish_step(plan, StepResult([7] * len(plan.sampled)))
+        if not plan.prefills and not plan.page_appends:
+            assert not inputs.arrays
+            assert inputs.max_decode_len == next(iter(plan.decodes)).position + 1
+    assert all(array is slots[1] for array in slots[2:]), "slots[0]: the prefill's"
