@@ -3,7 +3,7 @@
 With xqa_call.py and flashinfer_prefill.py the adapter to FlashInfer's attention: whatever it
 renames breaks in these three and nowhere else (0.6.12).
 
-  decode   up to fused_decode's MAX_ROWS rows one kernel of ours with all from the projection on.
+  decode   one row: one kernel of ours with all from the projection on (fused_decode.py).
            Beyond, XQA reads block tables and lengths on the device and needs no plan, so a captured
            graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Cards
            and page sizes without XQA decode by triton_decode.py, which needs no plan either.
@@ -35,6 +35,7 @@ PREFILL_HEAD_DIMS = (64, 128, 256)
 XQA_CAPABILITIES = (9, 10, 12)
 XQA_HEAD_DIMS = (64, 128, 256)
 XQA_PAGE_SIZES = (16, 32, 64, 128)
+FUSED_ROWS = 1  # beyond, XQA measured faster (docs/LOG.md)
 NUM_PLANS = 2  # steps that may be between plan and completion: one running, one launched ahead
 
 
@@ -54,7 +55,7 @@ class FlashInferAttention:
         self._xqa = Xqa(cache, self._workspace, self._num_sms)
         self._plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
         self._turn = 0
-        self._fused = FusedDecode(layers[0], self._num_sms, device)
+        self._fused = FusedDecode(layers[0], FUSED_ROWS, self._num_sms, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
         if self._fused.takes(rows.positions.shape[0]):

@@ -23,7 +23,6 @@ from asyncllm.attention.programmatic_launch import (
     wait_previous,
 )
 
-MAX_ROWS = 16
 MAX_GROUP = 16  # query heads of one KV head
 TILE = 64  # keys that a program takes at a time
 TILE_ELEMENTS = 8192  # its head_dims together, at most: a second tile is on its way meanwhile
@@ -197,21 +196,24 @@ def _fused_decode(
 
 
 class FusedDecode:
-    """The kernel with its workspace, for up to MAX_ROWS rows. Launches must not overlap."""
+    """The kernel with its workspace. Launches must not overlap."""
 
-    def __init__(self, layer: AttentionLayer, num_sms: int, device: torch.device) -> None:
+    def __init__(
+        self, layer: AttentionLayer, max_rows: int, num_sms: int, device: torch.device
+    ) -> None:
         """`layer`: any, of which the heads and head_dim count."""
+        self._max_rows = max_rows
         self._num_sms = num_sms
         self._group = layer.num_heads // layer.num_kv_heads
-        parts = (MAX_ROWS, layer.num_heads, MAX_SPLITS)
+        parts = (max_rows, layer.num_heads, MAX_SPLITS)
         self._partial = torch.empty((*parts, layer.head_dim), dtype=torch.float32, device=device)
         self._lse = torch.empty(parts, dtype=torch.float32, device=device)
         # Splits that are done, per row and KV head; each launch leaves zeros.
-        self._counts = torch.zeros((MAX_ROWS, layer.num_kv_heads), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((max_rows, layer.num_kv_heads), dtype=torch.int32, device=device)
         self._pdl = has_programmatic_launch(device)
 
     def takes(self, num_rows: int) -> bool:
-        return num_rows <= MAX_ROWS and self._group <= MAX_GROUP
+        return num_rows <= self._max_rows and self._group <= MAX_GROUP
 
     def __call__(
         self,
@@ -230,8 +232,9 @@ class FusedDecode:
         out = qkv.new_empty((num_rows, layer.num_heads * head_dim))
         group = self._group
         if num_splits is None:
-            programs = PROGRAMS_PER_SM * self._num_sms
-            num_splits = min(triton.cdiv(programs, num_rows * layer.num_kv_heads), MAX_SPLITS)
+            # All at once on the card, or a second wave would double the time.
+            programs = PROGRAMS_PER_SM * self._num_sms // (num_rows * layer.num_kv_heads)
+            num_splits = max(1, min(programs, MAX_SPLITS))
         dim_padded = 2 * max(MIN_DOT, triton.next_power_of_2(head_dim // 2))
         norm = layer.head_norm
         q_norm, k_norm = (norm.q_weight, norm.k_weight) if norm is not None else (None, None)

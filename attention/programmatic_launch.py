@@ -36,15 +36,6 @@ def wait_previous():
     return tl.multiple_of(zero, 16)
 
 
-@triton.jit
-def prefetch(pointers):
-    """Asks for the cache lines of a tensor of pointers to be in the L2 soon."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @cache
 def has_programmatic_launch(device: torch.device) -> bool:
     """Hopper and newer."""

@@ -40,10 +40,9 @@ class DecodeGraphs:
         """Capture one size on the current stream; largest first saves memory."""
         slots = self.slots[:size]
         self._step(slots)  # lazily made workspaces and compiled kernels must exist before capture
-        graph = self._pool.begin()
-        outputs = self._step(slots)
-        self._pool.end(graph)
-        self._graphs[size] = (graph, outputs)
+        with self._pool.capture() as capture:
+            outputs = self._step(slots)
+        self._graphs[size] = (capture.graphs[0], outputs)
         insort(self._sizes, size)
 
     def padded_slots(self, slots: np.ndarray) -> np.ndarray | None:

@@ -6,7 +6,9 @@ the next replay. Memory that one capture gave back is taken by the next: capture
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,30 @@ class Graph(Protocol):
     def pool(self) -> Any: ...
 
 
+class Capture:
+    """Graphs, one after another, of what the current stream is given; the last one is open."""
+
+    def __init__(self, make_graph: Callable[[], Graph], pool: Any) -> None:
+        self._make_graph = make_graph
+        self.pool = pool
+        self.graphs: list[Graph] = []
+
+    def begin(self) -> None:
+        graph = self._make_graph()
+        # thread_local: another engine's thread may allocate pinned memory meanwhile.
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self.graphs.append(graph)
+
+    def end(self) -> None:
+        self.graphs[-1].capture_end()
+        self.pool = self.graphs[-1].pool()
+
+    def cut(self) -> None:
+        """End this graph, begin the next."""
+        self.end()
+        self.begin()
+
+
 class GraphPool:
     """`make_graph` is for tests: a fake that records on the CPU."""
 
@@ -28,16 +54,24 @@ class GraphPool:
         self._make_graph = make_graph
         self._pool: Any = None
 
-    def begin(self) -> Graph:
-        """Capture what the current stream, not the default one, is given until `end`.
+    @contextmanager
+    def capture(self) -> Iterator[Capture]:
+        """Capture on the current stream, not the default one. Ends also where the work raises.
 
-        Not `torch.cuda.graph`: it collects garbage and synchronises, 300 times in one start.
+        Not `torch.cuda.graph`, which collects garbage and synchronises on each of 500 entries.
+        Garbage must not be collected within, though: it may hold other graphs, whose end is an
+        error during a capture.
         """
-        graph = self._make_graph()
-        # thread_local: another engine's thread may allocate pinned memory meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        return graph
-
-    def end(self, graph: Graph) -> None:
-        graph.capture_end()
-        self._pool = graph.pool()
+        collecting = gc.isenabled()
+        gc.disable()
+        capture = Capture(self._make_graph, self._pool)
+        try:
+            capture.begin()
+            try:
+                yield capture
+            finally:
+                capture.end()
+            self._pool = capture.pool
+        finally:
+            if collecting:
+                gc.enable()

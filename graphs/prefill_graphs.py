@@ -117,16 +117,10 @@ class PrefillGraphs:
         hidden = forward(self._model, self._attention, tokens, _no_attention)
         if self._hidden is None:
             self._hidden = hidden.new_zeros((len(self._buffers.token_ids), hidden.shape[1]))
-        pieces = [self._pool.begin()]
-
-        def break_here(layer: AttentionLayer) -> None:
-            self._pool.end(pieces[-1])
-            pieces.append(self._pool.begin())
-
-        hidden = forward(self._model, self._attention, tokens, break_here)
-        self._hidden[:size].copy_(hidden)
-        self._pool.end(pieces[-1])
-        self._pieces[size] = pieces
+        with self._pool.capture() as capture:
+            hidden = forward(self._model, self._attention, tokens, lambda layer: capture.cut())
+            self._hidden[:size].copy_(hidden)
+        self._pieces[size] = capture.graphs
         insort(self._sizes, size)
 
     def replay(self, size: int, attend_rows: AttendRows) -> torch.Tensor:

@@ -64,7 +64,7 @@ class _Buffer:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
         self._bytes = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None)
-        self._memory = memoryview(self._bytes.numpy())
+        self._memory = self._bytes.numpy().data
         self._copied = torch.cuda.Event() if stream is not None else None
 
     def move(self, piece: Span, descriptor: int) -> None:

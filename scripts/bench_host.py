@@ -28,107 +28,32 @@ import struct
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import uvloop
 from aiohttp import web
+from simulated_worker import SimulatedWorker
 from tqdm import tqdm
 
-from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.config import EngineArgs
 from asyncllm.engine import async_engine
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.sse import SSEStream
 from asyncllm.types import StepPlan, StepResult
-from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.memory import MemoryPlan
-from asyncllm.worker.step_inputs import StepBuilder
 
 PROMPT_TOKENS, MAX_TOKENS = 16, 3500
 WARM_UP_STEPS, COUNTED_STEPS = 30, 20
 PHASES = ("plan", "build", "launch", "wake", "finish", "text", "emit", "write")
 CLIENTS = Path(__file__).with_name("bench_host_clients.py")
-
-
-class SimulatedEvent:
-    """What `executor` uses of a CUDA event."""
-
-    def __init__(self, due_s: float) -> None:
-        self.due_s = due_s
-
-    def query(self) -> bool:
-        return time.perf_counter() >= self.due_s
-
-    def synchronize(self) -> None:
-        time.sleep(max(0.0, self.due_s - time.perf_counter()))
-
-
-class SimulatedStep:
-    """Its tokens, `step_s` after the end of the step before."""
-
-    def __init__(self, tokens: torch.Tensor, event: SimulatedEvent, waiter: EventWaiter) -> None:
-        self.event = event
-        self._tokens, self._waiter = tokens, waiter
-        self._submitted_s = time.perf_counter()
-
-    async def wait(self) -> StepResult:
-        await self._waiter.wait(self.event, self._submitted_s)
-        return StepResult(self._tokens.tolist())
-
-
-class SimulatedWorker:
-    """What the engine uses of a `Worker`: it packs its steps, and its tokens are random words."""
-
-    swap_cost = None
-    backend_name = "none"
-    num_graphs = 0
-    step_s = 0.0
-
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
-        pages = config.max_num_seqs * -(-(PROMPT_TOKENS + MAX_TOKENS) // config.block_size)
-        self.memory = MemoryPlan(pages, 0, PROMPT_TOKENS + MAX_TOKENS)
-        self.phases: dict[str, float] = {}
-        self.builder = StepBuilder(config.num_slots, config.block_size)
-        self.in_flight: deque[SimulatedStep] = deque()
-        self._tokens = _random_words(config)
-        self._next = 0  # of _tokens
-        self._free_s = 0.0  # when the device will be
-        self._waiter = EventWaiter()
-
-    def launch(self, plan: StepPlan) -> SimulatedStep:
-        num_rows = len(self.builder.build(plan).plan.sampled)
-        self._next = (self._next + 997) % (len(self._tokens) - num_rows)
-        self._free_s = max(self._free_s, time.perf_counter()) + self.step_s
-        tokens = self._tokens[self._next : self._next + num_rows]
-        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter)
-        self.in_flight.append(step)
-        return step
-
-    def drain(self) -> None:
-        time.sleep(max(0.0, self._free_s - time.perf_counter()))
-
-    def close(self) -> None:
-        self._waiter.close()
-
-
-def _random_words(config: EngineConfig) -> torch.Tensor:
-    """int32 ids of tokens that show plain text."""
-    assert config.tokenizer_path is not None
-    tokenizer = Tokenizer.from_folder(config.tokenizer_path, None)
-    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
-    words = [i for i, text in texts.items() if text and text.isascii()]
-    return torch.from_numpy(np.random.default_rng(0).choice(words, 1 << 16).astype(np.int32))
 
 
 @dataclass
@@ -278,7 +203,7 @@ async def _count_writes(meter: Meter) -> tuple[int, int, int]:
         return body
 
     meter.reset()
-    SSEStream._take_pending = counting  # type: ignore[method-assign]
+    SSEStream._take_pending = counting  # type: ignore[method-assign, assignment]
     try:
         await _steps(meter, COUNTED_STEPS)
     finally:

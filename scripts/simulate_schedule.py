@@ -94,15 +94,15 @@ DEVICES = {
 class FixedChunk(ChunkPolicy):
     """The same whatever waits."""
 
-    def most_prompt_tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
+    def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
         return super().most_prompt_tokens(num_decodes, 0)
 
 
 class RatioChunk(ChunkPolicy):
     """Grows with what waits over what decodes, both in tokens of a workload's 512 to a prompt."""
 
-    def most_prompt_tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
-        ratio = max(1.0, num_waiting_tokens / 512 / max(1, num_decodes))
+    def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
+        ratio = max(1.0, num_startable_tokens / 512 / max(1, num_decodes))
         return int(super().most_prompt_tokens(num_decodes, 0) * ratio)
 
 
@@ -137,6 +137,7 @@ WORKLOADS = {
     "long": Workload(64, 7000, 64, concurrency=8),
     "burst": Workload(256, 512, 256, concurrency=256),
     "prompts": Workload(512, 1024, 256, concurrency=256),
+    "queue": Workload(1024, 512, 256, concurrency=512),
     "mixed": Workload(160, 7000, 64, rate=4.0, short_len=128),
 }
 

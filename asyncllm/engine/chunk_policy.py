@@ -4,7 +4,7 @@ Up to the *knee* a step's matrix products last as long as reading the weights, s
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
 the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
 full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
-card. Where so much waits that it would take more than DRAIN_STEPS such steps, the chunk grows.
+card. Where more could start than DRAIN_STEPS such steps compute, the chunk grows.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
@@ -37,11 +37,11 @@ class ChunkPolicy:
         knee = cost.seconds_per_step / cost.seconds_per_token
         return cls(max(1, round(CHUNK_KNEES * knee / CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
 
-    def most_prompt_tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
-        """Of one step, while prompts of `num_waiting_tokens` wait for their first."""
+    def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
+        """Of one step, while prompts of `num_startable_tokens` wait and have room."""
         if num_decodes == 0 or self.chunk_tokens is None:
             return sys.maxsize
-        return max(self.chunk_tokens, num_waiting_tokens // DRAIN_STEPS)
+        return max(self.chunk_tokens, num_startable_tokens // DRAIN_STEPS)
 
 
 UNBOUNDED = ChunkPolicy(None)

@@ -42,7 +42,8 @@ class _Mailbox:
             self._collector.add(delta)
             if delta.finished and (output := self._collector.output) is not None:
                 self.ready.append(output)
-        self.arrived.set()
+        if self.ready or self.finished:  # FINAL_ONLY: its reader sleeps to the end
+            self.arrived.set()
 
 
 class Generation:

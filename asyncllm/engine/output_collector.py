@@ -16,7 +16,8 @@ class OutputCollector:
 
     def __init__(self) -> None:
         self._whole: RequestOutput | None = None  # but for its completions
-        self._completions: dict[int, CompletionOutput] = {}
+        self._completions: dict[int, CompletionOutput] = {}  # but for their texts
+        self._texts: dict[int, list[str]] = {}  # in pieces: strings that grow are copied each time
 
     def merge(self, delta: RequestOutput) -> RequestOutput:
         """Add a delta; everything so far, completions in order of their index."""
@@ -33,17 +34,27 @@ class OutputCollector:
         for completion in delta.outputs:
             known = self._completions.get(completion.index)
             if known is None:
-                self._completions[completion.index] = _copy(completion)
+                self._completions[completion.index] = _copy(completion, "")
+                self._texts[completion.index] = [completion.text]
             else:
                 _extend(known, completion)
+                self._texts[completion.index].append(completion.text)
 
     @property
     def output(self) -> RequestOutput | None:
         """A copy of all so far; None before the first delta."""
         if self._whole is None:
             return None
-        completions = [_copy(self._completions[index]) for index in sorted(self._completions)]
+        completions = [
+            _copy(self._completions[index], self._join_text(index))
+            for index in sorted(self._completions)
+        ]
         return replace(self._whole, outputs=completions)
+
+    def _join_text(self, index: int) -> str:
+        text = "".join(self._texts[index])
+        self._texts[index] = [text]  # the next join begins with one piece
+        return text
 
 
 def _update(whole: RequestOutput, delta: RequestOutput) -> None:
@@ -56,7 +67,6 @@ def _update(whole: RequestOutput, delta: RequestOutput) -> None:
 
 
 def _extend(known: CompletionOutput, delta: CompletionOutput) -> None:
-    known.text += delta.text
     known.token_ids += delta.token_ids
     if known.logprobs is not None and delta.logprobs is not None:
         known.logprobs += delta.logprobs
@@ -64,11 +74,11 @@ def _extend(known: CompletionOutput, delta: CompletionOutput) -> None:
     known.finish_reason, known.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-def _copy(completion: CompletionOutput) -> CompletionOutput:
+def _copy(completion: CompletionOutput, text: str) -> CompletionOutput:
     logprobs = completion.logprobs
     return CompletionOutput(
         completion.index,
-        completion.text,
+        text,
         list(completion.token_ids),
         completion.cumulative_logprob,
         None if logprobs is None else list(logprobs),

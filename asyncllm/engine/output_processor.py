@@ -15,12 +15,11 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from asyncllm.engine.detokenizer import NoDetokenizer
 from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_state import RequestState, SequenceState, Sink, TextSink
-from asyncllm.engine.sequence_text import SequenceText
+from asyncllm.engine.sequence_text import sequence_text
 from asyncllm.engine.stats import IterationStats
-from asyncllm.engine.stop_checker import StopChecker, StopStrings
+from asyncllm.engine.stop_checker import StopStrings
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, FinishReasonText
 from asyncllm.types import (
@@ -77,7 +76,7 @@ class OutputProcessor:
         )
         stops = StopStrings(params.stop or ())
         for seq in request.sequences:
-            text = self._sequence_text(request, stops)
+            text = sequence_text(request, self._tokenizer, stops)
             self._sequences[seq.seq_id] = SequenceState(
                 seq,
                 owner,
@@ -267,23 +266,6 @@ class OutputProcessor:
             (seq,) = owner.request.sequences
             self._sequences[seq.seq_id].text_sink = owner.text_sink
         owner.sink(output)
-
-    # --- what a request brings ---------------------------------------------------------------
-
-    def _sequence_text(self, request: Request, stops: StopStrings) -> SequenceText:
-        params = request.sampling_params
-        if not params.detokenize:
-            return SequenceText(NoDetokenizer(), None)
-        assert self._tokenizer is not None, f"request {request.request_id} needs a tokenizer"
-        detokenizer = self._tokenizer.detokenizer(
-            request.prompt_token_ids,
-            params.skip_special_tokens,
-            params.spaces_between_special_tokens,
-        )
-        if not stops.strings:
-            return SequenceText(detokenizer, None)
-        checker = StopChecker(stops, params.include_stop_str_in_output, params.min_tokens)
-        return SequenceText(detokenizer, checker)
 
     def _keep_prompt_logprobs(self, seq_id: int, chunk: list[TokenLogprobs]) -> None:
         """Until the first token; a sibling that computes the prompt too reports nothing new."""

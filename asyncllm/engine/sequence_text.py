@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncllm.engine.detokenizer import Detokenizer
-from asyncllm.engine.stop_checker import StopChecker
+from asyncllm.engine.detokenizer import Detokenizer, NoDetokenizer
+from asyncllm.engine.stop_checker import StopChecker, StopStrings
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.types import Request
 
 
 class SequenceText:
@@ -41,3 +43,22 @@ class SequenceText:
         """What was held back, for a sequence that ends between tokens."""
         held = self._stops.flush() if self._stops is not None else ""
         return held + self._detokenizer.flush()
+
+
+def sequence_text(
+    request: Request, tokenizer: Tokenizer | None, stops: StopStrings
+) -> SequenceText:
+    """The text of one of the request's sequences, which share `stops`."""
+    params = request.sampling_params
+    if not params.detokenize:
+        return SequenceText(NoDetokenizer(), None)
+    assert tokenizer is not None, f"request {request.request_id} needs a tokenizer"
+    detokenizer = tokenizer.detokenizer(
+        request.prompt_token_ids,
+        params.skip_special_tokens,
+        params.spaces_between_special_tokens,
+    )
+    if not stops.strings:
+        return SequenceText(detokenizer, None)
+    checker = StopChecker(stops, params.include_stop_str_in_output, params.min_tokens)
+    return SequenceText(detokenizer, checker)

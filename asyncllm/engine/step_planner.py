@@ -90,10 +90,10 @@ class StepPlanner:
             draft.page_copies.append(copy)
 
     def _plan_prefills(self, draft: StepDraft) -> None:
-        num_decodes, num_waiting_tokens = len(draft.decodes), self._waiting.num_prompt_tokens
+        num_decodes = len(draft.decodes)
         draft.budget = min(
             self._max_num_batched_tokens - num_decodes,
-            self._chunk_policy.most_prompt_tokens(num_decodes, num_waiting_tokens),
+            self._chunk_policy.most_prompt_tokens(num_decodes, self._num_startable_tokens()),
         )
         started = self._running.prefilling()
         if started and not draft.preempted:
@@ -103,6 +103,13 @@ class StepPlanner:
                 self._prefill_chunk(seq, draft)
         if not draft.preempted:
             self._admit_waiting(draft)
+
+    def _num_startable_tokens(self) -> int:
+        """Prompt tokens that wait only for their turn, not for a slot or for pages."""
+        blocks, waiting = self._blocks, self._waiting
+        num_startable = min(len(waiting), self._running.num_free_slots)
+        num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
+        return min(num_tokens, blocks.device.num_free * blocks.block_size)
 
     def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""

@@ -19,6 +19,7 @@ from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
 from asyncllm.worker.mixed_forward import MixedForward
+from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
 from asyncllm.worker.slot_sampling import PLAIN, Arrays
 from asyncllm.worker.staging import Staging
@@ -53,6 +54,7 @@ class ModelRunner:
         self._executor = executor
         self._builder = builder
         self._staging = Staging(device)
+        self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
@@ -102,7 +104,7 @@ class ModelRunner:
             sampled, prompt_logprobs = self._decode_only(inputs), []
         else:  # swaps alone
             return lambda: StepResult([])
-        return fetch(inputs, sampled, prompt_logprobs)
+        return fetch(inputs, sampled, prompt_logprobs, self._results)
 
     def _decode_only(self, inputs: StepInputs) -> Sampled:
         graphs, num_rows = self.graphs, len(inputs.decode_slots)

@@ -32,7 +32,7 @@ class Staging:
         if not arrays:  # a step of the same decodes on the same pages
             return {}
         if self._device.type == "cpu":
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+            return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         self._next = (self._next + 1) % NUM_BUFFERS
         return self._buffers[self._next].upload(arrays)
 

@@ -7,9 +7,7 @@ sampler read the rest.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,23 +44,11 @@ class StepInputs:
     prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
-class _Decodes(NamedTuple):
-    """The decodes of a step. The array is never written to: steps share it."""
-
-    slots: list[int]
-    array: np.ndarray  # int32 [decodes], the same
-    features: Feature
-    max_len: int
-
-
-_SLOT = operator.attrgetter("slot")
-
-
 class StepBuilder:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._block_size = block_size
         self._sampling = SlotSampling(num_slots)
-        self._decodes = _Decodes([], int32([]), Feature(0), 0)  # of the last step
+        self._decode_slots, self._decode_features = int32([]), Feature(0)  # of the last step
 
     def build(self, plan: StepPlan) -> StepInputs:
         arrays: Arrays = {}
@@ -70,9 +56,9 @@ class StepBuilder:
             _init_slots(plan.slot_inits, arrays)
             self._sampling.init(plan.slot_inits, arrays)
         _block_table_entries(plan, arrays)
-        decodes = self._decodes = self._next_decodes(plan)
+        slots, features = plan.decodes.slots, self._features_of_decodes(plan)
         prefills = self._prefills(plan, arrays) if plan.prefills else None
-        sampled_slots, features = decodes.array, decodes.features
+        sampled_slots = slots
         if plan.prefills:
             sampled_slots = int32([seq.slot for seq in plan.sampled])
             features = self._sampling.features(sampled_slots)
@@ -87,8 +73,8 @@ class StepBuilder:
         return StepInputs(
             plan=plan,
             arrays=arrays,
-            decode_slots=decodes.array,
-            max_decode_len=decodes.max_len,
+            decode_slots=slots,
+            max_decode_len=int(plan.decodes.positions.max()) + 1 if len(slots) else 0,
             prefills=prefills,
             features=features,
             num_logprobs=num_logprobs,
@@ -96,16 +82,12 @@ class StepBuilder:
             prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
         )
 
-    def _next_decodes(self, plan: StepPlan) -> _Decodes:
-        """What the step before had, where the same sequences decode: each is one token longer."""
-        before = self._decodes
-        slots = list(map(_SLOT, plan.decodes))
-        # A sequence cannot take a slot without an init, so equal slots are equal sequences.
-        if slots == before.slots and not plan.slot_inits:
-            return _Decodes(slots, before.array, before.features, before.max_len + bool(slots))
-        array = int32(slots)
-        max_len = max((row.position + 1 for row in plan.decodes), default=0)
-        return _Decodes(slots, array, self._sampling.features(array), max_len)
+    def _features_of_decodes(self, plan: StepPlan) -> Feature:
+        """Known already where the same sequences decode: their array of slots is the same too."""
+        slots = plan.decodes.slots
+        if slots is not self._decode_slots:
+            self._decode_slots, self._decode_features = slots, self._sampling.features(slots)
+        return self._decode_features
 
     def _prefills(self, plan: StepPlan, arrays: Arrays) -> PrefillRows:
         """The arrays of a mixed step's prefill part, and of what it samples."""
@@ -119,7 +101,7 @@ class StepBuilder:
         page_indptr = _indptr(np.array([len(row.block_ids) for row in rows], np.int32))
         row_pages = page_indptr[:-1].repeat(lens) + positions // self._block_size
         write_slots = pages[row_pages].astype(np.int64) * self._block_size
-        arrays["decode_slots"] = int32([row.slot for row in plan.decodes])
+        arrays["decode_slots"] = plan.decodes.slots
         arrays["prefill_tokens"] = np.concatenate(
             [np.array(row.token_ids, np.int32) for row in rows]
         )
@@ -135,8 +117,8 @@ class StepBuilder:
         """Which tokens' hidden states are sampled from, for which slots, at which positions."""
         num_decodes = len(plan.decodes)
         tokens = list(range(num_decodes))
-        slots = [row.slot for row in plan.decodes]
-        positions = [row.position + 1 for row in plan.decodes]
+        slots = plan.decodes.slots.tolist()
+        positions = (plan.decodes.positions + 1).tolist()
         for i, row in enumerate(plan.prefills):
             for seq in row.samples:
                 tokens.append(num_decodes + int(indptr[i + 1]) - 1)

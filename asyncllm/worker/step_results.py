@@ -13,6 +13,7 @@ import torch
 
 from asyncllm.types import StepResult, TokenLogprobs
 from asyncllm.worker.executor import Collect
+from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, gather_logprobs
 from asyncllm.worker.step_inputs import StepInputs
 
@@ -26,10 +27,13 @@ class Sampled:
 
 
 def fetch(
-    inputs: StepInputs, sampled: Sampled, prompt_logprobs: Sequence[LogprobTensors]
+    inputs: StepInputs,
+    sampled: Sampled,
+    prompt_logprobs: Sequence[LogprobTensors],
+    buffers: ResultBuffers,
 ) -> Collect:
     """prompt_logprobs: the pieces of all rows that want them, in order."""
-    token_ids = _to_host(sampled.tokens)
+    token_ids = buffers.fetch(sampled.tokens)
     logprobs = None
     if inputs.wants_logprobs:
         tensors = gather_logprobs(sampled.logits, sampled.tokens, inputs.num_logprobs)
@@ -38,7 +42,7 @@ def fetch(
 
     def collect() -> StepResult:
         return StepResult(
-            token_ids.tolist(),
+            token_ids(),
             _sample_logprobs(inputs, logprobs) if logprobs is not None else None,
             _split_prompt_logprobs(inputs, prompt),
         )

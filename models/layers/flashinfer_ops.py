@@ -1,4 +1,4 @@
-"""`Ops` by CUDA kernels: ours up to MAX_ROWS rows, from there cuBLAS and FlashInfer's.
+"""`Ops` by CUDA kernels: ours for one row, from two on cuBLAS and FlashInfer's.
 
 Of FlashInfer public calls only, tested with 0.6.12.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.flashinfer_import import flashinfer
-from asyncllm.models.layers.few_rows import MAX_ROWS, few_rows_add_linear, few_rows_linear
+from asyncllm.models.layers.one_row import one_row_add_linear, one_row_linear
 from asyncllm.models.layers.ops import Norm, Normed
 
 
@@ -20,15 +20,15 @@ class FlashInferOps:
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if x.values.shape[0] <= MAX_ROWS:
-            return few_rows_linear(x, weight, bias)
+        if x.values.shape[0] == 1:
+            return one_row_linear(x, weight, bias)
         return F.linear(x.values, weight, bias)
 
     def gated_linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if x.values.shape[0] <= MAX_ROWS:
-            return few_rows_linear(x, weight, bias, gated=True)
+        if x.values.shape[0] == 1:
+            return one_row_linear(x, weight, bias, gated=True)
         return flashinfer.activation.silu_and_mul(F.linear(x.values, weight, bias))
 
     def add_linear(
@@ -39,8 +39,8 @@ class FlashInferOps:
         residual: torch.Tensor,
         norm: Norm,
     ) -> Normed:
-        if x.shape[0] <= MAX_ROWS:
-            return few_rows_add_linear(x, weight, bias, residual, norm)
+        if x.shape[0] == 1:
+            return one_row_add_linear(x, weight, bias, residual, norm)
         y = F.linear(x, weight, bias)
         flashinfer.norm.fused_add_rmsnorm(y, residual, norm.weight, norm.eps)
         return Normed(y)

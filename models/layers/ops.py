@@ -28,7 +28,7 @@ class Norm:
 class Normed:
     """A norm's output [T, size], or one whose last factor is still to come.
 
-    The factor is one number per token, so a product of few tokens applies it to its result and the
+    The factor is one number per token, so the product of one token applies it to its result and the
     norm needs no pass of its own: with `squares` the output is
 
         values * rsqrt(squares.sum(1, keepdim=True) / size + eps)

@@ -23,7 +23,7 @@ class TorchOps:
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        assert x.squares is None, "only what a kernel for few rows made has a factor to come"
+        assert x.squares is None, "only what the kernel for one row made has a factor to come"
         return F.linear(x.values, weight, bias)
 
     def gated_linear(

@@ -129,6 +129,15 @@ def test_the_chunk_grows_where_much_waits() -> None:
     assert prefilling(run_step(scheduler)) == [("r2", 6, 4)]
 
 
+@pytest.mark.parametrize(("max_num_seqs", "num_pages"), [(2, 1000), (4, 120)])
+def test_the_chunk_does_not_grow_for_who_has_no_room(max_num_seqs: int, num_pages: int) -> None:
+    """One free slot, or pages for one of them: a larger chunk would start none of them earlier."""
+    scheduler = with_a_decode(3, num_pages=num_pages, max_num_seqs=max_num_seqs)
+    for number in range(2, 5):
+        add(scheduler, make_request(number, range(1000 * number, 1000 * number + 3 * DRAIN_STEPS)))
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 3)]
+
+
 def test_short_prompts_pass_a_long_one_in_half_of_its_chunk() -> None:
     scheduler = with_a_decode(8, max_num_seqs=6)
     add(scheduler, make_request(2, range(100, 120)))
@@ -234,6 +243,36 @@ def test_the_block_of_a_decode_in_flight_is_not_published_after_an_abort() -> No
     seq = add(scheduler, make_request(2, [*range(7), 7, 7]))
     scheduler.plan()
     assert seq.num_cached_tokens == 4
+
+
+def test_a_step_of_the_same_decodes_looks_only_at_rows_that_begin_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host's cost of a step does not grow with a function call per row."""
+    scheduler = make_scheduler(num_pages=1000, max_num_seqs=20, max_num_batched_tokens=1000)
+    for number in range(20):
+        add(scheduler, make_request(number, range(100 * number, 100 * number + 4 + number % 4)))
+    run_step(scheduler)
+    before = run_step(scheduler).decodes
+    asked: list[int] = []
+    needs_page = scheduler.blocks.needs_page
+
+    def count(seq: Sequence, position: int) -> bool:
+        asked.append(position)
+        return needs_page(seq, position)
+
+    monkeypatch.setattr(scheduler.blocks, "needs_page", count)
+    for num_steps in range(1, 5):
+        batch = run_step(scheduler).decodes
+        assert batch.seqs is before.seqs and batch.slots is before.slots
+        assert (batch.positions == before.positions + num_steps).all()
+    assert len(asked) == 20 and all(position % 4 == 0 for position in asked)
+
+    scheduler.abort("r3")
+    after = run_step(scheduler).decodes
+    assert len(after) == 19 and after.slots is not before.slots
+    with pytest.raises(ValueError, match="read-only"):
+        after.slots[0] = 1
 
 
 # --- the end of a sequence -----------------------------------------------------------------------

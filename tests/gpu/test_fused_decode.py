@@ -74,7 +74,7 @@ def test_equals_torch(
     qkv = random(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
     reference = TorchAttention(caches[0]).decode(DecodeRows(tables, positions))
     expected = reference(layer, qkv.clone(), rotation)
-    fused = FusedDecode(layer, 132, CUDA)
+    fused = FusedDecode(layer, 16, 132, CUDA)
     for num_splits in (None, 1, 7, 32):  # again and again with one workspace
         caches[1].layers[0].copy_(content)
         ours = fused(

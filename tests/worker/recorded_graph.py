@@ -7,6 +7,7 @@ the host read) is as it was at capture.
 
 from __future__ import annotations
 
+import gc
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ class RecordedGraph:
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert RecordedGraph.open == 0, "a stream captures one graph at a time"
+        assert not gc.isenabled()
         RecordedGraph.open += 1
         self._recorder = _Recorder()
         self._recorder.__enter__()

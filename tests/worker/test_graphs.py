@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from asyncllm import LLM, RequestOutput, SamplingParams
-from asyncllm.attention.base import AttendRows
+from asyncllm.attention.base import AttendRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
+from asyncllm.config import EngineArgs
+from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.worker import worker
@@ -94,3 +98,52 @@ def test_graphed_equals_eager(params: SamplingParams, replayed: list[int]) -> No
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
+
+
+@pytest.mark.usefixtures("recorded")
+@torch.inference_mode()
+def test_padding_is_written_to_the_padding_page(replayed: list[int]) -> None:
+    ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
+    forward = ours.runner.mixed_forward
+    for num_tokens, page in ((8, 3), (5, 7)):
+        tokens = torch.arange(1, num_tokens + 1, dtype=torch.int32)
+        rows = (
+            np.array(ends, np.int32) for ends in ([0, num_tokens], [num_tokens], [0, 1], [page])
+        )
+        forward.run(
+            tokens[:0],
+            0,
+            PrefillRows(*rows),
+            {
+                "prefill_tokens": tokens,
+                "prefill_positions": tokens - 1,
+                "write_slots": tokens.long() + page * 16,
+            },
+        )
+    assert replayed == [8, 8]
+    assert forward.graphs is not None
+    slots = forward.graphs.buffers(8).write_slots.tolist()
+    assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
+    ours.close()
+
+
+def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:
+    calls = 0
+
+    def step(slots: torch.Tensor) -> tuple[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the first warms up
+            raise MemoryError
+        return (slots + 1,)
+
+    graphs = DecodeGraphs(step, 4, GraphPool(RecordedGraph), torch.device("cpu"))
+    with pytest.raises(MemoryError):
+        graphs.capture(4)
+    assert RecordedGraph.open == 0 and gc.isenabled()
+    assert graphs.padded_slots(np.array([5], np.int32)) is None
+    graphs.capture(4)
+    padded = graphs.padded_slots(np.array([5], np.int32))
+    assert padded is not None
+    graphs.set_slots(padded, torch.from_numpy(padded))
+    assert graphs.replay(padded)[0].tolist() == [6, 1, 1, 1]

@@ -26,7 +26,7 @@ def as_dict(inputs: StepInputs) -> dict[str, Any]:
 
 
 def forget(builder: StepBuilder) -> None:
-    builder._decodes = builder._decodes._replace(slots=[-1])
+    builder._decode_slots = np.empty(0, np.int32)  # no step's array
 
 
 def test_a_builder_that_remembers_builds_what_one_that_forgets_does() -> None:

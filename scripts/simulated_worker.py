@@ -1,0 +1,90 @@
+"""A worker whose device only takes time: what bench_host.py runs the engine with.
+
+It packs its steps and waits for them as the real one does, and gives random words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.types import StepPlan, StepResult
+from asyncllm.worker.event_waiter import EventWaiter
+from asyncllm.worker.memory import MemoryPlan
+from asyncllm.worker.step_inputs import StepBuilder
+
+
+class SimulatedEvent:
+    """What `executor` uses of a CUDA event."""
+
+    def __init__(self, due_s: float) -> None:
+        self.due_s = due_s
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self.due_s
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.due_s - time.perf_counter()))
+
+
+class SimulatedStep:
+    """Its tokens, `step_s` after the end of the step before."""
+
+    def __init__(self, tokens: torch.Tensor, event: SimulatedEvent, waiter: EventWaiter) -> None:
+        self.event = event
+        self._tokens, self._waiter = tokens, waiter
+        self._submitted_s = time.perf_counter()
+
+    async def wait(self) -> StepResult:
+        await self._waiter.wait(self.event, self._submitted_s)
+        return StepResult(self._tokens.tolist())
+
+
+class SimulatedWorker:
+    """What the engine uses of a `Worker`: it packs its steps, and its tokens are random words."""
+
+    swap_cost = None
+    backend_name = "none"
+    num_graphs = 0
+    step_s = 0.0
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+        window = config.model.context_window
+        pages = config.max_num_seqs * -(-window // config.block_size)
+        self.memory = MemoryPlan(pages, 0, window)
+        self.phases: dict[str, float] = {}
+        self.builder = StepBuilder(config.num_slots, config.block_size)
+        self.in_flight: deque[SimulatedStep] = deque()
+        self._tokens = _random_words(config)
+        self._next = 0  # of _tokens
+        self._free_s = 0.0  # when the device will be
+        self._waiter = EventWaiter()
+
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        num_rows = len(self.builder.build(plan).plan.sampled)
+        self._next = (self._next + 997) % (len(self._tokens) - num_rows)
+        self._free_s = max(self._free_s, time.perf_counter()) + self.step_s
+        tokens = self._tokens[self._next : self._next + num_rows]
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter)
+        self.in_flight.append(step)
+        return step
+
+    def drain(self) -> None:
+        time.sleep(max(0.0, self._free_s - time.perf_counter()))
+
+    def close(self) -> None:
+        self._waiter.close()
+
+
+def _random_words(config: EngineConfig) -> torch.Tensor:
+    """int32 ids of tokens that show plain text."""
+    assert config.tokenizer_path is not None
+    tokenizer = Tokenizer.from_folder(config.tokenizer_path, None)
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
+    words = [i for i, text in texts.items() if text and text.isascii()]
+    return torch.from_numpy(np.random.default_rng(0).choice(words, 1 << 16).astype(np.int32))

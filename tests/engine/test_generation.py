@@ -1,0 +1,53 @@
+"""What awaiting costs: one who waits for the end sleeps to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from typing import Any
+
+from asyncllm.engine.generation import Generation, Sink
+from asyncllm.outputs import CompletionOutput, RequestOutput
+from asyncllm.sampling_params import RequestOutputKind
+
+NUM_TOKENS = 200
+
+
+def delta(token_id: int) -> RequestOutput:
+    completion = CompletionOutput(0, "a", [token_id])
+    finished = token_id == NUM_TOKENS - 1
+    if finished:
+        completion.finish_reason = "length"
+    return RequestOutput("r", None, [1], None, [completion], finished)
+
+
+def test_no_turn_per_token_for_who_awaits_the_end() -> None:
+    made: collections.Counter[str] = collections.Counter()
+
+    async def test() -> None:
+        sinks: list[Sink] = []
+
+        async def submit(sink: Sink) -> None:
+            sinks.append(sink)
+
+        generation = Generation(submit, lambda: None, RequestOutputKind.CUMULATIVE)
+        answer = asyncio.create_task(generation._final())
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        create_future: Any = loop.create_future
+
+        def counted() -> Any:
+            made["future"] += 1
+            return create_future()
+
+        loop.create_future = counted  # type: ignore[method-assign]
+        for token_id in range(NUM_TOKENS):
+            sinks[0](delta(token_id))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        output = await answer
+        assert output.outputs[0].text == "a" * NUM_TOKENS
+        assert output.outputs[0].token_ids == list(range(NUM_TOKENS))
+
+    asyncio.run(test())
+    assert made["future"] <= 2
