@@ -57,6 +57,8 @@ class SimulatedWorker:
     """What the engine uses of a `Worker`: it packs its steps, and its tokens are random words."""
 
     swap_cost = None
+    step_cost = None
+    num_pending_graphs = 0
     backend_name = "none"
     num_graphs = 0
     step_s = 0.0
