@@ -20,11 +20,11 @@ from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
 from asyncllm.server.listener import Listener
+from asyncllm.server.log_format import set_up_logging
 
 STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130
 COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def _run_command(name: str, engine_args: EngineArgs, options: argparse.Namespace
 def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     try:
         server_args.check()
-        _set_up_logging(server_args.log_level)
+        _set_up_logging(server_args.log_level, server_args.log_format)
         with closing(Listener.bind(server_args)) as listener:
             _run(engine_args, server_args, listener)
     except KeyboardInterrupt:  # while loading
@@ -113,8 +113,8 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     return 0
 
 
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
+def _set_up_logging(level: str, log_format: str = "text") -> None:
+    set_up_logging(level, log_format)
     # Handlers' errors are logged by our middleware; what is left to aiohttp's own log is a
     # traceback for each thing that is no HTTP.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

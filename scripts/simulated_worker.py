@@ -17,6 +17,8 @@ from asyncllm.types import StepPlan, StepResult
 from asyncllm.worker.event_waiter import EventWaiter
 from asyncllm.worker.memory import MemoryPlan
 from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.step_timer import DeviceTimes
+from asyncllm.worker.work_counts import WorkCounts
 
 
 class SimulatedEvent:
@@ -35,14 +37,20 @@ class SimulatedEvent:
 class SimulatedStep:
     """Its tokens, `step_s` after the end of the step before."""
 
-    def __init__(self, tokens: torch.Tensor, event: SimulatedEvent, waiter: EventWaiter) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, event: SimulatedEvent, waiter: EventWaiter, step_s: float
+    ) -> None:
         self.event = event
+        self._step_s = step_s
         self._tokens, self._waiter = tokens, waiter
         self._submitted_s = time.perf_counter()
 
     async def wait(self) -> StepResult:
         await self._waiter.wait(self.event, self._submitted_s)
         return StepResult(self._tokens.tolist())
+
+    def device_times(self) -> DeviceTimes:
+        return DeviceTimes(self.event.due_s - self._step_s, self.event.due_s)
 
 
 class SimulatedWorker:
@@ -60,6 +68,7 @@ class SimulatedWorker:
         pages = config.max_num_seqs * -(-window // config.block_size)
         self.memory = MemoryPlan(pages, 0, window)
         self.phases: dict[str, float] = {}
+        self.work = WorkCounts()
         self.builder = StepBuilder(config.num_slots, config.block_size)
         self.in_flight: deque[SimulatedStep] = deque()
         self._tokens = _random_words(config)
@@ -72,7 +81,7 @@ class SimulatedWorker:
         self._next = (self._next + 997) % (len(self._tokens) - num_rows)
         self._free_s = max(self._free_s, time.perf_counter()) + self.step_s
         tokens = self._tokens[self._next : self._next + num_rows]
-        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter)
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, self.step_s)
         self.in_flight.append(step)
         return step
 

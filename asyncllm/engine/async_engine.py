@@ -17,11 +17,15 @@ from asyncllm.engine.engine_core import EngineCore, in_own_thread
 from asyncllm.engine.generation import Generation, Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.output_processor import TextSink
-from asyncllm.engine.stats import SchedulerStats, StatLogger
+from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
+from asyncllm.engine.snapshot import Snapshot, take_snapshot
+from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
+from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
+from asyncllm.worker.work_counts import WorkCounts
 from asyncllm.worker.worker import Worker
 
 
@@ -47,6 +51,7 @@ class AsyncLLMEngine:
 
     def _setup(self, args: EngineArgs) -> None:
         self.config: EngineConfig = args.create_engine_config()
+        self.recorder = Recorder()
         self.stat_loggers: list[StatLogger] = []
         self.show_progress = False
         self._request_ids = itertools.count()
@@ -73,7 +78,7 @@ class AsyncLLMEngine:
         finally:
             await asyncio.wait([tokenizer])
         try:
-            return EngineCore(config, worker, tokenizer.result(), self.stat_loggers)
+            return EngineCore(config, worker, tokenizer.result(), self.recorder, self.stat_loggers)
         except BaseException:
             worker.close()
             raise
@@ -153,12 +158,12 @@ class AsyncLLMEngine:
             request_id, prompt, params, sink, priority, cache_salt, text_sink
         )
 
-    def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests at once, wherever they are; unknown ids are ignored."""
+    def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
+        """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         if self._core is not None:
             for name in names:
-                self._core.abort(name)
+                self._core.abort(name, cause)
 
     async def encode(self, prompt: PromptInput) -> NoReturn:
         """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""
@@ -214,6 +219,24 @@ class AsyncLLMEngine:
 
     def stats(self) -> SchedulerStats:
         return self._running().scheduler.stats()
+
+    def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
+        """What a live view shows: queues, pages, rates, latencies, the last steps. Cheap; no HTTP.
+
+        Call it on the loop. Raises `EngineDeadError` before the start and after the end.
+        """
+        scheduler = self._running().scheduler
+        return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
+
+    @property
+    def host_seconds(self) -> HostSeconds:
+        """The loop's time in each verb of a step, running totals."""
+        return self._running().clock.host
+
+    @property
+    def work(self) -> WorkCounts:
+        """How the steps were run, running totals."""
+        return self._running().worker.work
 
     def check_integrity(self) -> None:
         """Assert the invariants of pages, slots and queues; for tests and debugging."""

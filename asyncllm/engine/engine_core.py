@@ -22,10 +22,13 @@ from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.output_processor import OutputProcessor, TextSink
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
+from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import SchedulerStats, StatLogger
+from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
+from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
@@ -48,6 +51,7 @@ class EngineCore:
         config: EngineConfig,
         worker: Worker,
         tokenizer: Tokenizer | None,
+        recorder: Recorder,
         stat_loggers: list[StatLogger],
     ) -> None:
         memory = worker.memory
@@ -66,6 +70,9 @@ class EngineCore:
             config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
         )
         self.dead: str | None = None
+        self.clock = StepClock()
+        self._lag = LoopLag(recorder.loop_lag.observe)
+        self._recorder = recorder
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stat_loggers = stat_loggers
         self.watchdog = Watchdog(
@@ -74,7 +81,7 @@ class EngineCore:
             lambda: str(self.scheduler.stats()),
         )
         self._work = asyncio.Event()
-        self._aborts_while_emitting: list[str] | None = None
+        self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
         self._planning = False  # left true by a plan that raised
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
 
@@ -109,12 +116,14 @@ class EngineCore:
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         self.admission.check_room(request_id, num_tokens)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, cause: AbortCause = "application") -> None:
         if self._aborts_while_emitting is not None:  # called by a sink, amid the outputs' loop
-            self._aborts_while_emitting.append(request_id)
+            self._aborts_while_emitting.append((request_id, cause))
         elif (request := self.scheduler.abort(request_id)) is not None:
             self.admission.leave(request)
             self.outputs.abort(request_id, time.monotonic())
+            self._recorder.aborts[cause] += 1
+            self._record(None)
 
     def _expire(self, request: Request) -> None:
         """End a request that has waited too long."""
@@ -126,7 +135,8 @@ class EngineCore:
     # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        for request in self.admission.late(time.monotonic()):
+        start = time.monotonic()
+        for request in self.admission.late(start):
             self._expire(request)
         self._planning = True
         plan = self.scheduler.plan()
@@ -136,31 +146,46 @@ class EngineCore:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.monotonic()
                 self.admission.leave(request)
+        self.clock.host.plan += time.monotonic() - start
         return plan
 
     def launch(self, plan: StepPlan) -> Launched:
-        return self.worker.launch(plan)
+        start = time.monotonic()
+        launched = self.worker.launch(plan)
+        self.clock.launched(launched)
+        self.clock.host.launch += time.monotonic() - start
+        return launched
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         """Take the step's tokens, then tell the clients."""
+        start = time.monotonic()
         self.watchdog.step_done()
+        step = self.clock.finished(plan)
         updates = self.scheduler.finish_step(plan, result)
         self._aborts_while_emitting = []
         stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
         aborts, self._aborts_while_emitting = self._aborts_while_emitting, None
         for stop in stops:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_string)
-        for request_id in aborts:
-            self.abort(request_id)
-        if self._stat_loggers:
-            iteration = self.outputs.take_iteration_stats()
-            iteration.num_prompt_tokens = sum(len(row.token_ids) for row in plan.prefills)
-            for stat_logger in self._stat_loggers:
-                stat_logger.record(self.scheduler.stats(), iteration)
+        for request_id, cause in aborts:
+            self.abort(request_id, cause)
+        self._record(step)
+        self._lag.watch()
+        self.clock.host.finish += time.monotonic() - start
+
+    def _record(self, step: StepRecord | None) -> None:
+        """Tell the observers what came since the last time."""
+        iteration = self.outputs.take_iteration_stats()
+        iteration.step = step
+        stats = self.scheduler.stats()
+        self._recorder.record(stats, iteration)
+        for stat_logger in self._stat_loggers:
+            stat_logger.record(stats, iteration)
 
     async def idle(self) -> None:
         """Until a request arrives. After a moment of quiet, graphs that were left for later."""
         self._work.clear()
+        self.clock.idle()
         patience = QUIET_SECONDS
         while not self.scheduler.waiting and self.worker.num_pending_graphs:
             await self._work_within(patience)
@@ -194,11 +219,13 @@ class EngineCore:
         first of them may be the reason.
         """
         self._aborts_while_emitting = None
+        self.clock.reset()
         live = self.scheduler.requests()
         # A step that raised midway may have left anything: begin anew, with an empty cache.
         self.scheduler = self._make_scheduler(self.scheduler.stats())
         unhurt = [] if self._planning else [r for r in live if self.admission.holds(r)]
         self._fail([r for r in live if r not in unhurt], f"the engine failed in a step: {error}")
+        self._record(None)
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
@@ -239,6 +266,8 @@ class EngineCore:
         for request in live:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
         self._fail(live, self.dead)
+        self._record(None)
+        self._lag.close()
         self.input_processor.close()
         self.watchdog.close()
         await in_own_thread(self.worker.close)

@@ -187,6 +187,7 @@ class OutputProcessor:
             metrics.first_token_time = now
             self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
             self._iteration.num_prompt_tokens += len(owner.request.prompt_token_ids)
+            self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
 
     def _take(self, state: SequenceState, update: TokenUpdate, stops: list[Stop]) -> None:
         """Add one token to its request's news, and end the sequence if it is over."""

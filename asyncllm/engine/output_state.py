@@ -83,6 +83,7 @@ class RequestState:
             finish_reason=self.first_reason,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_generation_tokens=self.num_generated,
+            max_num_generation_tokens=max(s.num_output_tokens for s in request.sequences),
             num_cached_tokens=request.sequences[0].num_cached_tokens,
             max_tokens=request.max_tokens,
             n=len(request.sequences),

@@ -43,6 +43,15 @@ class PagePool:
     def hash_of(self, page: int) -> bytes | None:
         return self._hash_of.get(page)
 
+    def picture(self, every: int) -> str:
+        """One letter per `every`-th page: "." free, "c" free with content, "u" used, "s" shared."""
+        pages = range(self._first, self._first + self.num_pages, every)
+        counts = self._counts[self._first :: every]
+        return "".join(
+            ("u" if count == 1 else "s") if count else ("c" if page in self._hash_of else ".")
+            for page, count in zip(pages, counts, strict=True)
+        )
+
     def take(self) -> int:
         """The least recently freed page, for new content. Count 1, its old hash forgotten."""
         assert self._free, "take() from an empty pool: the caller must check num_free"

@@ -1,14 +1,17 @@
 """What the engine tells its observers, once per finished step and never per token.
 
-The records carry vLLM's meanings; `server/metrics.py` turns them into Prometheus series.
+The records carry vLLM's meanings; `recorder.py` adds them up, `server/metrics.py` publishes them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from asyncllm.outputs import FinishReasonText
+
+StepKind = Literal["decode", "prefill", "mixed", "swap"]  # mixed: prefill chunks beside decodes
+AbortCause = Literal["application", "disconnect", "slow_reader", "shutdown", "server_error"]
 
 
 @dataclass(slots=True)
@@ -40,6 +43,7 @@ class FinishedRequestStats:
     finish_reason: FinishReasonText  # of its first sequence
     num_prompt_tokens: int
     num_generation_tokens: int  # all sequences
+    max_num_generation_tokens: int  # of its longest sequence
     num_cached_tokens: int
     max_tokens: int
     n: int
@@ -52,14 +56,33 @@ class FinishedRequestStats:
 
 
 @dataclass(slots=True)
+class StepRecord:
+    """One finished step, as the device saw it and as the host paid for it. Times in seconds."""
+
+    step_id: int
+    kind: StepKind
+    rows: int  # decodes and prefill chunks
+    tokens: int  # computed by them
+    prefill_tokens: int  # of these, in prefill chunks
+    start: float  # the device began, time.monotonic()
+    duration: float  # on the device
+    launch_lead: float | None  # end of the step before minus launch; None after idleness
+    starved: float  # the device stood still before it, with work at hand
+    num_swap_out: int = 0  # pages
+    num_swap_in: int = 0
+
+
+@dataclass(slots=True)
 class IterationStats:
     """What one step brought."""
 
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # of the requests whose first token this step gave
+    num_cached_tokens: int = 0  # of these, taken from the prefix cache
     num_generation_tokens: int = 0
     time_to_first_tokens: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)
     finished: list[FinishedRequestStats] = field(default_factory=list)
+    step: StepRecord | None = None  # None for what happened between steps: aborts
 
 
 class StatLogger(Protocol):

@@ -10,6 +10,7 @@ import re
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.engine_core import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.auth import auth_middleware
 from asyncllm.server.chat import chat_completions
@@ -25,7 +26,7 @@ REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
-    """The app for one engine, which need not have started yet. Registers the metrics with it."""
+    """The app for one engine, which need not have started yet."""
     app = web.Application(
         middlewares=[connection_middleware, error_middleware, auth_middleware(args.keys())],
         client_max_size=args.max_body_bytes,
@@ -34,8 +35,9 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app.on_response_prepare.append(_echo_request_id)
     service = Service(engine, args)
     app[SERVICE] = service
-    app[METRICS] = Metrics(engine.stats, service.model_names[0], args.metrics_prefix)
-    engine.stat_loggers.append(app[METRICS])
+    if args.otlp_traces_endpoint is not None:
+        _add_tracing(app, service, args.otlp_traces_endpoint)
+    app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
@@ -50,6 +52,21 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
         ]
     )
     return app
+
+
+def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
+    # OpenTelemetry is an extra: only who asks for it must have it.
+    from asyncllm.server.tracing import Tracing, make_exporter, trace_context_middleware
+
+    tracing = Tracing(make_exporter(endpoint))
+    service.call_observers.append(tracing)
+    service.engine.stat_loggers.append(tracing)
+    app.middlewares.append(trace_context_middleware)
+
+    async def close(_: web.Application) -> None:
+        await in_own_thread(tracing.close)
+
+    app.on_cleanup.append(close)
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
 import ssl
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
+TRACING_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto")
 API_KEY_VARIABLE = "ASYNCLLM_API_KEY"
 METRICS_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
+LogFormat = Literal["text", "json"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -45,6 +49,12 @@ class ServerArgs:
         default=False, metadata={"help": "no line of statistics every 10 s while there is work"}
     )
     log_level: str = field(default="info", metadata={"help": ", ".join(LOG_LEVELS)})
+    log_format: LogFormat = field(
+        default="text", metadata={"help": "json: one object a line, numbers as fields"}
+    )
+    otlp_traces_endpoint: str | None = field(
+        default=None, metadata={"help": "URL that OpenTelemetry spans go to, one per request"}
+    )
 
     def check(self) -> None:
         """Raises `ValueError` naming the flag."""
@@ -62,8 +72,19 @@ class ServerArgs:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}")
+        if self.log_format not in get_args(LogFormat):
+            raise ValueError(f"log_format must be text or json, got {self.log_format!r}")
+        self._check_tracing()
         if any(not key for key in self.api_key or []):
             raise ValueError("api_key must not be empty")
+
+    def _check_tracing(self) -> None:
+        if self.otlp_traces_endpoint is None:
+            return
+        if not self.otlp_traces_endpoint:
+            raise ValueError("otlp_traces_endpoint must not be empty")
+        if not all(_is_installed(name) for name in TRACING_MODULES):
+            raise ValueError("otlp_traces_endpoint needs OpenTelemetry: install 'asyncllm[otel]'")
 
     def keys(self) -> list[str]:
         """The API keys in force; none means that anybody may ask."""
@@ -82,3 +103,10 @@ class ServerArgs:
         except OSError as error:  # ssl.SSLError is one
             raise ValueError(f"ssl_certfile {self.ssl_certfile}: {error}") from error
         return context
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its parent is
+        return False

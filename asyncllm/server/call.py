@@ -23,6 +23,11 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of the engine's requests, one per prompt."""
+        return [f"{self.id}-{index}" for index in range(len(self.prompts))]
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.stats import AbortCause
 from asyncllm.outputs import RequestOutput
 from asyncllm.server.call import Call
 from asyncllm.server.errors import ApiError, as_api_error, internal_error, overloaded
@@ -37,6 +38,7 @@ class Consumer(Protocol):
 class Generation:
     def __init__(self, engine: AsyncLLMEngine, call: Call, consumer: Consumer) -> None:
         self.error: ApiError | None = None
+        self.abort_cause: AbortCause = "disconnect"  # of what has not finished when it is left
         self._engine = engine
         self._call = call
         self._consumer = consumer
@@ -47,8 +49,9 @@ class Generation:
     async def submit(self) -> None:
         """Queue every prompt. Raises what the engine raises; `abort` then clears the rest."""
         call = self._call
-        for index, prompt in enumerate(call.prompts):
-            request_id = f"{call.id}-{index}"
+        for index, (request_id, prompt) in enumerate(
+            zip(call.request_ids, call.prompts, strict=True)
+        ):
             self._live.add(request_id)
             await self._engine.add_request(
                 request_id,
@@ -64,12 +67,13 @@ class Generation:
         """Idempotent, and nothing to do once every request has finished."""
         self._is_over = True
         while self._live:
-            self._engine.abort(self._live.pop())
+            self._engine.abort(self._live.pop(), self.abort_cause)
 
     def fail(self, error: ApiError) -> None:
         """End the answer with an error; the handler then aborts what still runs."""
         if not self._is_over and self.error is None and self._num_open:
             self.error = error
+            self.abort_cause = "shutdown" if error.status == 503 else "server_error"
             try:
                 self._consumer.fail(error)
             except Exception:  # whatever it is, the engine's step must not see it

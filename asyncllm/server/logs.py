@@ -1,6 +1,7 @@
 """What the server says while it runs: a line per finished request, and one of totals now and then.
 
-Both are `StatLogger`s. No prompt, no answer and no key is ever logged.
+Both are `StatLogger`s. No prompt, no answer and no key is ever logged. The line of totals has
+vLLM's wording, for what reads it. JSON logs (`log_format.py`) carry the numbers as fields too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 from asyncllm.engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
@@ -22,7 +25,7 @@ class RequestLog:
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
         for request in iteration.finished:
-            logger.info("%s", _request_line(request))
+            logger.info("%s", _request_line(request), extra={"fields": asdict(request)})
 
 
 class StatsLog:
@@ -33,6 +36,7 @@ class StatsLog:
         self._since = time.monotonic()
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._queries = self._hits = 0  # of the prefix cache, at the last line
         self._worked = False
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
@@ -44,26 +48,43 @@ class StatsLog:
         while True:
             await asyncio.sleep(STATS_INTERVAL_SECONDS)
             if self._worked:
-                logger.info("%s", self.line())
+                self.log()
             else:
                 self._since = time.monotonic()  # idle time is no part of the next rates
 
-    def line(self) -> str:
-        """The line for the time since the last one; starts the next interval."""
-        now = time.monotonic()
-        seconds = max(now - self._since, 1e-9)
-        stats = self._stats()
-        hits = stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1)
-        text = (
-            f"prompt {self._prompt_tokens / seconds:.1f} tokens/s, "
-            f"generation {self._generation_tokens / seconds:.1f} tokens/s, "
-            f"running {stats.num_running}, waiting {stats.num_waiting + stats.num_swapped}, "
-            f"KV cache {stats.kv_cache_usage:.1%}, prefix cache hits {hits:.1%}"
+    def log(self) -> None:
+        fields = self.take()
+        logger.info(
+            "Engine 000: Avg prompt throughput: %.1f tokens/s, "
+            "Avg generation throughput: %.1f tokens/s, "
+            "Running: %d reqs, Waiting: %d reqs, "
+            "GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            *fields.values(),
+            extra={"fields": fields},
         )
+
+    def take(self) -> dict[str, Any]:
+        """The line's numbers, for the time since the last one; starts the next interval.
+
+        The hit rate is the interval's; 0 where nothing was looked up.
+        """
+        now, stats = time.monotonic(), self._stats()
+        seconds = max(now - self._since, 1e-9)
+        queries = stats.prefix_cache_queries - self._queries
+        hits = stats.prefix_cache_hits - self._hits
+        fields = {
+            "prompt_tokens_per_s": self._prompt_tokens / seconds,
+            "generation_tokens_per_s": self._generation_tokens / seconds,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting + stats.num_swapped,
+            "kv_cache_usage_percent": stats.kv_cache_usage * 100,
+            "prefix_cache_hit_percent": hits / queries * 100 if queries else 0.0,
+        }
         self._since = now
         self._prompt_tokens = self._generation_tokens = 0
+        self._queries, self._hits = stats.prefix_cache_queries, stats.prefix_cache_hits
         self._worked = bool(stats.num_running or stats.num_waiting)
-        return text
+        return fields
 
 
 def _request_line(request: FinishedRequestStats) -> str:

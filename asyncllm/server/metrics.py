@@ -1,176 +1,218 @@
-"""/metrics: vLLM's names and meanings under our prefix, recorded once per step.
+"""/metrics: vLLM's names and meanings under our prefix, and what only one process can show.
 
-prometheus_client takes about 2 us for one histogram observation, which at one inter-token latency
-per token would be a fifth of a token's whole budget. So totals are kept in plain numbers here
-(0.1 us), and its registry only renders them when somebody scrapes. Gauges are read at that moment.
+Everything is counted elsewhere, once per step (`engine/recorder.py`); a scrape reads it.
+Names, labels and meanings were compared with vLLM 0.27. Where ours says more, the series is another
+one: vLLM's keep their label sets, but for more buckets below 10 ms (each of vLLM's bounds is kept).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
 
-from asyncllm.engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from asyncllm.config import EngineConfig
+from asyncllm.engine.recorder import ABORT_CAUSES, FINISH_REASONS, STEP_KINDS, Recorder
+from asyncllm.engine.stats import SchedulerStats
+from asyncllm.engine.step_clock import HostSeconds
+from asyncllm.server.exposition import Exposition, Labels
+from asyncllm.worker.work_counts import WorkCounts
 
-_TTFT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
-         7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-_TOKEN_TIME = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009,
-               0.01, 0.0125, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-               1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-_REQUEST_TIME = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
-                 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000,
-           200000)  # fmt: skip
-_ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_N = (1, 2, 5, 10, 20)
-
-FINISH_REASONS = ("stop", "length", "abort", "error")
+ENGINE_INDEX = "0"  # vLLM's label of its data-parallel engines
 
 
-class Histogram:
-    """Counts per bucket; the last one is +Inf."""
+class Metered(Protocol):
+    """What is read of an `AsyncLLMEngine`."""
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+    config: EngineConfig
+    recorder: Recorder
 
-    def observe(self, value: float | None) -> None:
-        if value is not None:
-            self.counts[bisect_left(self.bounds, value)] += 1
-            self.total += value
+    def stats(self) -> SchedulerStats: ...
 
-    def observe_all(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.observe(value)
+    @property
+    def host_seconds(self) -> HostSeconds: ...
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        seen = 0
-        buckets = []
-        for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
-            seen += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(seen)))
-        return buckets
+    @property
+    def work(self) -> WorkCounts: ...
 
 
-_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": ("Time to first token.", _TTFT),
-    "inter_token_latency_seconds": ("Time between tokens.", _TOKEN_TIME),
-    "request_time_per_output_token_seconds": ("Mean time per token of a request.", _TOKEN_TIME),
-    "e2e_request_latency_seconds": ("Arrival to last token.", _REQUEST_TIME),
-    "request_queue_time_seconds": ("Arrival to first scheduled.", _REQUEST_TIME),
-    "request_prefill_time_seconds": ("First scheduled to first token.", _REQUEST_TIME),
-    "request_decode_time_seconds": ("First to last token.", _REQUEST_TIME),
-    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
-    "request_generation_tokens": ("Generated tokens of a request.", _TOKENS),
-    "request_params_n": ("Parameter n of a request.", _N),
-    "request_params_max_tokens": ("Parameter max_tokens of a request.", _TOKENS),
-    "iteration_tokens_total": ("Tokens in one step.", _ITERATION_TOKENS),
-}
+@dataclass(slots=True, frozen=True)
+class Source:
+    """One scrape's view."""
+
+    stats: SchedulerStats
+    recorder: Recorder
+    host: HostSeconds
+    work: WorkCounts
+    loop_cpu_seconds: float
 
 
-class Metrics(Collector):
-    """A `StatLogger` that Prometheus can read. Create it before the engine's first step."""
+Read = Callable[[Source], float]
 
-    def __init__(self, stats: Callable[[], SchedulerStats], model_name: str, prefix: str) -> None:
-        self._stats = stats
-        self._labels = [model_name]
+
+class Metrics:
+    """Scrape it on the loop's thread, whose CPU time is one of the values."""
+
+    def __init__(self, engine: Metered, model_name: str, prefix: str) -> None:
+        self._engine = engine
+        self._labels = {"model_name": model_name, "engine": ENGINE_INDEX}
         self._prefix = prefix
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._itl = self._histograms["inter_token_latency_seconds"]
-        self._ttft = self._histograms["time_to_first_token_seconds"]
-        self._step_tokens = self._histograms["iteration_tokens_total"]
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-
-    def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
-        self._prompt_tokens += iteration.num_prompt_tokens
-        self._generation_tokens += iteration.num_generation_tokens
-        if num_tokens := iteration.num_prompt_tokens + iteration.num_generation_tokens:
-            self._step_tokens.observe(num_tokens)
-        self._ttft.observe_all(iteration.time_to_first_tokens)
-        self._itl.observe_all(iteration.inter_token_latencies)
-        for request in iteration.finished:
-            self._record_finished(request)
+        self._exposition: Exposition[Source] | None = None  # the number of pages is not known yet
+        self._process = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._process)
 
     def exposition(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield self._gauge("num_requests_running", "Requests running.", stats.num_running)
-        waiting = stats.num_waiting + stats.num_swapped
-        yield self._gauge("num_requests_waiting", "Requests waiting or swapped out.", waiting)
-        yield self._gauge("num_requests_swapped", "Requests swapped out.", stats.num_swapped)
-        yield self._gauge("kv_cache_usage_perc", "KV pages in use, 1 is all.", stats.kv_cache_usage)
-        yield from self._counters(stats)
-        for name, histogram in self._histograms.items():
-            family = HistogramMetricFamily(
-                self._name(name), _HISTOGRAMS[name][0], labels=["model_name"]
-            )
-            family.add_metric(self._labels, histogram.cumulative(), histogram.total)
-            yield family
-
-    def _counters(self, stats: SchedulerStats) -> Iterator[Metric]:
-        preemptions = stats.num_preemptions_swap + stats.num_preemptions_recompute
-        queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", hits)
-        yield self._counter("num_preemptions", "Preemptions.", preemptions)
-        yield self._counter("prompt_tokens", "Prompt tokens computed.", self._prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", self._generation_tokens)
-        success = CounterMetricFamily(
-            self._name("request_success"),
-            "Finished requests.",
-            labels=["model_name", "finished_reason"],
+        """Raises `EngineDeadError` where there is no engine to read."""
+        engine, recorder = self._engine, self._engine.recorder
+        source = Source(
+            engine.stats(), recorder, engine.host_seconds, engine.work, recorder.loop_cpu_seconds()
         )
-        for reason, count in self._finished.items():
-            success.add_metric([*self._labels, reason], count)
-        yield success
+        if self._exposition is None:
+            self._exposition = self._make_exposition(source)
+        return self._exposition.render(source).encode() + generate_latest(self._process)
 
-    def _record_finished(self, request: FinishedRequestStats) -> None:
-        self._finished[request.finish_reason] += 1
-        values = {
-            "request_time_per_output_token_seconds": request.time_per_output_token,
-            "e2e_request_latency_seconds": request.e2e_time,
-            "request_queue_time_seconds": request.queue_time,
-            "request_prefill_time_seconds": request.prefill_time,
-            "request_decode_time_seconds": request.decode_time,
-            "request_prompt_tokens": request.num_prompt_tokens,
-            "request_generation_tokens": request.num_generation_tokens,
-            "request_params_n": request.n,
-            "request_params_max_tokens": request.max_tokens,
-        }
-        for name, value in values.items():
-            self._histograms[name].observe(value)
+    def _make_exposition(self, source: Source) -> Exposition[Source]:
+        exposition: Exposition[Source] = Exposition(self._prefix, self._labels)
+        _add_scheduler(exposition)
+        _add_tokens(exposition)
+        _add_requests(exposition, source.recorder)
+        _add_steps(exposition, source.recorder)
+        exposition.add(
+            "gauge",
+            "cache_config_info",
+            "The KV cache.",
+            (_cache_labels(self._engine.config, source.stats), lambda s: 1),
+        )
+        return exposition
 
-    def _name(self, name: str) -> str:
-        return f"{self._prefix}:{name}"
 
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(self._name(name), help_text, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
+def _add_scheduler(to: Exposition[Source]) -> None:
+    to.add("gauge", "num_requests_running", "Sequences that own a slot.",
+           ({}, lambda s: s.stats.num_running))  # fmt: skip
+    to.add("gauge", "num_requests_waiting", "Sequences that wait, swapped ones included.",
+           ({}, lambda s: s.stats.num_waiting + s.stats.num_swapped))  # fmt: skip
+    to.add("gauge", "num_requests_waiting_by_reason",
+           "Waiting for pages, a slot or a step's tokens (capacity), or swapped out (swapped).",
+           ({"reason": "capacity"}, lambda s: s.stats.num_waiting),
+           ({"reason": "swapped"}, lambda s: s.stats.num_swapped))  # fmt: skip
+    to.add("gauge", "num_requests_swapped", "Sequences whose pages are in CPU memory.",
+           ({}, lambda s: s.stats.num_swapped))  # fmt: skip
+    to.add("gauge", "kv_cache_usage_perc", "Share of KV pages in use, 1 is all.",
+           ({}, lambda s: s.stats.kv_cache_usage))  # fmt: skip
+    to.add("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+           ({}, lambda s: s.stats.prefix_cache_queries))  # fmt: skip
+    to.add("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.",
+           ({}, lambda s: s.stats.prefix_cache_hits))  # fmt: skip
+    to.add("counter", "num_preemptions", "Sequences that lost their pages for others.",
+           ({}, lambda s: s.stats.num_preemptions_swap + s.stats.num_preemptions_recompute),
+           )  # fmt: skip
+    to.add("counter", "preemptions_by_mode", "Preempted to CPU memory, or to be recomputed.",
+           ({"mode": "swap"}, lambda s: s.stats.num_preemptions_swap),
+           ({"mode": "recompute"}, lambda s: s.stats.num_preemptions_recompute))  # fmt: skip
+    to.add("counter", "swapped_pages", "KV pages moved between device and CPU memory.",
+           ({"direction": "out"}, lambda s: s.recorder.swapped_out_pages),
+           ({"direction": "in"}, lambda s: s.recorder.swapped_in_pages))  # fmt: skip
 
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        """The exposition adds `_total` to the name."""
-        family = CounterMetricFamily(self._name(name), help_text, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
+
+def _add_tokens(to: Exposition[Source]) -> None:
+    to.add("counter", "prompt_tokens", "Prompt tokens of requests that got their first token.",
+           ({}, lambda s: s.recorder.prompt_tokens))  # fmt: skip
+    to.add("counter", "prompt_tokens_cached", "Of these, taken from the prefix cache.",
+           ({}, lambda s: s.recorder.cached_tokens))  # fmt: skip
+    to.add("counter", "prompt_tokens_by_source", "Prompt tokens computed, or found cached.",
+           ({"source": "local_compute"},
+            lambda s: s.recorder.prompt_tokens - s.recorder.cached_tokens),
+           ({"source": "local_cache_hit"}, lambda s: s.recorder.cached_tokens))  # fmt: skip
+    to.add("counter", "generation_tokens", "Tokens generated.",
+           ({}, lambda s: s.recorder.generation_tokens))  # fmt: skip
+
+
+def _add_requests(to: Exposition[Source], recorder: Recorder) -> None:
+    to.add("counter", "request_success", "Finished requests, by reason.",
+           *(({"finished_reason": reason}, _finished(reason)) for reason in FINISH_REASONS),
+           )  # fmt: skip
+    to.add("counter", "request_aborts",
+           "Aborted requests: by the application, a client that left or did not read, or us.",
+           *(({"cause": cause}, _aborted(cause)) for cause in ABORT_CAUSES))  # fmt: skip
+    for name, help_text, histogram in (
+        ("time_to_first_token_seconds", "Arrival to first token.", recorder.time_to_first_token),
+        ("inter_token_latency_seconds", "Between a sequence's tokens.",
+         recorder.inter_token_latency),
+        ("request_time_per_output_token_seconds", "Mean of a request's tokens after its first.",
+         recorder.time_per_output_token),
+        ("e2e_request_latency_seconds", "Arrival to the end.", recorder.e2e),
+        ("request_queue_time_seconds", "Arrival to first scheduled.", recorder.queue_time),
+        ("request_inference_time_seconds", "First scheduled to last token.",
+         recorder.inference_time),
+        ("request_prefill_time_seconds", "First scheduled to first token.", recorder.prefill_time),
+        ("request_decode_time_seconds", "First to last token.", recorder.decode_time),
+        ("request_prompt_tokens", "Prompt tokens of a request.", recorder.prompt_lengths),
+        ("request_prefill_kv_computed_tokens", "Of these, not from the prefix cache.",
+         recorder.computed_lengths),
+        ("request_generation_tokens", "Generated tokens of a request, of all its n.",
+         recorder.generation_lengths),
+        ("request_max_num_generation_tokens", "Generated tokens of its longest answer.",
+         recorder.longest_generations),
+        ("request_params_n", "Parameter n.", recorder.n),
+        ("request_params_max_tokens", "Parameter max_tokens, or what stands for it.",
+         recorder.max_tokens),
+        ("iteration_tokens_total", "Tokens computed in a step.", recorder.iteration_tokens),
+    ):  # fmt: skip
+        to.add_histogram(name, help_text, ({}, histogram))
+
+
+def _add_steps(to: Exposition[Source], recorder: Recorder) -> None:
+    """What one process knows: device, host and loop by one clock."""
+    to.add_histogram("step_time_seconds", "A step on the device, by kind.",
+                     *(({"kind": kind}, recorder.step_time[kind]) for kind in STEP_KINDS),
+                     )  # fmt: skip
+    to.add_histogram("launch_lead_seconds",
+                     "What was left of the step before at a launch; 0: the device had run dry.",
+                     ({}, recorder.launch_lead))  # fmt: skip
+    to.add_histogram("loop_lag_seconds", "Lateness of the event loop, while steps run.",
+                     ({}, recorder.loop_lag))  # fmt: skip
+    to.add("counter", "device_busy_seconds", "Time the device had a step; its rate is the share.",
+           ({}, lambda s: s.recorder.device_seconds))  # fmt: skip
+    to.add("counter", "device_starved_seconds", "Time between two steps, with work at hand.",
+           ({}, lambda s: s.recorder.starved_seconds))  # fmt: skip
+    to.add("counter", "host_seconds", "The loop's time in the verbs of a step.",
+           ({"verb": "plan"}, lambda s: s.host.plan),
+           ({"verb": "launch"}, lambda s: s.host.launch),
+           ({"verb": "finish"}, lambda s: s.host.finish))  # fmt: skip
+    to.add("counter", "loop_cpu_seconds", "CPU time of the loop's thread, HTTP included.",
+           ({}, lambda s: s.loop_cpu_seconds))  # fmt: skip
+    to.add("counter", "graph_steps", "Steps replayed from a graph, or launched kernel by kernel.",
+           *(({"kind": kind, "mode": mode}, _ran(kind, mode))
+             for kind in ("decode", "mixed") for mode in ("graph", "eager")))  # fmt: skip
+    to.add("counter", "step_tokens", "Tokens that steps computed.",
+           ({}, lambda s: s.work.num_tokens))  # fmt: skip
+    to.add("counter", "padding_tokens", "Tokens computed only to fill a graph's size.",
+           ({}, lambda s: s.work.num_padding))  # fmt: skip
+
+
+def _finished(reason: str) -> Read:
+    return lambda s: s.recorder.finished[reason]  # type: ignore[index]
+
+
+def _aborted(cause: str) -> Read:
+    return lambda s: s.recorder.aborts[cause]  # type: ignore[index]
+
+
+def _ran(kind: str, mode: str) -> Read:
+    return lambda s: s.work.steps[kind, mode]  # type: ignore[index]
+
+
+def _cache_labels(config: EngineConfig, stats: SchedulerStats) -> Labels:
+    return {
+        "block_size": str(config.block_size),
+        "num_gpu_blocks": str(stats.num_pages),
+        "num_cpu_blocks": str(stats.num_host_pages),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+    }
 
 
 METRICS = web.AppKey("metrics", Metrics)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -25,6 +25,14 @@ from asyncllm.server.sse import FrameQueue, SSEStream
 from asyncllm.server.stream import ChunkShape, StreamedAnswer
 
 
+class CallObserver(Protocol):
+    """Told of each call, in the context of its handler."""
+
+    def begin(self, call: Call) -> None: ...
+
+    def end(self, call: Call) -> None: ...
+
+
 class Service:
     def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
         self.engine = engine
@@ -32,6 +40,7 @@ class Service:
         self.model_names = engine.config.served_model_names
         self.frames = FrameQueue()
         self.draining = False
+        self.call_observers: list[CallObserver] = []
         self._live: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,6 +70,8 @@ class Service:
     @contextmanager
     def generation(self, call: Call, consumer: Consumer) -> Iterator[Generation]:
         """The engine's share of a call. Leaving the block aborts what has not finished."""
+        for observer in self.call_observers:
+            observer.begin(call)
         generation = Generation(self.engine, call, consumer)
         self._live.add(generation)
         self._idle.clear()
@@ -71,6 +82,8 @@ class Service:
             if not self._live:
                 self._idle.set()
             generation.abort()
+            for observer in self.call_observers:
+                observer.end(call)
 
 
 SERVICE = web.AppKey("service", Service)
@@ -103,4 +116,7 @@ async def answer_stream(
             await sse.run()
         except ConnectionError:
             pass  # the client is gone or was dropped; aiohttp notices by itself
+        finally:
+            if sse.too_slow:
+                generation.abort_cause = "slow_reader"
     return sse.response

@@ -78,6 +78,7 @@ class SSEStream:
         self._is_queued = False
         self._ended = False
         self._dropped = False
+        self.too_slow = False  # why it was dropped
         self._wake = asyncio.Event()  # there is something to do for `run`
 
     async def open(self) -> None:
@@ -164,7 +165,7 @@ class SSEStream:
         if transport is None or transport.is_closing():
             self._dropped = True
         elif self._pending_bytes + transport.get_write_buffer_size() > MAX_PENDING_BYTES:
-            self._dropped = True
+            self._dropped = self.too_slow = True
             logger.warning("dropped a client with over %d bytes unread", MAX_PENDING_BYTES)
             transport.abort()  # connection_lost then cancels the handler
 

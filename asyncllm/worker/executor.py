@@ -19,7 +19,8 @@ from typing import Protocol
 import torch
 
 from asyncllm.types import StepResult
-from asyncllm.worker.event_waiter import DeviceEvent, EventWaiter
+from asyncllm.worker.event_waiter import EventWaiter
+from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 
 Collect = Callable[[], StepResult]
 Work = Callable[[], Collect]
@@ -27,6 +28,10 @@ Work = Callable[[], Collect]
 
 class LaunchedStep(Protocol):
     async def wait(self) -> StepResult: ...
+
+    def device_times(self) -> DeviceTimes:
+        """When the device worked on it; after `wait`."""
+        ...
 
 
 class Executor(Protocol):
@@ -42,11 +47,14 @@ class Executor(Protocol):
 
 
 class _ThreadStep:
-    def __init__(self, future: Future[StepResult]) -> None:
-        self._future = future
+    def __init__(self, future: Future[StepResult], times: DeviceTimes) -> None:
+        self._future, self._times = future, times
 
     async def wait(self) -> StepResult:
         return await asyncio.wrap_future(self._future)
+
+    def device_times(self) -> DeviceTimes:
+        return self._times
 
 
 class ThreadExecutor:
@@ -56,7 +64,8 @@ class ThreadExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-cpu")
 
     def submit(self, work: Work) -> LaunchedStep:
-        return _ThreadStep(self._thread.submit(lambda: _run(work)))
+        times = DeviceTimes()
+        return _ThreadStep(self._thread.submit(_run, work, times), times)
 
     def drain(self) -> None:
         self._thread.submit(lambda: None).result()
@@ -66,20 +75,30 @@ class ThreadExecutor:
 
 
 @torch.inference_mode()
-def _run(work: Work) -> StepResult:
-    return work()()
+def _run(work: Work, times: DeviceTimes) -> StepResult:
+    times.started = time.monotonic()
+    result = work()()
+    times.ended = time.monotonic()
+    return result
 
 
 class EventStep:
     """A step that `done` ends. Made right after its work was enqueued."""
 
-    def __init__(self, done: DeviceEvent, collect: Collect, waiter: EventWaiter) -> None:
+    def __init__(
+        self, done: torch.cuda.Event, collect: Collect, waiter: EventWaiter, timer: StepTimer
+    ) -> None:
         self._done, self._collect, self._waiter = done, collect, waiter
+        self._timer = timer
         self._submitted_s = time.perf_counter()
 
     async def wait(self) -> StepResult:
         await self._waiter.wait(self._done, self._submitted_s)
+        self._timer.see()
         return self._collect()
+
+    def device_times(self) -> DeviceTimes:
+        return self._timer.times(self._done)
 
 
 # Streams of closed engines, for the next one: torch keeps cuBLAS workspaces (64 MiB on Hopper) for
@@ -93,14 +112,17 @@ class StreamExecutor:
     def __init__(self, device: torch.device) -> None:
         self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
         self._waiter = EventWaiter()
+        self._clock = StreamClock()
 
     @torch.inference_mode()
     def submit(self, work: Work) -> LaunchedStep:
         with torch.cuda.stream(self.stream):
+            timer = StepTimer(self._clock)
             collect = work()
-            done = torch.cuda.Event(blocking=True)  # who waits for it sleeps in the driver
+            # Who waits for it sleeps in the driver.
+            done = torch.cuda.Event(enable_timing=True, blocking=True)
             done.record(self.stream)
-        return EventStep(done, collect, self._waiter)
+        return EventStep(done, collect, self._waiter, timer)
 
     def drain(self) -> None:
         self.stream.synchronize()

@@ -30,6 +30,10 @@ class MixedForward:
         self._dtype = cache.layers[0].dtype
         self.graphs: PrefillGraphs | None = None
 
+    def graph_size(self, num_tokens: int) -> int | None:
+        """Tokens of the graph that a step of `num_tokens` runs in; None: it runs eagerly."""
+        return self.graphs.size_for(num_tokens) if self.graphs is not None else None
+
     def run(
         self,
         decode_slots: torch.Tensor,
@@ -42,7 +46,7 @@ class MixedForward:
         decode_slots: int32 [decodes]. tensors: the step's uploaded `prefill_*` and `write_slots`.
         """
         num_tokens = len(decode_slots) + prefills.num_tokens
-        size = self.graphs.size_for(num_tokens) if self.graphs is not None else None
+        size = self.graph_size(num_tokens)
         if self.graphs is not None and size is not None:
             tokens = self.graphs.buffers(size)
             tokens.write_slots[num_tokens:].zero_()  # stale elsewhere is harmless

@@ -25,6 +25,7 @@ from asyncllm.worker.slot_sampling import PLAIN, Arrays
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
 from asyncllm.worker.step_results import Sampled, fetch
+from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
@@ -55,6 +56,7 @@ class ModelRunner:
         self._staging = Staging(device)
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
+        self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -107,6 +109,7 @@ class ModelRunner:
     def _decode_only(self, inputs: StepInputs) -> Sampled:
         graphs, num_rows = self.graphs, len(inputs.decode_slots)
         padded = graphs.padded_slots(inputs.decode_slots) if graphs is not None else None
+        self.work.ran("decode", num_rows, None if padded is None else len(padded))
         if graphs is None or padded is None:
             tensors = self._upload({**inputs.arrays, "decode_slots": inputs.decode_slots})
             slots = tensors["decode_slots"]
@@ -144,6 +147,8 @@ class ModelRunner:
     def _mixed_step(self, inputs: StepInputs) -> tuple[Sampled, list[LogprobTensors]]:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         assert inputs.prefills is not None
+        num_tokens = inputs.plan.num_tokens
+        self.work.ran("mixed", num_tokens, self.mixed_forward.graph_size(num_tokens))
         tensors = self._staging.upload(inputs.arrays)
         # Prefills read nothing of the slots: without decodes they need not wait for the changes.
         if inputs.plan.decodes:

@@ -34,6 +34,7 @@ from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
 
@@ -113,6 +114,10 @@ class Worker:
     @property
     def num_graphs(self) -> int:
         return len(self.runner.graphs) if self.runner.graphs is not None else 0
+
+    @property
+    def work(self) -> WorkCounts:
+        return self.runner.work
 
     @property
     def num_pending_graphs(self) -> int:

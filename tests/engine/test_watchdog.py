@@ -78,6 +78,9 @@ def test_a_step_that_hangs_makes_the_engine_unhealthy(
                     await go.wait()
                     return await self.step.wait()  # type: ignore[attr-defined]
 
+                def device_times(self) -> object:
+                    return self.step.device_times()  # type: ignore[attr-defined]
+
             monkeypatch.setattr(worker, "launch", lambda plan: Hanging(launch(plan)))
             answer = asyncio.ensure_future(ask(engine, secret))
             while engine.health() is None:  # noqa: ASYNC110

@@ -14,8 +14,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.output_processor import TextSink
-from asyncllm.engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from asyncllm.engine.recorder import Recorder
+from asyncllm.engine.snapshot import Snapshot, take_snapshot
+from asyncllm.engine.stats import (
+    AbortCause,
+    FinishedRequestStats,
+    IterationStats,
+    SchedulerStats,
+    StepRecord,
+)
+from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -24,6 +34,7 @@ from asyncllm.errors import (
 )
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.worker.work_counts import WorkCounts
 
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 256
@@ -96,10 +107,18 @@ class FakeRequest:
 
 class FakeEngine:
     def __init__(self) -> None:
-        self.config = SimpleNamespace(served_model_names=("fake", "fake-alias"))
+        self.config = SimpleNamespace(
+            served_model_names=("fake", "fake-alias"),
+            block_size=16,
+            enable_prefix_caching=True,
+            gpu_memory_utilization=0.9,
+        )
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = FakeTokenizer()
         self.input_processor = FakeInputProcessor()
+        self.recorder = Recorder()
+        self.host_seconds = HostSeconds()
+        self.work = WorkCounts()
         self.stat_loggers: list[Any] = []
         self.startup = {"model": "none", "seconds": {"load": 0.0}}
         self.live: dict[str, FakeRequest] = {}
@@ -107,6 +126,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.sink_errors: list[BaseException] = []
         self.unhealthy: str | None = None
+        self._num_steps = 0
         self.max_queued = 1000
         self.go = asyncio.Event()  # steps run while it is set
         self.go.set()
@@ -130,6 +150,9 @@ class FakeEngine:
     def stats(self) -> SchedulerStats:
         num_pages = len(self.live)
         return SchedulerStats(num_running=num_pages, num_pages=100, num_used_pages=num_pages)
+
+    def snapshot(self, last_steps: int = 256) -> Snapshot:
+        return take_snapshot(self.recorder, self.stats(), BlockManager(100, 16), last_steps)
 
     async def add_request(
         self,
@@ -167,10 +190,11 @@ class FakeEngine:
         self.seen.append(request)
         return request
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, cause: AbortCause = "application") -> None:
         request = self.live.pop(request_id, None)
         if request is not None:
             self.aborted.append(request_id)
+            self.recorder.aborts[cause] += 1
             self._tell(request, self._last_words(request))
             self._record(IterationStats(finished=[_finished_stats(request, "abort")]))
 
@@ -195,7 +219,7 @@ class FakeEngine:
                 self._step()
 
     def _step(self) -> None:
-        iteration = IterationStats()
+        iteration = IterationStats(step=self._step_record())
         for request in list(self.live.values()):
             output = self._advance(request)
             iteration.num_generation_tokens += sum(len(o.token_ids) for o in output.outputs)
@@ -210,6 +234,14 @@ class FakeEngine:
                 iteration.finished.append(_finished_stats(request, reason))
             self._tell(request, output)
         self._record(iteration)
+
+    def _step_record(self) -> StepRecord:
+        self._num_steps += 1
+        rows = len(self.live)
+        return StepRecord(
+            step_id=self._num_steps, kind="decode", rows=rows, tokens=rows, prefill_tokens=0,
+            start=time.monotonic() - 0.002, duration=0.002, launch_lead=0.001, starved=0.0,
+        )  # fmt: skip
 
     def _tell(self, request: FakeRequest, output: RequestOutput) -> None:
         try:
@@ -227,7 +259,7 @@ class FakeEngine:
         )
 
     def _record(self, iteration: IterationStats) -> None:
-        for logger in self.stat_loggers:
+        for logger in (self.recorder, *self.stat_loggers):
             logger.record(self.stats(), iteration)
 
     def _advance(self, request: FakeRequest) -> RequestOutput:
@@ -295,6 +327,7 @@ def _finished_stats(request: FakeRequest, reason: Any) -> FinishedRequestStats:
         finish_reason=reason,
         num_prompt_tokens=len(request.token_ids),
         num_generation_tokens=request.num_steps * request.params.n,
+        max_num_generation_tokens=request.num_steps,
         num_cached_tokens=0,
         max_tokens=request.max_tokens,
         n=request.params.n,

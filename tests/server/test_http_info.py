@@ -108,25 +108,27 @@ def test_metrics() -> None:
             status, text = await server.get("/metrics")
         assert status == 200
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-        label = '{model_name="fake"}'
-        assert lines[f"vllm:num_requests_running{label}"] == "0.0"
-        assert lines[f"vllm:num_requests_waiting{label}"] == "0.0"
+        label = '{engine="0",model_name="fake"}'
+        assert lines[f"vllm:num_requests_running{label}"] == "0"
+        assert lines[f"vllm:num_requests_waiting{label}"] == "0"
         assert lines[f"vllm:kv_cache_usage_perc{label}"] == "0.0"
-        assert lines[f"vllm:prompt_tokens_total{label}"] == "22.0"
-        assert lines[f"vllm:generation_tokens_total{label}"] == "10.0"
-        for reason, count in {"length": "1.0", "abort": "1.0", "stop": "0.0"}.items():
-            key = f'vllm:request_success_total{{finished_reason="{reason}",model_name="fake"}}'
-            other = f'vllm:request_success_total{{model_name="fake",finished_reason="{reason}"}}'
-            assert lines.get(key, lines.get(other)) == count
-        assert lines[f"vllm:time_to_first_token_seconds_count{label}"] == "1.0"
-        assert lines[f"vllm:inter_token_latency_seconds_count{label}"] == "4.0"
+        assert lines[f"vllm:prompt_tokens_total{label}"] == "22"
+        assert lines[f"vllm:generation_tokens_total{label}"] == "10"
+        for reason, count in {"length": "1", "abort": "1", "stop": "0"}.items():
+            labels = f'engine="0",finished_reason="{reason}",model_name="fake"'
+            assert lines[f"vllm:request_success_total{{{labels}}}"] == count
+        for cause, count in {"disconnect": "1", "shutdown": "0"}.items():
+            labels = f'cause="{cause}",engine="0",model_name="fake"'
+            assert lines[f"vllm:request_aborts_total{{{labels}}}"] == count
+        assert lines[f"vllm:time_to_first_token_seconds_count{label}"] == "1"
+        assert lines[f"vllm:inter_token_latency_seconds_count{label}"] == "4"
         buckets = {
             bound: lines[
-                f'vllm:inter_token_latency_seconds_bucket{{le="{bound}",model_name="fake"}}'
+                f'vllm:inter_token_latency_seconds_bucket{{engine="0",le="{bound}",model_name="fake"}}'
             ]
             for bound in ("0.0015", "0.002", "+Inf")
         }
-        assert buckets == {"0.0015": "0.0", "0.002": "4.0", "+Inf": "4.0"}
+        assert buckets == {"0.0015": "0", "0.002": "4", "+Inf": "4"}
         assert float(lines[f"vllm:inter_token_latency_seconds_sum{label}"]) == 0.008
         assert lines[f"vllm:request_params_n_sum{label}"] == "3.0"
         for name in (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import orjson
 import pytest
 
 from asyncllm.engine.stats import IterationStats, SchedulerStats
+from asyncllm.server.log_format import TEXT_FORMAT, JsonFormatter
 from asyncllm.server.logs import RequestLog, StatsLog
-from tests.server.http_harness import CHAT, HELLO, run, serving
+from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, run, serving
 
 
 def test_request_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -26,7 +28,7 @@ def test_request_line(caplog: pytest.LogCaptureFixture) -> None:
     assert "Hello" not in line
 
 
-def test_stats_line() -> None:
+def test_stats_line(caplog: pytest.LogCaptureFixture) -> None:
     stats = SchedulerStats(
         num_running=2, num_waiting=1, num_pages=4, num_used_pages=1, prefix_cache_queries=10,
         prefix_cache_hits=5,
@@ -34,10 +36,73 @@ def test_stats_line() -> None:
     log = StatsLog(lambda: stats)
     log._since -= 10
     log.record(stats, IterationStats(num_prompt_tokens=1000, num_generation_tokens=500))
-    line = log.line()
-    assert line.startswith("prompt 100.0 tokens/s, generation 50.0 tokens/s, running 2, waiting 1")
-    assert line.endswith("KV cache 25.0%, prefix cache hits 50.0%")
-    assert log.line().startswith("prompt 0.0 tokens/s")
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        log.log()
+        stats.prefix_cache_queries, stats.prefix_cache_hits = 30, 20
+        log.log()
+    first, second = caplog.messages
+    assert first == (
+        "Engine 000: Avg prompt throughput: 100.0 tokens/s, "
+        "Avg generation throughput: 50.0 tokens/s, Running: 2 reqs, Waiting: 1 reqs, "
+        "GPU KV cache usage: 25.0%, Prefix cache hit rate: 50.0%"
+    )
+    assert "prompt throughput: 0.0 tokens/s" in second
+    assert "hit rate: 75.0%" in second
+
+
+def test_json_lines() -> None:
+    logger = logging.getLogger("tests.json")
+    records: list[logging.LogRecord] = []
+    logger.addFilter(lambda record: bool(records.append(record)))
+    logger.error("%d requests", 3, extra={"fields": {"running": 3, "share": 0.5}})
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logger.exception("it failed")
+    plain, failed = (JsonFormatter().format(record) for record in records)
+    entry = orjson.loads(plain)
+    assert entry.pop("time").endswith("+00:00")
+    assert entry == {
+        "level": "error", "logger": "tests.json", "message": "3 requests", "running": 3,
+        "share": 0.5,
+    }  # fmt: skip
+    assert "\n" not in failed
+    assert "ValueError: two\nlines" in orjson.loads(failed)["exception"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_no_prompt_no_answer_and_no_key_in_any_log(
+    caplog: pytest.LogCaptureFixture, log_format: str
+) -> None:
+    secret = "sk-do-not-log"
+
+    async def test() -> None:
+        async with serving(api_key=[secret]) as server:
+            log = StatsLog(server.engine.stats)
+            server.engine.stat_loggers += [RequestLog(), log]
+            bearer = {"Authorization": f"Bearer {secret}"}
+            prompts = ["a private prompt", "a private prompt <fail>", "a private prompt <raise>"]
+            for prompt in prompts:
+                for stream in (True, False):
+                    body = {"prompt": prompt, "stream": stream}
+                    async with server.session.post(
+                        server.url + COMPLETIONS, json=body, headers=bearer
+                    ) as response:
+                        await response.read()
+            for wrong in ({"prompt": "a private prompt", "n": "x"}, {"prompt": [["a private"]]}):
+                await server.post(COMPLETIONS, wrong, **bearer)
+            await server.post(COMPLETIONS, {"prompt": "x"}, Authorization=f"Bearer {secret}-no")
+            await server.quiet()
+            log.log()
+
+    with caplog.at_level(logging.DEBUG):
+        run(test())
+    formatter = JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT)
+    lines = [formatter.format(record) for record in caplog.records]
+    assert sum("prompt tokens" in line for line in lines) >= 4
+    assert any("prompt throughput" in line for line in lines)
+    for line in lines:
+        assert secret not in line and "private" not in line and "Answer 0" not in line, line
 
 
 def test_idle_time_is_no_part_of_the_rates(
@@ -58,4 +123,4 @@ def test_idle_time_is_no_part_of_the_rates(
     with caplog.at_level(logging.INFO, "asyncllm"):
         run(test())
     (line,) = caplog.messages
-    assert float(line.split()[1]) > 1000  # 1000 tokens in far less than a second
+    assert float(line.split()[5]) > 1000  # 1000 tokens in far less than a second

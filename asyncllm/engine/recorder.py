@@ -1,0 +1,187 @@
+"""The engine's memory of itself: totals since the start and the last minute, once per step.
+
+A `StatLogger` that is always on. `server/metrics.py` publishes its totals, `snapshot.py` its last
+minute. Values of many rows (times between tokens) are binned once per step by numpy; nothing here
+is done per token. The last minute is the difference between the totals of now and the copies of
+them (`Mark`) that were taken about once a second: no value is binned twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from asyncllm.engine.histogram import Counts, Histogram, latency_edges
+from asyncllm.engine.stats import (
+    AbortCause,
+    FinishedRequestStats,
+    IterationStats,
+    SchedulerStats,
+    StepKind,
+    StepRecord,
+)
+from asyncllm.outputs import FinishReasonText
+
+WINDOW_S = 60.0
+MARK_EVERY_S = 1.0
+TIMELINE_STEPS = 256
+
+# vLLM's buckets, with more of them below 10 ms: so each of its bounds is a bound here too.
+TTFT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
+        0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+TOKEN_TIME = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01,
+              0.0125, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+              2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
+REQUEST_TIME = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0,
+                2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+                1920.0, 7680.0)  # fmt: skip
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000,
+          200000)  # fmt: skip
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N = (1, 2, 5, 10, 20)
+STEP_TIME = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006,
+             0.007, 0.008, 0.009, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0,
+             2.5)  # fmt: skip
+LEAD = (0.0, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05,
+        0.1, 0.25)  # fmt: skip
+LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
+       5.0)  # fmt: skip
+
+FINISH_REASONS: tuple[FinishReasonText, ...] = ("stop", "length", "abort", "error")
+ABORT_CAUSES: tuple[AbortCause, ...] = (
+    "application", "disconnect", "slow_reader", "shutdown", "server_error",
+)  # fmt: skip
+STEP_KINDS: tuple[StepKind, ...] = ("decode", "prefill", "mixed", "swap")
+
+
+@dataclass(slots=True, frozen=True)
+class Mark:
+    """The totals at one moment, before what came after it."""
+
+    time: float  # monotonic
+    counts: tuple[Counts, ...]  # of `Recorder.windowed`
+    generation_tokens: int
+    prefill_tokens: int
+    device_seconds: float
+    loop_cpu_seconds: float
+
+
+class Recorder:
+    """Times in seconds, lengths in tokens."""
+
+    def __init__(self) -> None:
+        fine = latency_edges()
+        self.time_to_first_token = Histogram(TTFT, fine)
+        self.inter_token_latency = Histogram(TOKEN_TIME, fine)
+        self.time_per_output_token = Histogram(TOKEN_TIME, fine)
+        self.e2e = Histogram(REQUEST_TIME, fine)
+        self.queue_time = Histogram(REQUEST_TIME, fine)
+        self.prefill_time = Histogram(REQUEST_TIME)
+        self.decode_time = Histogram(REQUEST_TIME)
+        self.inference_time = Histogram(REQUEST_TIME)
+        self.prompt_lengths = Histogram(TOKENS)
+        self.generation_lengths = Histogram(TOKENS)
+        self.longest_generations = Histogram(TOKENS)  # of n sequences
+        self.max_tokens = Histogram(TOKENS)
+        self.computed_lengths = Histogram(TOKENS)  # prompt tokens not from the cache
+        self.n = Histogram(N)
+        self.iteration_tokens = Histogram(ITERATION_TOKENS)
+        self.step_time = {kind: Histogram(STEP_TIME) for kind in STEP_KINDS}
+        self.launch_lead = Histogram(LEAD)
+        self.loop_lag = Histogram(LAG, fine)
+        self.windowed = (
+            self.time_to_first_token,
+            self.inter_token_latency,
+            self.time_per_output_token,
+            self.e2e,
+            self.queue_time,
+            self.loop_lag,
+        )
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.prefill_tokens = 0  # computed: without cached ones, with recomputed ones
+        self.device_seconds = 0.0
+        self.starved_seconds = 0.0
+        self.swapped_out_pages = 0
+        self.swapped_in_pages = 0
+        self.finished: Counter[FinishReasonText] = Counter()
+        self.aborts: Counter[AbortCause] = Counter()
+        self.timeline: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)
+        self._marks: deque[Mark] = deque()
+
+    # --- a step's news -----------------------------------------------------------------------
+
+    def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
+        now = time.monotonic()
+        if not self._marks or now - self._marks[-1].time >= MARK_EVERY_S:
+            self._mark(now)
+        self.prompt_tokens += iteration.num_prompt_tokens
+        self.cached_tokens += iteration.num_cached_tokens
+        self.generation_tokens += iteration.num_generation_tokens
+        self.time_to_first_token.observe_many(iteration.time_to_first_tokens)
+        self.inter_token_latency.observe_many(iteration.inter_token_latencies)
+        if iteration.step is not None:
+            self._record_step(iteration.step)
+        for request in iteration.finished:
+            self._record_finished(request)
+
+    def _record_step(self, step: StepRecord) -> None:
+        self.timeline.append(step)
+        self.iteration_tokens.observe(step.tokens)
+        self.step_time[step.kind].observe(step.duration)
+        self.device_seconds += step.duration
+        self.starved_seconds += step.starved
+        self.swapped_out_pages += step.num_swap_out
+        self.swapped_in_pages += step.num_swap_in
+        if step.launch_lead is not None:
+            self.launch_lead.observe(max(step.launch_lead, 0.0))
+        self.prefill_tokens += step.prefill_tokens
+
+    def _record_finished(self, request: FinishedRequestStats) -> None:
+        self.finished[request.finish_reason] += 1
+        self.e2e.observe(request.e2e_time)
+        self.prompt_lengths.observe(request.num_prompt_tokens)
+        self.computed_lengths.observe(request.num_prompt_tokens - request.num_cached_tokens)
+        self.generation_lengths.observe(request.num_generation_tokens)
+        self.longest_generations.observe(request.max_num_generation_tokens)
+        self.max_tokens.observe(request.max_tokens)
+        self.n.observe(request.n)
+        _observe(self.queue_time, request.queue_time)
+        _observe(self.prefill_time, request.prefill_time)
+        _observe(self.decode_time, request.decode_time)
+        _observe(self.time_per_output_token, request.time_per_output_token)
+        if request.prefill_time is not None and request.decode_time is not None:
+            self.inference_time.observe(request.prefill_time + request.decode_time)
+
+    # --- the last minute ---------------------------------------------------------------------
+
+    def _mark(self, now: float) -> None:
+        self._marks.append(self.mark(now))
+        while self._marks[0].time < now - WINDOW_S:
+            self._marks.popleft()
+
+    def mark(self, now: float) -> Mark:
+        """The totals as they are. Call it on the loop's thread: its CPU time is one of them."""
+        return Mark(
+            time=now,
+            counts=tuple(histogram.counts.copy() for histogram in self.windowed),
+            generation_tokens=self.generation_tokens,
+            prefill_tokens=self.prefill_tokens,
+            device_seconds=self.device_seconds,
+            loop_cpu_seconds=self.loop_cpu_seconds(),
+        )
+
+    def loop_cpu_seconds(self) -> float:
+        """CPU time of the calling thread, which is the loop's."""
+        return time.thread_time()
+
+    def mark_since(self, earliest: float) -> Mark | None:
+        """The first mark at or after `earliest`; None where nothing happened since."""
+        return next((mark for mark in self._marks if mark.time >= earliest), None)
+
+
+def _observe(histogram: Histogram, value: float | None) -> None:
+    if value is not None:
+        histogram.observe(value)

@@ -1,0 +1,75 @@
+"""Where a step's time goes: on the device, on the host, and in waiting for each other.
+
+    host    launch N+1 |..............lead of N+1..............| sees N
+    device        step N                                       | step N+1
+
+The device's begin and end of a step come from the executor (CUDA events, or the CPU thread's own
+clock), never from a synchronisation. The launch lead is what is left of step N when step N+1 has
+been launched; below zero the device had to wait. Steps end in the order of their launch, so a queue
+joins the two. Idleness (nothing to plan) ends the comparison between neighbours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from asyncllm.engine.stats import StepKind, StepRecord
+from asyncllm.types import StepPlan
+from asyncllm.worker.executor import LaunchedStep
+
+
+@dataclass(slots=True)
+class HostSeconds:
+    """The loop's wall time in each verb of a step, in all."""
+
+    plan: float = 0.0
+    launch: float = 0.0
+    finish: float = 0.0
+
+
+class StepClock:
+    def __init__(self) -> None:
+        self.host = HostSeconds()
+        self._in_flight: deque[tuple[LaunchedStep, float]] = deque()  # (step, launched at)
+        self._last_end: float | None = None  # on the device, of the step before
+
+    def launched(self, step: LaunchedStep) -> None:
+        """The step has been given to the device just now."""
+        self._in_flight.append((step, time.monotonic()))
+
+    def finished(self, plan: StepPlan) -> StepRecord:
+        """The oldest step in flight, `plan`, is over."""
+        step, launched_at = self._in_flight.popleft()
+        times, before = step.device_times(), self._last_end
+        num_prefill = sum(len(row.token_ids) for row in plan.prefills)
+        self._last_end = times.ended
+        return StepRecord(
+            step_id=plan.step_id,
+            kind=kind_of(plan),
+            rows=len(plan.decodes) + len(plan.prefills),
+            tokens=len(plan.decodes) + num_prefill,
+            prefill_tokens=num_prefill,
+            start=times.started,
+            duration=max(times.ended - times.started, 0.0),
+            launch_lead=None if before is None else before - launched_at,
+            starved=0.0 if before is None else max(times.started - before, 0.0),
+            num_swap_out=len(plan.swap_out),
+            num_swap_in=len(plan.swap_in),
+        )
+
+    def idle(self) -> None:
+        """There is nothing to plan: the time until the next launch is nobody's fault."""
+        self._last_end = None
+
+    def reset(self) -> None:
+        """Forget what is in flight: it failed."""
+        self._in_flight.clear()
+        self._last_end = None
+
+
+def kind_of(plan: StepPlan) -> StepKind:
+    if not plan.prefills:
+        return "decode" if plan.decodes else "swap"
+    return "mixed" if plan.decodes else "prefill"
