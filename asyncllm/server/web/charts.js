@@ -1,0 +1,91 @@
+// Three small pictures on canvases. Colours come from the swatches of their legends, so the style
+// sheet alone decides them. Sizes are CSS pixels.
+
+const BAR_PX = 4;
+const CELL_PX = { min: 4, max: 14 };
+const KV_HEIGHT_PX = 150;
+
+/** A context in CSS pixels, cleared; the canvas gets as many pixels as the screen has. */
+function prepare(canvas, height) {
+  const width = canvas.clientWidth;
+  const scale = devicePixelRatio;
+  if (height) canvas.style.height = `${height}px`;
+  const tall = height ?? canvas.clientHeight;
+  const [wanted, wantedTall] = [Math.round(width * scale), Math.round(tall * scale)];
+  if (canvas.width !== wanted || canvas.height !== wantedTall) [canvas.width, canvas.height] = [wanted, wantedTall];
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, tall);
+  return { context, width, height: tall };
+}
+
+/** Lines over time, the newest at the right; `series`: [{values, colour}], all on one scale. */
+export function drawLines(canvas, series, length) {
+  const { context, width, height } = prepare(canvas);
+  const top = Math.max(1, ...series.flatMap(({ values }) => values)) * 1.08;
+  for (const { values, colour } of series) {
+    const x = (i) => width - ((values.length - 1 - i) * width) / (length - 1);
+    const y = (value) => height - 1 - (value / top) * (height - 2);
+    context.beginPath();
+    values.forEach((value, i) => context.lineTo(x(i), y(value)));
+    context.strokeStyle = colour;
+    context.lineWidth = 1.5;
+    context.lineJoin = "round";
+    context.stroke();
+    if (!values.length) continue;
+    context.lineTo(width, height);
+    context.lineTo(x(0), height);
+    context.globalAlpha = 0.14;
+    context.fillStyle = colour;
+    context.fill();
+    context.globalAlpha = 1;
+  }
+}
+
+/** How many of the newest steps fit. */
+export const stepsThatFit = (canvas) => Math.floor(canvas.clientWidth / BAR_PX);
+
+/** A bar per step, as tall as it took long, split by its prompt and generated tokens. */
+export function drawSteps(canvas, steps, colours) {
+  const { context, width, height } = prepare(canvas);
+  const top = Math.max(1e-3, ...steps.map(({ ms }) => ms));
+  steps.forEach(({ ms, prompt, generated }, i) => {
+    const x = width - (steps.length - i) * BAR_PX;
+    const tall = Math.max(1, (ms / top) * height);
+    const share = prompt / Math.max(1, prompt + generated);
+    context.fillStyle = colours.generated;
+    context.fillRect(x, height - tall, BAR_PX - 1, tall);
+    context.fillStyle = colours.prompt;
+    context.fillRect(x, height - tall, BAR_PX - 1, tall * share);
+  });
+}
+
+/** A cell per group of pages, mixed from its shares of used, cached and free ones (0..255). */
+export function drawPages(canvas, { used, cached }, colours) {
+  const size = cellSize(canvas.clientWidth, used.length);
+  const columns = Math.max(1, Math.floor(canvas.clientWidth / size));
+  const { context } = prepare(canvas, Math.ceil(used.length / columns) * size);
+  const gap = size > 6 ? 2 : 1;
+  for (let i = 0; i < used.length; i++) {
+    const [x, y, side] = [(i % columns) * size, Math.floor(i / columns) * size, size - gap];
+    context.globalAlpha = 1;
+    context.fillStyle = colours.free;
+    context.fillRect(x, y, side, side);
+    overlay(context, colours.cached, cached[i], x, y, side);
+    overlay(context, colours.used, used[i], x, y, side);
+  }
+  context.globalAlpha = 1;
+}
+
+/** Even one page of a large group must be seen. */
+function overlay(context, colour, share, x, y, side) {
+  if (!share) return;
+  context.globalAlpha = 0.3 + (0.7 * share) / 255;
+  context.fillStyle = colour;
+  context.fillRect(x, y, side, side);
+}
+
+function cellSize(width, cells) {
+  const fitting = Math.floor(Math.sqrt((width * KV_HEIGHT_PX) / Math.max(1, cells)));
+  return Math.min(CELL_PX.max, Math.max(CELL_PX.min, fitting));
+}
