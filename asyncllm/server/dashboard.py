@@ -1,14 +1,13 @@
 """GET /dashboard/events: what the engine is doing, twice a second, to everyone who looks.
 
-One timer serves all viewers: it takes one snapshot, renders it once and pushes the same bytes to
-each. It starts with the first viewer and ends with the last, and only in between does the engine
-have an observer more. A viewer who reads too slowly is dropped by its `SSEStream`.
+One timer serves all viewers: it takes one `engine.snapshot()`, renders it once and pushes the same
+bytes to each. It starts with the first viewer and ends with the last, so a server that nobody
+watches does nothing. A viewer who reads too slowly is dropped by its `SSEStream`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import orjson
 from aiohttp import web
@@ -16,18 +15,18 @@ from aiohttp import web
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.errors import EngineDeadError
 from asyncllm.server.errors import ApiError
-from asyncllm.server.snapshot import SnapshotTaker
 from asyncllm.server.sse import SSEStream
 
 PERIOD_SECONDS = 0.5
 MAX_VIEWERS = 32
+NUM_STEPS = 96  # as many bars as the panel has room for
+_STATIC = ("architecture", "device", "dtype", "attention_backend", "max_model_len")
 
 
 class Dashboard:
     def __init__(self, engine: AsyncLLMEngine) -> None:
         self._engine = engine
         self._viewers: set[SSEStream] = set()
-        self._taker = SnapshotTaker(engine)
         self._timer: asyncio.Task[None] | None = None
 
     @property
@@ -53,6 +52,9 @@ class Dashboard:
         """The server waits for its handlers, and these would not end by themselves."""
         self._end_all()
 
+    def _snapshot(self) -> bytes:
+        return _event(self._engine.snapshot(NUM_STEPS))
+
     def _end_all(self) -> None:
         for sse in self._viewers:
             sse.end(b": the end\n\n")
@@ -60,22 +62,22 @@ class Dashboard:
     def _join(self, sse: SSEStream) -> None:
         self._viewers.add(sse)
         if self._timer is None:
-            self._taker.start()
             self._timer = asyncio.create_task(self._run())
-        sse.push(_event(self._taker.first()))
+        startup = self._engine.startup
+        sse.push(_event({"server": {name: startup.get(name) for name in _STATIC}}))
+        sse.push(self._snapshot())
 
     def _leave(self, sse: SSEStream) -> None:
         self._viewers.discard(sse)
         if not self._viewers and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._taker.stop()
 
     async def _run(self) -> None:
         try:
             while True:
                 await asyncio.sleep(PERIOD_SECONDS)
-                event = _event(self._taker.next())
+                event = self._snapshot()
                 for sse in self._viewers:
                     sse.push(event)
         except EngineDeadError:
@@ -84,8 +86,8 @@ class Dashboard:
             self._end_all()
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n\n"
+def _event(data: object) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 DASHBOARD = web.AppKey("dashboard", Dashboard)

@@ -22,7 +22,7 @@ export class AnswerView {
   /** `again()` asks for another answer; it is shown on the last one only (by CSS). */
   constructor(answer, again) {
     this.answer = answer;
-    this.node = el("article", { class: "message assistant", "aria-label": "Answer" },
+    this.node = el("article", { class: "message assistant waiting", "aria-label": "Answer" },
       this.#text, this.#tokens.node, this.#tools, this.#error,
       el("footer", {}, this.#stats, this.#actions));
     this.again = el("button", { type: "button", class: "quiet again", title: "Alt+R", onclick: again }, "Regenerate");

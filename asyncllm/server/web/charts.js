@@ -48,41 +48,27 @@ export const stepsThatFit = (canvas) => Math.floor(canvas.clientWidth / BAR_PX);
 /** A bar per step, as tall as it took long, split by its prompt and generated tokens. */
 export function drawSteps(canvas, steps, colours) {
   const { context, width, height } = prepare(canvas);
-  const top = Math.max(1e-3, ...steps.map(({ ms }) => ms));
-  steps.forEach(({ ms, prompt, generated }, i) => {
+  const top = Math.max(1e-6, ...steps.map(({ duration }) => duration));
+  steps.forEach(({ duration, tokens, prefill_tokens: prompt }, i) => {
     const x = width - (steps.length - i) * BAR_PX;
-    const tall = Math.max(1, (ms / top) * height);
-    const share = prompt / Math.max(1, prompt + generated);
+    const tall = Math.max(1, (duration / top) * height);
     context.fillStyle = colours.generated;
     context.fillRect(x, height - tall, BAR_PX - 1, tall);
     context.fillStyle = colours.prompt;
-    context.fillRect(x, height - tall, BAR_PX - 1, tall * share);
+    context.fillRect(x, height - tall, BAR_PX - 1, (tall * prompt) / Math.max(1, tokens));
   });
 }
 
-/** A cell per group of pages, mixed from its shares of used, cached and free ones (0..255). */
-export function drawPages(canvas, { used, cached }, colours) {
-  const size = cellSize(canvas.clientWidth, used.length);
+/** A square per letter of `cells`; `colours` by letter. */
+export function drawPages(canvas, cells, colours) {
+  const size = cellSize(canvas.clientWidth, cells.length);
   const columns = Math.max(1, Math.floor(canvas.clientWidth / size));
-  const { context } = prepare(canvas, Math.ceil(used.length / columns) * size);
-  const gap = size > 6 ? 2 : 1;
-  for (let i = 0; i < used.length; i++) {
-    const [x, y, side] = [(i % columns) * size, Math.floor(i / columns) * size, size - gap];
-    context.globalAlpha = 1;
-    context.fillStyle = colours.free;
-    context.fillRect(x, y, side, side);
-    overlay(context, colours.cached, cached[i], x, y, side);
-    overlay(context, colours.used, used[i], x, y, side);
+  const { context } = prepare(canvas, Math.ceil(cells.length / columns) * size);
+  const side = size - (size > 6 ? 2 : 1);
+  for (let i = 0; i < cells.length; i++) {
+    context.fillStyle = colours[cells[i]];
+    context.fillRect((i % columns) * size, Math.floor(i / columns) * size, side, side);
   }
-  context.globalAlpha = 1;
-}
-
-/** Even one page of a large group must be seen. */
-function overlay(context, colour, share, x, y, side) {
-  if (!share) return;
-  context.globalAlpha = 0.3 + (0.7 * share) / 255;
-  context.fillStyle = colour;
-  context.fillRect(x, y, side, side);
 }
 
 function cellSize(width, cells) {

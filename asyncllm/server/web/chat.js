@@ -17,6 +17,7 @@ export class Chat {
   #runs = new Map(); // conversation id -> {controller, answer, conversation}
   #views = [];
   #follows = true;
+  #leaving = false; // a reload breaks connections before it says so
   #changed;
   #model;
   #scroller = byId("scroller");
@@ -30,6 +31,7 @@ export class Chat {
     this.#scroller.addEventListener("scroll", () => this.#noteScroll(), { passive: true });
     byId("to-end").addEventListener("click", () => this.#toEnd());
     new ResizeObserver(() => this.#follow()).observe(this.#scroller);
+    addEventListener("beforeunload", () => (this.#leaving = true));
     addEventListener("pagehide", () => this.#runs.forEach((run) => save(run.conversation)));
   }
 
@@ -91,6 +93,7 @@ export class Chat {
     const answer = newAnswer(performance.now());
     const run = { controller: new AbortController(), answer, conversation };
     this.#runs.set(conversation.id, run);
+    this.#leaving = false; // it was called off
     const history = messagesFor(conversation);
     conversation.messages.push(answer);
     conversation.updated = Date.now();
@@ -123,7 +126,7 @@ export class Chat {
       }
       if (!answer.finish) fail(answer, "The connection ended before the answer did.");
     } catch (error) {
-      if (controller.signal.aborted) answer.finish = "stopped";
+      if (controller.signal.aborted || this.#leaving) answer.finish = "stopped";
       else fail(answer, error.message);
     }
   }

@@ -7,9 +7,17 @@ import { eventBatches } from "./sse.js";
 
 const HISTORY = 120; // snapshots: a minute
 const RETRY_MS = [1000, 2000, 5000];
-const LATENCIES = [["ttft", "First token"], ["itl", "Between tokens"], ["e2e", "Whole answer"]];
+const LATENCIES = [
+  ["time_to_first_token", "First token"],
+  ["inter_token", "Between tokens"],
+  ["e2e", "Whole answer"],
+  ["queue", "In the queue"],
+  ["loop_lag", "Loop lag"],
+];
+const SHARES = ["p50", "p90", "p99"];
 
 const whole = (value) => Math.round(value).toLocaleString("en");
+const sum = (counts) => Object.values(counts).reduce((total, count) => total + count, 0);
 const ms = (value) => (value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : whole(value));
 
 export class Dashboard {
@@ -20,6 +28,7 @@ export class Dashboard {
   #rates = { generation: [], prompt: [] };
   #steps = [];
   #latest = null;
+  #finishedPerS = 0;
   #drawSoon = oncePerFrame(() => this.#draw());
 
   constructor(panel) {
@@ -68,19 +77,34 @@ export class Dashboard {
 
   #take(snapshot) {
     if (snapshot.server) return this.#begin(snapshot.server);
+    const before = this.#latest;
     this.#latest = snapshot;
-    for (const [name, values] of Object.entries(this.#rates)) {
-      values.push(snapshot[`${name}_tokens`] / snapshot.seconds);
-      if (values.length > HISTORY) values.shift();
-    }
-    for (const [took, prompt, generated] of snapshot.steps) this.#steps.push({ ms: took, prompt, generated });
+    if (before) this.#note(before, snapshot);
+    const last = this.#steps.at(-1)?.step_id ?? -1;
+    this.#steps.push(...snapshot.steps.filter((step) => step.step_id > last));
     this.#steps.splice(0, this.#steps.length - stepsThatFit(this.#parts.steps));
     this.#drawSoon();
+  }
+
+  /** Rates are differences of totals over the time between two snapshots. */
+  #note({ monotonic, totals: old }, { monotonic: now, totals }) {
+    const seconds = Math.max(now - monotonic, 1e-3);
+    const computed = (counts) => counts.prompt_tokens - counts.cached_tokens;
+    const rates = {
+      generation: (totals.generation_tokens - old.generation_tokens) / seconds,
+      prompt: (computed(totals) - computed(old)) / seconds,
+    };
+    for (const [name, values] of Object.entries(this.#rates)) {
+      values.push(rates[name]);
+      if (values.length > HISTORY) values.shift();
+    }
+    this.#finishedPerS = (sum(totals.finished) - sum(old.finished)) / seconds;
   }
 
   #begin(server) {
     this.#rates = { generation: [], prompt: [] };
     this.#steps = [];
+    this.#latest = null;
     this.#say("live", [server.architecture, server.dtype, server.device, server.attention_backend].join(" · "));
   }
 
@@ -106,15 +130,15 @@ export class Dashboard {
       parts.live,
       el("dl", { class: "tiles" },
         tile("running", "running"), tile("waiting", "waiting"), tile("finished", "finished/s"),
-        tile("generation", "tokens/s out"), tile("prompt", "tokens/s in"), tile("hits", "prefix hits")),
+        tile("generation", "tokens/s out"), tile("busy", "device busy"), tile("hits", "prefix hits")),
       title("lines", "Tokens per second"), picture("lines", "area"),
       el("ul", { class: "legend" }, swatch("generation", "generated"), swatch("prompt", "prompt")),
       title("pages", "KV pages"), picture("pages", "pages"),
-      el("ul", { class: "legend" }, swatch("used", "in use"), swatch("cached", "cached, reusable"), swatch("free", "free")),
+      el("ul", { class: "legend" }, swatch("used", "in use"), swatch("shared", "shared"), swatch("cached", "cached"), swatch("free", "free")),
       title("steps", "Steps"), picture("steps", "steps"),
-      title("latency", "Latency, ms"),
+      title("latency", "Latency"),
       el("table", {},
-        el("thead", {}, el("tr", {}, ...["", "p50", "p90", "p99"].map((text) => el("th", { scope: "col" }, text)))),
+        el("thead", {}, el("tr", {}, ...["", ...SHARES].map((text) => el("th", { scope: "col" }, text)))),
         (parts.latency = el("tbody"))),
     ];
   }
@@ -124,28 +148,30 @@ export class Dashboard {
     if (!snapshot || !this.#isVisible) return;
     this.#drawTiles(snapshot);
     this.#drawLines();
-    this.#drawPages(snapshot.kv);
+    this.#drawPages(snapshot.pages);
     this.#drawSteps();
+    this.#parts.latencyNote.textContent = "ms, last minute";
     this.#parts.latency.replaceChildren(...LATENCIES.map(([name, label]) => {
-      const values = snapshot.latency_ms[name] ?? [null, null, null];
+      const values = SHARES.map((share) => snapshot.latencies[name][`${share}_ms`]);
       const shown = values.map((value) => el("td", {}, value === null ? "–" : ms(value)));
       return el("tr", {}, el("th", { scope: "row" }, label), ...shown);
     }));
   }
 
-  #drawTiles({ running, waiting, swapped, finished, seconds, prefix_cache: [hits, queries], ...rest }) {
+  #drawTiles({ running, waiting, swapped, rates, totals }) {
     const set = (name, text) => (this.#parts.tiles[name].textContent = text);
     set("running", whole(running));
     set("waiting", whole(waiting + swapped));
-    set("finished", (finished / seconds).toFixed(1));
-    set("generation", whole(rest.generation_tokens / seconds));
-    set("prompt", whole(rest.prompt_tokens / seconds));
+    set("finished", this.#finishedPerS.toFixed(1));
+    set("generation", whole(rates.generation_tokens_per_s));
+    set("busy", `${Math.round(100 * rates.device_busy_share)} %`);
+    const { prefix_cache_queries: queries, prefix_cache_hits: hits } = totals;
     set("hits", queries ? `${Math.round((100 * hits) / queries)} %` : "–");
   }
 
   #drawLines() {
     const { generation, prompt } = this.#rates;
-    const top = Math.max(...generation, ...prompt);
+    const top = Math.max(0, ...generation, ...prompt);
     this.#label("lines", `last minute, peak ${whole(top)}`);
     drawLines(this.#parts.lines, [
       { values: prompt, colour: this.#colour("prompt") },
@@ -153,18 +179,16 @@ export class Dashboard {
     ], HISTORY);
   }
 
-  #drawPages({ pages, used, cached, cells }) {
-    this.#label("pages", `${whole(used)} of ${whole(pages)} in use, ${whole(cached)} cached`);
-    const bytes = Uint8Array.from(atob(cells), (char) => char.charCodeAt(0));
-    const half = bytes.length / 2;
-    drawPages(this.#parts.pages, { used: bytes.subarray(0, half), cached: bytes.subarray(half) }, {
-      used: this.#colour("used"), cached: this.#colour("cached"), free: this.#colour("free"),
-    });
+  #drawPages({ num_pages: pages, num_used: used, pages_per_cell: each, cells }) {
+    const note = each > 1 ? `, a square is ${each}` : "";
+    this.#label("pages", `${whole(used)} of ${whole(pages)} in use${note}`);
+    const [shared, own, cached, free] = ["shared", "used", "cached", "free"].map((name) => this.#colour(name));
+    drawPages(this.#parts.pages, cells, { s: shared, u: own, c: cached, ".": free });
   }
 
   #drawSteps() {
     const steps = this.#steps;
-    const longest = Math.max(0, ...steps.map((step) => step.ms));
+    const longest = Math.max(0, ...steps.map(({ duration }) => duration * 1000));
     this.#label("steps", steps.length ? `last ${steps.length}, longest ${ms(longest)} ms` : "none yet");
     drawSteps(this.#parts.steps, steps, { prompt: this.#colour("prompt"), generated: this.#colour("generation") });
   }
