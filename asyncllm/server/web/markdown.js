@@ -9,7 +9,7 @@ import { copyButton, el } from "./dom.js";
 import { renderInline } from "./inline.js";
 
 const OPEN_LIMIT = 4096;
-const LONG_LIMIT = 32768;
+const LONG_LIMIT = 12288;
 const CODE_NODE = 4096; // characters of one text node; appending to a longer one copies it all
 const MAX_DEPTH = 8; // quotes and lists in each other
 
@@ -270,10 +270,8 @@ export class MarkdownStream {
   }
 
   #close() {
-    if (this.#lines.length) {
-      this.#draw(this.#lines);
-      this.#closed = this.#root.childNodes.length;
-    }
+    this.#draw(this.#lines); // without the unfinished line, which may have looked like anything
+    this.#closed = this.#root.childNodes.length;
     this.#lines = [];
     this.#openChars = 0;
     this.#inList = false;
