@@ -29,10 +29,6 @@ class Dashboard:
         self._viewers: set[SSEStream] = set()
         self._timer: asyncio.Task[None] | None = None
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     async def watch(self, http: web.Request) -> web.StreamResponse:
         """Stream to one viewer until it leaves or the server closes."""
         if len(self._viewers) >= MAX_VIEWERS:

@@ -131,7 +131,7 @@ export class Dashboard {
       el("dl", { class: "tiles" },
         tile("running", "running"), tile("waiting", "waiting"), tile("finished", "finished/s"),
         tile("generation", "tokens/s out"), tile("busy", "device busy"), tile("hits", "prefix hits")),
-      title("lines", "Tokens per second"), picture("lines", "area"),
+      title("lines", "Tokens per second"), picture("lines", "lines"),
       el("ul", { class: "legend" }, swatch("generation", "generated"), swatch("prompt", "prompt")),
       title("pages", "KV pages"), picture("pages", "pages"),
       el("ul", { class: "legend" }, swatch("used", "in use"), swatch("shared", "shared"), swatch("cached", "cached"), swatch("free", "free")),

@@ -53,7 +53,7 @@ function openNeighbour(by) {
 }
 
 function refresh() {
-  list.draw(conversations, chat.conversation.id);
+  list.draw(conversations.filter((one) => one.messages.length), chat.conversation.id);
   document.body.classList.toggle("answering", chat.busy);
   byId("send").setAttribute("aria-label", chat.busy ? "Stop" : "Send");
   byId("welcome").hidden = chat.conversation.messages.length > 0;
@@ -181,6 +181,7 @@ async function showModels() {
 function describeModel(models) {
   const current = models.find(({ id }) => id === byId("model").value) ?? models[0];
   byId("welcome-model").textContent = `This is ${current.id}`;
+  byId("examples").hidden = false;
   byId("welcome-about").textContent =
     `${current.max_model_len.toLocaleString("en")} tokens of context. What you write stays in this browser and on this server. Try:`;
 }
