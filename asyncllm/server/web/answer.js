@@ -89,6 +89,7 @@ export function describe(answer) {
 }
 
 export function formatMs(ms) {
+  if (ms < 1) return "< 1 ms";
   if (ms < 10) return `${ms.toFixed(1)} ms`;
   if (ms < 1000) return `${Math.round(ms)} ms`;
   return `${(ms / 1000).toFixed(ms < 10000 ? 1 : 0)} s`;

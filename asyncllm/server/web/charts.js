@@ -19,27 +19,27 @@ function prepare(canvas, height) {
   return { context, width, height: tall };
 }
 
-/** Lines over time, the newest at the right; `series`: [{values, colour}], all on one scale. */
+/** A lane per series, {values, colour}, each up to its own peak; the newest at the right. */
 export function drawLines(canvas, series, length) {
   const { context, width, height } = prepare(canvas);
-  const top = Math.max(1, ...series.flatMap(({ values }) => values)) * 1.08;
-  for (const { values, colour } of series) {
+  const lane = height / series.length;
+  series.forEach(({ values, colour }, number) => {
+    if (!values.length) return;
+    const floor = (number + 1) * lane;
+    const top = Math.max(1, ...values);
     const x = (i) => width - ((values.length - 1 - i) * width) / (length - 1);
-    const y = (value) => height - 1 - (value / top) * (height - 2);
     context.beginPath();
-    values.forEach((value, i) => context.lineTo(x(i), y(value)));
-    context.strokeStyle = colour;
+    values.forEach((value, i) => context.lineTo(x(i), floor - 1 - (value / top) * (lane - 5)));
+    context.strokeStyle = context.fillStyle = colour;
     context.lineWidth = 1.5;
     context.lineJoin = "round";
     context.stroke();
-    if (!values.length) continue;
-    context.lineTo(width, height);
-    context.lineTo(x(0), height);
-    context.globalAlpha = 0.14;
-    context.fillStyle = colour;
+    context.lineTo(width, floor);
+    context.lineTo(x(0), floor);
+    context.globalAlpha = 0.16;
     context.fill();
     context.globalAlpha = 1;
-  }
+  });
 }
 
 /** How many of the newest steps fit. */

@@ -68,11 +68,17 @@ export class Dashboard {
         this.#say("lost", "The server ended the feed; trying again …");
       } catch (error) {
         if (signal.aborted) return;
+        if (error.status === 401) return this.#giveUp(error.message);
         this.#say("lost", `${error.message}; trying again …`);
-        if (error.status === 401) return; // the key was not given: the chat will ask again
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     }
+  }
+
+  /** Nobody gave the key: to be asked again, close the panel and open it. */
+  #giveUp(message) {
+    this.#controller = null;
+    this.#say("lost", message);
   }
 
   #take(snapshot) {
@@ -171,11 +177,11 @@ export class Dashboard {
 
   #drawLines() {
     const { generation, prompt } = this.#rates;
-    const top = Math.max(0, ...generation, ...prompt);
-    this.#label("lines", `last minute, peak ${whole(top)}`);
+    const peak = (values) => whole(Math.max(0, ...values));
+    this.#label("lines", `peaks ${peak(generation)} and ${peak(prompt)}`);
     drawLines(this.#parts.lines, [
-      { values: prompt, colour: this.#colour("prompt") },
       { values: generation, colour: this.#colour("generation") },
+      { values: prompt, colour: this.#colour("prompt") },
     ], HISTORY);
   }
 
