@@ -186,7 +186,7 @@ export class Dashboard {
   }
 
   #drawPages({ num_pages: pages, num_used: used, pages_per_cell: each, cells }) {
-    const note = each > 1 ? `, a square is ${each}` : "";
+    const note = each > 1 ? `, 1 in ${each} shown` : "";
     this.#label("pages", `${whole(used)} of ${whole(pages)} in use${note}`);
     const [shared, own, cached, free] = ["shared", "used", "cached", "free"].map((name) => this.#colour(name));
     drawPages(this.#parts.pages, cells, { s: shared, u: own, c: cached, ".": free });
