@@ -57,7 +57,7 @@ class Dashboard:
 
     def _join(self, sse: SSEStream) -> None:
         self._viewers.add(sse)
-        if self._timer is None:
+        if self._timer is None or self._timer.done():
             self._timer = asyncio.create_task(self._run())
         startup = self._engine.startup
         sse.push(_event({"server": {name: startup.get(name) for name in _STATIC}}))
@@ -76,10 +76,10 @@ class Dashboard:
                 event = self._snapshot()
                 for sse in self._viewers:
                     sse.push(event)
-        except EngineDeadError:
-            pass  # closed: there is nothing left to see
-        finally:
+        except Exception as error:
             self._end_all()
+            if not isinstance(error, EngineDeadError):  # closed: there is nothing left to see
+                raise
 
 
 def _event(data: object) -> bytes:

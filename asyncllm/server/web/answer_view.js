@@ -17,7 +17,8 @@ export class AnswerView {
   #error = el("p", { class: "error", role: "alert", hidden: true });
   #stats = el("span", { class: "stats" });
   #actions = el("span", { class: "actions" });
-  #done = false;
+
+  isDone = false; // the answer is complete, and shown so
 
   /** `again()` asks for another answer; it is shown on the last one only (by CSS). */
   constructor(answer, again) {
@@ -38,11 +39,11 @@ export class AnswerView {
     this.#tokens.update(answer.tokens ?? []);
     this.#stats.textContent = describe(answer);
     this.node.classList.toggle("waiting", !answer.finish);
-    if (answer.finish && !this.#done) this.#finish();
+    if (answer.finish && !this.isDone) this.#finish();
   }
 
   #finish() {
-    this.#done = true;
+    this.isDone = true;
     this.#markdown.finish();
     const { answer } = this;
     if (this.#reasoning) this.#reasoning.title.textContent = thought(answer);

@@ -117,7 +117,9 @@ export class Chat {
       let saved = performance.now();
       for await (const events of eventBatches(response)) {
         const now = performance.now();
-        for (const event of events) if (event !== "[DONE]") applyChunk(answer, JSON.parse(event), now);
+        for (const event of events) {
+          if (event !== "[DONE]") applyChunk(answer, JSON.parse(event), now);
+        }
         this.#drawSoon();
         if (now - saved > SAVE_EVERY_MS) {
           saved = now;
@@ -132,18 +134,16 @@ export class Chat {
   }
 
   #note(conversation) {
-    if (!save(conversation)) byId("notice").textContent = "This browser's storage is full: the conversation is not kept.";
-    byId("notice").hidden = !byId("notice").textContent;
+    const notice = byId("notice");
+    notice.hidden = save(conversation);
+    notice.textContent = "This browser's storage is full: the conversation is not kept.";
     this.#changed(conversation);
   }
 
   // --- drawing and scrolling ---
 
   #draw() {
-    for (const view of this.#views) if (!view.drawn) {
-      view.update();
-      view.drawn = Boolean(view.answer.finish);
-    }
+    for (const view of this.#views) if (!view.isDone) view.update();
     this.#follow();
   }
 

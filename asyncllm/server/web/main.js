@@ -182,8 +182,9 @@ function describeModel(models) {
   const current = models.find(({ id }) => id === byId("model").value) ?? models[0];
   byId("welcome-model").textContent = `This is ${current.id}`;
   byId("examples").hidden = false;
+  const context = current.max_model_len.toLocaleString("en");
   byId("welcome-about").textContent =
-    `${current.max_model_len.toLocaleString("en")} tokens of context. What you write stays in this browser and on this server. Try:`;
+    `${context} tokens of context. What you write stays in this browser and on this server. Try:`;
 }
 
 byId("model").addEventListener("change", () => chooseModel(byId("model").value));

@@ -6,7 +6,8 @@ const SETTINGS = "asyncllm.settings";
 
 /** {id, title, updated, system, messages: [{role, content, ...}]} */
 export function newConversation() {
-  return { id: crypto.getRandomValues(new Uint32Array(3)).join("-"), title: "", updated: Date.now(), system: "", messages: [] };
+  const id = crypto.getRandomValues(new Uint32Array(3)).join("-"); // randomUUID wants https
+  return { id, title: "", updated: Date.now(), system: "", messages: [] };
 }
 
 /** The newest first. What cannot be read (another version's, damaged) is left out. */

@@ -4,7 +4,10 @@
 import { byId, el } from "./dom.js";
 
 export class TokensView {
-  node = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens, arrow keys to step through", hidden: true });
+  node = el("div", {
+    class: "tokens", tabindex: "0", role: "group", hidden: true,
+    "aria-label": "Tokens, arrow keys to step through",
+  });
 
   #tokens = [];
   #current = null;
