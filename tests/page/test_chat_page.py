@@ -41,7 +41,7 @@ async def page(chromium: Chromium) -> AsyncIterator[tuple[Tab, Upstream]]:
 
 def run(chromium: Chromium, test: Test) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(90), page(chromium) as (opened, server):
+        async with asyncio.timeout(120), page(chromium) as (opened, server):
             await test(opened, server)
 
     asyncio.run(bounded())

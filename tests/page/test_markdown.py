@@ -76,7 +76,7 @@ def in_page(chromium: Chromium, body: str, **values: object) -> object:
     """What `body` returns, run in the page after HELPERS, with `values` as constants."""
 
     async def test() -> object:
-        async with asyncio.timeout(60), upstream() as server, tab(chromium) as opened:
+        async with asyncio.timeout(120), upstream() as server, tab(chromium) as opened:
             await opened.open(server.url)
             constants = "".join(f"const {k} = {json.dumps(v)};" for k, v in values.items())
             return await opened.evaluate(f"(async () => {{ {HELPERS} {constants} {body} }})()")

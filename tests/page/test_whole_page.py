@@ -53,7 +53,7 @@ def test_key_chat_and_dashboard(chromium: Chromium) -> None:
         assert engine.health() == "closed"
 
     async def bounded() -> None:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(120):
             await test()
 
     asyncio.run(bounded())
