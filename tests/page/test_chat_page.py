@@ -136,6 +136,25 @@ def test_reload_keeps_conversations(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+def test_keys_in_the_list(chromium: Chromium) -> None:
+    async def test(opened: Tab, server: Upstream) -> None:
+        for question in ("One", "Two"):
+            await opened.press("n", "KeyN", modifiers=1)
+            server.will_say(f"Answer to {question}.")
+            await say(opened, question)
+            await opened.until(f"{TEXT} === 'Answer to {question}.' && {DONE}")
+        await opened.click("#toggle-list")
+        await opened.evaluate("document.querySelector('#conversations .open').focus()")
+        await opened.press("ArrowDown")
+        assert await opened.evaluate("document.activeElement.innerText") == "One"
+        await opened.press("Enter")
+        await opened.until(f"{TEXT} === 'Answer to One.'")
+        await opened.press("/", "Slash")
+        assert await opened.evaluate("document.activeElement.id") == "prompt"
+
+    run(chromium, test)
+
+
 def test_answers_go_on_behind(chromium: Chromium) -> None:
     """Another conversation on screen does not end an answer, and does not get its text."""
 
