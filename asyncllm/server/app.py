@@ -16,9 +16,11 @@ from asyncllm.server.auth import auth_middleware
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.connection import connection_middleware
+from asyncllm.server.dashboard import DASHBOARD, Dashboard, dashboard_events
 from asyncllm.server.errors import error_middleware
 from asyncllm.server.info import health, list_models, metrics, show_model, show_version
 from asyncllm.server.metrics import METRICS, Metrics
+from asyncllm.server.page import page_file
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.tokenize import detokenize, tokenize
 
@@ -51,6 +53,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
             web.get("/metrics", metrics),
         ]
     )
+    if not args.disable_page:
+        _add_page(app, engine)
     return app
 
 
@@ -67,6 +71,18 @@ def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
         await in_own_thread(tracing.close)
 
     app.on_cleanup.append(close)
+
+
+def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
+    app[DASHBOARD] = Dashboard(engine)
+    app.on_shutdown.append(app[DASHBOARD].close)
+    app.add_routes(
+        [
+            web.get("/", page_file),
+            web.get("/web/{name}", page_file),
+            web.get("/dashboard/events", dashboard_events),
+        ]
+    )
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:

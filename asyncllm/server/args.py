@@ -48,6 +48,9 @@ class ServerArgs:
     disable_log_stats: bool = field(
         default=False, metadata={"help": "no line of statistics every 10 s while there is work"}
     )
+    disable_page: bool = field(
+        default=False, metadata={"help": "no page at / and no dashboard feed"}
+    )
     log_level: str = field(default="info", metadata={"help": ", ".join(LOG_LEVELS)})
     log_format: LogFormat = field(
         default="text", metadata={"help": "json: one object a line, numbers as fields"}

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.server.errors import ApiError
 
-PUBLIC_ROUTES = frozenset({"/health"})
+PUBLIC_ROUTES = frozenset({"/health", "/", "/web/{name}"})  # the page's files hold no secret
 
 
 def auth_middleware(keys: list[str]) -> Middleware:

@@ -1,0 +1,136 @@
+"""The page's own Markdown, in the browser that it builds nodes for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from tests.page.browser import Chromium, tab
+from tests.page.upstream import upstream
+
+LINK = '<a href="{0}" target="_blank" rel="noopener noreferrer">{1}</a>'
+CASES = {
+    "# One\n## Two #\n####### seven": "<h3>One</h3><h4>Two</h4><p>####### seven</p>",
+    "a *b* **c** ***d*** ~~e~~ `f*g*`": (
+        "<p>a <em>b</em> <strong>c</strong> <em><strong>d</strong></em> <del>e</del> "
+        "<code>f*g*</code></p>"
+    ),
+    "2 * 3 * 4, snake_case_name, **open": "<p>2 * 3 * 4, snake_case_name, **open</p>",
+    "``a`b`` and \\*no\\* and `open": "<p><code>a`b</code> and *no* and `open</p>",
+    "**a *b* c** _d **e**_": (
+        "<p><strong>a <em>b</em> c</strong> <em>d <strong>e</strong></em></p>"
+    ),
+    "- a\n- b\n  - c\n\n- d": "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>",
+    "3. x\n4. y\n\nz": '<ol start="3"><li>x</li><li>y</li></ol><p>z</p>',
+    "> q\n> - r\n\ns": "<blockquote><p>q</p><ul><li>r</li></ul></blockquote><p>s</p>",
+    "a\n\n---\n\nb": "<p>a</p><hr><p>b</p>",
+    "one\ntwo": "<p>one\ntwo</p>",
+    "<b>&amp;</b>": "<p>&lt;b&gt;&amp;amp;&lt;/b&gt;</p>",
+    "[t](https://x.example/a_(b)) [j](javascript:x) [k](/local)": (
+        "<p>" + LINK.format("https://x.example/a_(b)", "t") + " [j](javascript:x) [k](/local)</p>"
+    ),
+    "see https://x.example/a.": "<p>see " + LINK.format(*["https://x.example/a"] * 2) + ".</p>",
+    "![alt](https://x.example/i.png)": (
+        "<p>" + LINK.format("https://x.example/i.png", "alt") + "</p>"
+    ),
+    "[a [b](https://x.example/) c](https://y.example/)": (
+        "<p>[a " + LINK.format("https://x.example/", "b") + " c]("
+        + LINK.format("https://y.example/", "https://y.example/") + ")</p>"
+    ),
+    "|a|b|\n|-|:-:|\n|`c`|d|e|": (
+        '<div class="table" tabindex="0" role="region" aria-label="Table"><table><thead><tr>'
+        '<th>a</th><th class="center">b</th></tr></thead><tbody><tr><td><code>c</code></td>'
+        '<td class="center">d</td></tr></tbody></table></div>'
+    ),
+    "```py\n<i>\n\n# no\n```\nafter": (
+        "<figure><figcaption>py</figcaption><pre>&lt;i&gt;\n\n# no\n</pre></figure><p>after</p>"
+    ),
+    "1. do\n   ```\n   x\n\n   y\n   ```\n2. done": (
+        "<ol><li>do<figure><figcaption></figcaption><pre>x\n\ny\n</pre></figure></li>"
+        "<li>done</li></ol>"
+    ),
+    "~~~\nopen": "<figure><figcaption></figcaption><pre>open</pre></figure>",
+}  # fmt: skip
+# Simpler code blocks to compare with: without their buttons.
+HELPERS = """
+const { MarkdownStream } = await import('/web/markdown.js');
+const render = (pieces) => {
+  const root = document.createElement('div');
+  const stream = new MarkdownStream(root);
+  for (const piece of pieces) stream.append(piece);
+  stream.finish();
+  root.normalize();
+  for (const figure of root.querySelectorAll('figure')) {
+    figure.removeAttribute('class');
+    figure.querySelector('figcaption').textContent = figure.querySelector('span').textContent;
+    const pre = figure.querySelector('pre');
+    pre.textContent = pre.textContent;
+    pre.removeAttribute('tabindex');
+  }
+  return [root.innerHTML, stream.parsedChars, root];
+};
+"""
+
+
+def in_page(chromium: Chromium, body: str, **values: object) -> object:
+    """What `body` returns, run in the page after HELPERS, with `values` as constants."""
+
+    async def test() -> object:
+        async with asyncio.timeout(120), upstream() as server, tab(chromium) as opened:
+            await opened.open(server.url)
+            constants = "".join(f"const {k} = {json.dumps(v)};" for k, v in values.items())
+            return await opened.evaluate(f"(async () => {{ {HELPERS} {constants} {body} }})()")
+
+    return asyncio.run(test())
+
+
+def test_rendering(chromium: Chromium) -> None:
+    texts = list(CASES)
+    shown = in_page(chromium, "return texts.map((text) => render([text])[0]);", texts=texts)
+    assert isinstance(shown, list)
+    assert dict(zip(texts, shown, strict=True)) == CASES
+
+
+def test_streamed_equals_whole(chromium: Chromium) -> None:
+    """Whatever the pieces: all cases in one document, letter by letter and in threes."""
+    text = "\n\n".join(CASES).replace("~~~\nopen", "~~~\nclosed\n~~~\n") * 2
+    body = """
+    const cut = (n) => text.match(new RegExp(`[^]{1,${n}}`, 'g'));
+    return [1, 3, 1000, text.length].map((n) => render(cut(n))[0]);
+    """
+    shown = in_page(chromium, body, text=text)
+    assert isinstance(shown, list)
+    for one in shown:
+        assert one == shown[-1]
+
+
+UNITS = [
+    "word ", "w", "line\n", "- item\n", "para\n\n", "| a | b |\n", "[", "*a", "`", "**a *b ", "> ",
+    "a](", "_x ~~y", "# ", "1. x\n\n", "```\n", "- ```\n", "https://x",
+]  # fmt: skip
+
+
+def test_work_grows_with_the_text(chromium: Chromium) -> None:
+    """Twice the text is twice the parsing, not four times, whatever it is made of."""
+    body = """
+    const count = (unit, length) => {
+      const text = unit.repeat(length / unit.length);
+      return render(text.match(/[^]{1,100}/g))[1];
+    };
+    return units.map((unit) => [count(unit, 10000), count(unit, 20000)]);
+    """
+    counted = in_page(chromium, body, units=UNITS)
+    assert isinstance(counted, list)
+    for unit, (once, twice) in zip(UNITS, counted, strict=True):
+        assert twice <= 2.3 * once + 100_000, unit
+
+
+def test_no_letter_is_lost(chromium: Chromium) -> None:
+    """In text long enough to be cut, with and without spaces."""
+    body = """
+    const text = ('word '.repeat(3000) + 'x'.repeat(9000) + '\\n\\n```\\n' + 'y'.repeat(9000));
+    const root = render(text.match(/[^]{1,97}/g))[2];
+    const count = (letter) => root.textContent.split(letter).length - 1;
+    return [count('word'), count('x'), count('y')];
+    """
+    assert in_page(chromium, body) == [3000, 9000, 9000]

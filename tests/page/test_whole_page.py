@@ -1,0 +1,93 @@
+"""The page, the real server and the built-in model together, behind an API key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from asyncllm import AsyncLLMEngine
+from tests.page.browser import Chromium, Tab, tab
+from tests.server.http_harness import serving, until
+
+ENGINE = {"num_gpu_blocks_override": 400, "swap_space": 0, "max_model_len": 512, "device": "cpu"}
+KEY = "schlüssel"
+DONE = "document.querySelector('.message.assistant:last-child:not(.waiting)')"
+
+
+class SeenEngine(AsyncLLMEngine):
+    num_snapshots = 0
+
+    def snapshot(self, *args: Any) -> Any:
+        self.num_snapshots += 1
+        return super().snapshot(*args)
+
+
+async def give_key(opened: Tab, key: str) -> None:
+    await opened.click("#key")
+    await opened.type(key)
+    await opened.click("#key-dialog [type=submit]")
+
+
+def test_key_chat_and_dashboard(chromium: Chromium) -> None:
+    async def test() -> None:
+        engine: Any = SeenEngine("tiny", **ENGINE)
+        async with serving(engine, api_key=[KEY]) as server, tab(chromium) as opened:
+            await opened.resize(1280, 900)
+            await opened.open(server.url)
+            await opened.until("document.querySelector('#key-dialog').open")
+            await give_key(opened, "wrong")
+            await opened.until("document.querySelector('#key-dialog').innerText.includes('accept')")
+            await opened.click("#key-remember")
+            await give_key(opened, KEY)
+            await opened.until(
+                "document.querySelector('#welcome-model').innerText.includes('tiny')"
+            )
+            assert not await opened.evaluate("document.querySelector('#key-dialog').open")
+            await opened.reload()  # the key is remembered
+            await opened.until("document.querySelector('.live').dataset.state === 'live'")
+            await chat(opened)
+            await dashboard_shows(opened)
+            await unwatched(opened, engine)
+            refused = [error for error in opened.errors if "401" not in error]
+            assert refused == []
+        assert engine.health() == "closed"
+
+    async def bounded() -> None:
+        async with asyncio.timeout(120):
+            await test()
+
+    asyncio.run(bounded())
+
+
+async def chat(opened: Tab) -> None:
+    await opened.click("#examples li:first-child button")
+    await opened.until(DONE)
+    answer = await opened.evaluate(f"{DONE}.innerText")
+    assert "Paris" in answer and "tokens/s" in answer, answer
+
+
+async def dashboard_shows(opened: Tab) -> None:
+    """Figures of the request that just ended, and pictures that are not blank."""
+    note = "document.querySelector('#board').innerText"
+    await opened.until(f"/last \\d+, longest/.test({note}) && {note}.includes('of 400 in use')")
+    row = "[...document.querySelectorAll('#board tbody tr')].map(r => r.innerText.split('\\t'))"
+    rows = {name: values for name, *values in await opened.until(row)}
+    assert float(rows["First token"][0].replace(",", "")) > 0
+    for name in ("lines", "pages", "steps"):
+        colours = (
+            "(c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width,"
+            f"c.height).data.buffer)).size)(document.querySelector('canvas.{name}'))"
+        )
+        await opened.until(f"{colours} >= 2")
+
+
+async def unwatched(opened: Tab, engine: SeenEngine) -> None:
+    """With the panel closed the feed is closed, and the engine is left alone."""
+    await opened.press("d", "KeyD", modifiers=1)
+    await opened.until("document.body.dataset.board === 'closed'")
+    taken = -1
+    while taken != engine.num_snapshots:
+        taken = engine.num_snapshots
+        await asyncio.sleep(0.7)
+    await opened.press("d", "KeyD", modifiers=1)
+    await until(lambda: engine.num_snapshots > taken + 1)
