@@ -25,6 +25,7 @@ from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.output_processor import OutputProcessor, TextSink
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
+from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
@@ -71,6 +72,8 @@ class EngineCore:
         )
         self.dead: str | None = None
         self.clock = StepClock()
+        self._plan_time = PlanTime()
+        self._plan_started = 0.0
         self._lag = LoopLag(recorder.loop_lag.observe)
         self._recorder = recorder
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -134,8 +137,14 @@ class EngineCore:
 
     # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
 
+    async def linger(self) -> None:
+        """Let requests that arrive now be in the next plan, as long as the device is busy."""
+        seconds = self._plan_time.seconds_to_wait(time.monotonic())
+        if seconds > 0:
+            await asyncio.sleep(seconds)
+
     def plan(self) -> StepPlan | None:
-        start = time.monotonic()
+        start = self._plan_started = time.monotonic()
         for request in self.admission.late(start):
             self._expire(request)
         self._planning = True
@@ -153,7 +162,9 @@ class EngineCore:
         start = time.monotonic()
         launched = self.worker.launch(plan)
         self.clock.launched(launched)
-        self.clock.host.launch += time.monotonic() - start
+        now = time.monotonic()
+        self.clock.host.launch += now - start
+        self._plan_time.planned(now - self._plan_started)
         return launched
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
@@ -161,6 +172,7 @@ class EngineCore:
         start = time.monotonic()
         self.watchdog.step_done()
         step = self.clock.finished(plan)
+        self._plan_time.finished(step)
         updates = self.scheduler.finish_step(plan, result)
         self._aborts_while_emitting = []
         stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
@@ -186,6 +198,7 @@ class EngineCore:
         """Until a request arrives. After a moment of quiet, graphs that were left for later."""
         self._work.clear()
         self.clock.idle()
+        self._plan_time.idle()
         patience = QUIET_SECONDS
         while not self.scheduler.waiting and self.worker.num_pending_graphs:
             await self._work_within(patience)
@@ -220,6 +233,7 @@ class EngineCore:
         """
         self._aborts_while_emitting = None
         self.clock.reset()
+        self._plan_time.idle()
         live = self.scheduler.requests()
         # A step that raised midway may have left anything: begin anew, with an empty cache.
         self.scheduler = self._make_scheduler(self.scheduler.stats())

@@ -1,7 +1,7 @@
 """The time structure of the engine: when each verb of a step is called, and not what it does.
 
-    one ahead     host   | plan N+1 | launch N+1 | wait N ... HTTP ... | finish N | plan N+2 | ...
-                  device |        step N         |          step N+1              | step N+2
+    one ahead     host   | plan N+1 | launch N+1 | wait N | finish N | linger, HTTP | plan N+2 | ...
+                  device |             step N             |          step N+1                  | N+2
 
 `run_ahead` launches step N+1 before step N's tokens are known on the host, so the device never
 waits for Python; `run_synchronous`, its twin, finishes each step before it plans the next. They
@@ -27,6 +27,10 @@ class Launched(Protocol):
 class Steps(Protocol):
     """The verbs of one step, in the order of their use."""
 
+    async def linger(self) -> None:
+        """Return when the step in flight leaves just the time to plan and launch the next."""
+        ...
+
     def plan(self) -> StepPlan | None: ...
     def launch(self, plan: StepPlan) -> Launched: ...
     def finish(self, plan: StepPlan, result: StepResult) -> None: ...
@@ -39,6 +43,8 @@ async def run_ahead(steps: Steps) -> None:
     """Run for ever, one step ahead. Ends by cancellation or by what a verb raises."""
     in_flight: tuple[StepPlan, Launched] | None = None
     while True:
+        if in_flight is not None:
+            await steps.linger()
         plan = steps.plan()
         launched = (plan, steps.launch(plan)) if plan is not None else None
         if in_flight is not None:

@@ -157,6 +157,9 @@ class World:
             assert seq.slot == PADDING_SLOT
             assert seq.status is SequenceStatus.SWAPPED or seq.num_computed == 0
 
+    async def linger(self) -> None:
+        pass
+
     async def idle(self) -> None:
         if self.clients.done():
             raise WorldIsDone

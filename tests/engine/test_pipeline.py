@@ -55,6 +55,9 @@ class Script:
         assert result.token_ids == [plan.step_id], "the result of another step"
         self.note(f"finish {plan.step_id}")
 
+    async def linger(self) -> None:
+        pass
+
     async def idle(self) -> None:
         self.note("idle")
         if not self._steps:
@@ -87,6 +90,21 @@ def test_one_step_is_launched_before_the_one_before_is_awaited() -> None:
         "plan 2", "launch 2", "wait 1", "finish 1",
         "plan 3", "launch 3", "wait 2", "finish 2",
         "wait 3", "finish 3",
+        "idle",
+    ]  # fmt: skip
+
+
+def test_it_lingers_only_while_a_step_is_in_flight() -> None:
+    class Lingering(Script):
+        async def linger(self) -> None:
+            self.note("linger")
+
+    assert run(run_ahead, Lingering([1, 2, None, 3])) == [
+        "plan 1", "launch 1",
+        "linger", "plan 2", "launch 2", "wait 1", "finish 1",
+        "linger", "wait 2", "finish 2",
+        "plan 3", "launch 3",
+        "linger", "wait 3", "finish 3",
         "idle",
     ]  # fmt: skip
 
@@ -206,6 +224,9 @@ class SmallEngine:
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.scheduler.finish_step(plan, result)
+
+    async def linger(self) -> None:
+        pass
 
     async def idle(self) -> None:
         self.scheduler.check_empty()

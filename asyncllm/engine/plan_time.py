@@ -1,0 +1,48 @@
+"""When to plan the next step: late, so that a request that arrives meanwhile is in it.
+
+    device   |        step N         |          step N+1             |
+    plan at once    ^ N+1: an arrival from here on waits for step N+2, a whole step more
+    plan late                  ^ N+1, a lead before the expected end of N
+
+The expected end is a floor, so that the device is not kept waiting: every forward pass reads all
+weights, as the last step of decodes did, and SHORTEST says how much less than that one it may take.
+The lead is what the host then needs: to plan and launch, as it lately took, and to wake up.
+"""
+
+from __future__ import annotations
+
+from asyncllm.engine.stats import StepRecord
+
+SHORTEST = 0.9  # of the last decode step's duration
+WAKE_SECONDS = 1.5e-3  # timers count in milliseconds, and the loop may be at work
+FORGET = 0.9  # per step, of the longest time that the host took to plan and launch
+
+
+class PlanTime:
+    """Times in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._decode_seconds = 0.0
+        self._device_free: float | None = None  # the end of the last step known to be over
+        self._host_seconds = 0.0
+
+    def planned(self, host_seconds: float) -> None:
+        """A step was planned and launched, which took the host so long."""
+        self._host_seconds = max(host_seconds, self._host_seconds * FORGET)
+
+    def finished(self, step: StepRecord) -> None:
+        """The next step in flight has begun to run."""
+        self._device_free = step.start + step.duration
+        if step.kind == "decode":
+            self._decode_seconds = step.duration
+
+    def idle(self) -> None:
+        """Nothing is in flight: the next step begins nobody knows when."""
+        self._device_free = None
+
+    def seconds_to_wait(self, now: float) -> float:
+        """From `now`, before the next plan; 0 where it should be made at once."""
+        if self._device_free is None:
+            return 0.0
+        lead = WAKE_SECONDS + self._host_seconds
+        return max(self._device_free + SHORTEST * self._decode_seconds - lead - now, 0.0)
