@@ -24,6 +24,7 @@ import torch
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.model_config import ModelConfig
+from asyncllm.worker.worker import Worker
 
 REPEATS = 30
 PROFILED = 5
@@ -91,9 +92,9 @@ class Bench:
     """One worker, and steps on it at a given context."""
 
     def __init__(self, config: EngineConfig, context: int) -> None:
-        from asyncllm.worker.worker import Worker
-
         self._worker = Worker(config)
+        while self._worker.num_pending_graphs:
+            self._worker.capture_one()
         self._runner = self._worker.runner
         self._state = self._runner._state
         self._context = context
