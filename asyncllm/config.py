@@ -24,6 +24,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
+PREFILL_GRAPH_SIZES = (16, 32, 64, *range(128, 1025, 128), *range(1280, 2049, 256))
 GIB = 1 << 30
 
 
@@ -274,8 +275,8 @@ def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
 def _prefill_graph_sizes(sizes: list[int] | None, max_tokens: int) -> tuple[int, ...]:
     """Tokens per step to capture, ascending. Steps of more tokens are long enough to launch."""
     if sizes is None:
-        sizes = [16, 32, 64, *range(128, 1025, 128), *range(1280, 2049, 256)]
-        sizes = [size for size in sizes if size < max_tokens] + [min(max_tokens, 2048)]
+        largest = min(max_tokens, PREFILL_GRAPH_SIZES[-1])
+        sizes = [size for size in PREFILL_GRAPH_SIZES if size < largest] + [largest]
     if any(size < 0 or size > max_tokens for size in sizes):
         raise ValueError(
             f"prefill_graph_sizes must be between 0 and max_num_batched_tokens, got {sizes}"

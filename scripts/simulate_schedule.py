@@ -19,6 +19,7 @@ import random
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.scheduler import Scheduler
@@ -59,7 +60,11 @@ class Device:
 
     def step_s(self, plan: StepPlan) -> float:
         context = sum(row.position + 1 for row in plan.decodes)
-        seconds = self.products_s(plan.num_tokens)
+        num_tokens = plan.num_tokens
+        place = bisect_left(PREFILL_GRAPH_SIZES, num_tokens)
+        if plan.prefills and place < len(PREFILL_GRAPH_SIZES):
+            num_tokens = PREFILL_GRAPH_SIZES[place]  # a captured step is padded
+        seconds = self.products_s(num_tokens)
         seconds += context * self.kv_bytes_per_token / self.kv_bytes_per_s
         for row in plan.prefills:
             new = len(row.token_ids)
@@ -112,7 +117,8 @@ def policies(device: Device) -> dict[str, ChunkPolicy]:
         "unbounded": UNBOUNDED,
         **{str(size): FixedChunk(size) for size in (256, 512, 1024, 2048)},
         "ratio": RatioChunk(default.chunk_tokens),
-        "default": default,
+        "unaligned": default,
+        "default": ChunkPolicy.choose(None, device.cost, PREFILL_GRAPH_SIZES),
     }
 
 

@@ -4,13 +4,15 @@ Up to the *knee* a step's matrix products last as long as reading the weights, s
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
 the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
 full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
-card. Where more could start than DRAIN_STEPS such steps compute, the chunk grows.
+card. Where more could start than DRAIN_STEPS such steps compute, the chunk grows. A step of a size
+that is not captured is padded to the next, so chunk and decodes together make up a captured size.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from asyncllm.types import StepCost
@@ -22,14 +24,22 @@ DRAIN_STEPS = 128
 
 @dataclass(frozen=True, slots=True)
 class ChunkPolicy:
-    """`chunk_tokens`: of prompts beside decodes, where little waits. None: no bound."""
+    """`chunk_tokens`: of prompts beside decodes, where little waits. None: no bound.
+
+    `step_sizes`: tokens of the steps that are captured, ascending.
+    """
 
     chunk_tokens: int | None
+    step_sizes: tuple[int, ...] = ()
 
     @classmethod
-    def choose(cls, asked: int | None, cost: StepCost | None) -> ChunkPolicy:
-        """What the user asked for, else what the device measured, else no bound."""
-        return cls.measured(cost) if asked is None and cost is not None else cls(asked)
+    def choose(
+        cls, asked: int | None, cost: StepCost | None, step_sizes: tuple[int, ...] = ()
+    ) -> ChunkPolicy:
+        """What the user asked for, exactly, else what the device measured, else no bound."""
+        if asked is None and cost is not None:
+            return cls(cls.measured(cost).chunk_tokens, step_sizes)
+        return cls(asked)
 
     @classmethod
     def measured(cls, cost: StepCost) -> ChunkPolicy:
@@ -41,7 +51,16 @@ class ChunkPolicy:
         """Of one step, while prompts of `num_startable_tokens` wait and have room."""
         if num_decodes == 0 or self.chunk_tokens is None:
             return sys.maxsize
-        return max(self.chunk_tokens, num_startable_tokens // DRAIN_STEPS)
+        num_tokens = num_decodes + max(self.chunk_tokens, num_startable_tokens // DRAIN_STEPS)
+        return max(1, self._nearest_size(num_tokens) - num_decodes)
+
+    def _nearest_size(self, num_tokens: int) -> int:
+        place = bisect_left(self.step_sizes, num_tokens)
+        if place == len(self.step_sizes):
+            return num_tokens  # not captured, and not padded
+        return min(
+            self.step_sizes[max(0, place - 1) : place + 1], key=lambda size: abs(size - num_tokens)
+        )
 
 
 UNBOUNDED = ChunkPolicy(None)

@@ -265,7 +265,9 @@ class EngineCore:
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            chunk_policy=ChunkPolicy.choose(config.chunked_prefill_size, self.worker.step_cost),
+            chunk_policy=ChunkPolicy.choose(
+                config.chunked_prefill_size, self.worker.step_cost, config.prefill_graph_sizes
+            ),
             policy=config.scheduling_policy,
             preemption_mode=config.preemption_mode,
             swap_cost=self.worker.swap_cost,
