@@ -30,8 +30,13 @@ class Knee(NamedTuple):
     failed: float | None
 
 
-def search(start: float, meets: Callable[[float], bool], tolerance: float) -> Knee:
-    """`met` and `failed` end within a factor 1 + tolerance, unless probes run out."""
+def search(
+    start: float, meets: Callable[[float], bool], tolerance: float, least: float = 0.0
+) -> Knee:
+    """`met` and `failed` end within a factor 1 + tolerance, unless probes run out.
+
+    Rates below `least` are not tried.
+    """
     met = failed = None
     rate = start
     for _ in range(MAX_PROBES):
@@ -41,6 +46,8 @@ def search(start: float, meets: Callable[[float], bool], tolerance: float) -> Kn
             failed = rate
         if met is None:
             rate /= 2
+            if rate < least:
+                break
         elif failed is None:
             rate *= 2
         elif failed <= met * (1 + tolerance):

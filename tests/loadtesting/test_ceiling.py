@@ -14,6 +14,7 @@ def test_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(ceiling, "NUM_STREAMS", 4)
     monkeypatch.setattr(ceiling, "PROBE_S", 0.2)
     monkeypatch.setattr(ceiling, "START_CHUNKS_PER_S", 100.0)
+    monkeypatch.setattr(ceiling, "LEAST_CHUNKS_PER_S", 10.0)
     monkeypatch.setattr(knee, "MAX_PROBES", 2)
     flags = "--ceiling --processes 2 --mock-processes 2 --max-client-lag-ms 1e6"
     assert loadtest.main(flags.split()) == 0

@@ -140,6 +140,17 @@ def test_the_knee_is_found_from_either_side(capacity: float) -> None:
     assert found.met <= capacity < found.failed <= found.met * 1.05 + 1e-9
 
 
+def test_no_rate_below_the_least_is_tried() -> None:
+    tried: list[float] = []
+
+    def never(rate: float) -> bool:
+        tried.append(rate)
+        return False
+
+    assert knee.search(16.0, never, 0.1, least=4.0) == knee.Knee(None, 4.0)
+    assert tried == [16.0, 8.0, 4.0]
+
+
 def test_a_knee_that_is_not_there() -> None:
     assert knee.search(1.0, lambda rate: True, 0.05).failed is None
     assert knee.search(1.0, lambda rate: False, 0.05).met is None
