@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.base import AttentionBackend
 from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, resolve_backend
@@ -22,6 +23,7 @@ from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
+from asyncllm.models.base import CausalLM
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
@@ -92,18 +94,7 @@ class Worker:
                 self.runner.warm_up(min(num_tokens, most))
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
-            pool = GraphPool()
-            if config.prefill_graph_sizes:
-                sizes = config.prefill_graph_sizes
-                prefill = PrefillGraphs(model, attention, sizes[-1], pool, dtype, self.device)
-                with self._phase("prefill_graphs"), self._on_stream():
-                    self._capture(prefill.capture, sizes, "prefill")
-                self.runner.mixed_forward.graphs = prefill
-            sizes = config.cuda_graph_sizes
-            decode = DecodeGraphs(self.runner.decode_step, sizes[-1], pool, self.device)
-            with self._phase("graphs"), self._on_stream():
-                self._capture(decode.capture, sizes, "decode")
-            self.runner.graphs = decode
+            self._make_graphs(config, model, attention, dtype)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
@@ -180,6 +171,23 @@ class Worker:
             raise ValueError(
                 f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"
             ) from error
+
+    def _make_graphs(
+        self, config: EngineConfig, model: CausalLM, attention: AttentionBackend, dtype: torch.dtype
+    ) -> None:
+        """Of steps with prefills and of decode steps, in one pool."""
+        pool = GraphPool()
+        if config.prefill_graph_sizes:
+            sizes = config.prefill_graph_sizes
+            prefill = PrefillGraphs(model, attention, sizes[-1], pool, dtype, self.device)
+            with self._phase("prefill_graphs"), self._on_stream():
+                self._capture(prefill.capture, sizes, "prefill")
+            self.runner.mixed_forward.graphs = prefill
+        sizes = config.cuda_graph_sizes
+        decode = DecodeGraphs(self.runner.decode_step, sizes[-1], pool, self.device)
+        with self._phase("graphs"), self._on_stream():
+            self._capture(decode.capture, sizes, "decode")
+        self.runner.graphs = decode
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle."""
