@@ -10,6 +10,7 @@ from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import Call, new_id
 from asyncllm.server.collect import CollectedAnswer, CollectedChoice
+from asyncllm.server.errors import bad_request
 from asyncllm.server.logprobs import LegacyLogprobs, TokenNames, prompt_logprobs
 from asyncllm.server.prompts import completion_prompts
 from asyncllm.server.protocol import CompletionRequest
@@ -23,6 +24,8 @@ from asyncllm.server.service import (
     json_response,
 )
 from asyncllm.server.stream import ChoiceFrames
+
+MAX_CHOICES = 1024  # of one call: prompts times n
 
 
 async def completions(http: web.Request) -> web.StreamResponse:
@@ -40,7 +43,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
 def _call(request: CompletionRequest, service: Service) -> Call:
     service.check_model(request.model)
     refuse_unsupported(request)
-    return Call(
+    call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
         prompts=completion_prompts(request),
@@ -48,6 +51,10 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
     )
+    if call.num_choices > MAX_CHOICES:
+        prompts, n = len(call.prompts), call.params.n
+        raise bad_request(f"{prompts} prompts with n={n}, at most {MAX_CHOICES} choices", "n")
+    return call
 
 
 class CompletionView:

@@ -71,6 +71,20 @@ def test_unreadable_http_gets_the_four_keys_and_its_connection_ends(sent: bytes)
     run(test())
 
 
+@pytest.mark.parametrize(("num_headers", "header_bytes"), [(127, 10), (3, 8190)])
+def test_headers_at_their_limits_are_taken(num_headers: int, header_bytes: int) -> None:
+    """aiohttp's: 128 headers, 8190 bytes each. One above: see UNREADABLE."""
+
+    async def test() -> None:
+        async with serving() as server:
+            names = [b"A%d" % i for i in range(num_headers - 1)]
+            lines = [name + b": " + b"a" * (header_bytes - len(name) - 2) for name in names]
+            head = b"\r\n".join([b"GET /health HTTP/1.1", b"Host: x", *lines, b"Connection: close"])
+            assert (await exchange(server, head + b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    run(test())
+
+
 def test_pipelined_requests_are_answered_in_order() -> None:
     async def test() -> None:
         async with serving() as server:

@@ -253,6 +253,25 @@ def test_request_ids_are_echoed_where_they_are_harmless(given: str, echoed: bool
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "param"),
+    [(1024, 1, None), (1025, 1, "prompt"), (8, 128, None), (9, 128, "n"), (1, 129, "n")],
+)
+def test_prompts_and_choices_of_one_call(num_prompts: int, n: int, param: str | None) -> None:
+    """At the limit, and one above."""
+
+    async def test() -> None:
+        async with serving() as server:
+            body = {"prompt": ["a"] * num_prompts, "n": n, "max_tokens": 1}
+            status, answer = await server.post(COMPLETIONS, body)
+            if param is None:
+                assert status == 200 and len(answer["choices"]) == num_prompts * n
+            else:
+                check((status, answer), 400, param)
+
+    run(test())
+
+
 def test_too_large() -> None:
     async def test() -> None:
         async with serving(max_body_bytes=1000) as server:
