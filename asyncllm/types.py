@@ -28,6 +28,7 @@ from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 
 PADDING_SLOT = 0
+NON_FINITE_TOKEN = -1  # the device's word for a row whose logits are NaN, infinite or all masked
 PADDING_PAGE = 0
 
 

@@ -76,6 +76,13 @@ class KVCache:
             for cache in self.layers:
                 cache[target] = cache[source]
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeros, as at the start, on the current stream."""
+        if pages:
+            indices = self._indices(list(pages))
+            for cache in self.layers:
+                cache.index_fill_(0, indices, 0)
+
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(device page, host page), on the current stream."""
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):

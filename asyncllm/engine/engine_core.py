@@ -34,7 +34,14 @@ from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import FinishReason, Request, StepPlan, StepResult
+from asyncllm.types import (
+    NON_FINITE_TOKEN,
+    FinishReason,
+    Request,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+)
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -173,6 +180,8 @@ class EngineCore:
         self.watchdog.step_done()
         step = self.clock.finished(plan)
         self._plan_time.finished(step)
+        if min(result.token_ids, default=0) < 0:
+            self._fail_non_finite(plan, result)
         updates = self.scheduler.finish_step(plan, result)
         self._aborts_while_emitting = []
         stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
@@ -184,6 +193,34 @@ class EngineCore:
         self._record(step)
         self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
+
+    def _fail_non_finite(self, plan: StepPlan, result: StepResult) -> None:
+        """End the requests whose logits are not finite, and clean the pages that they leave.
+
+        Attention multiplies what it masks by 0, and 0 times NaN is NaN: such a page would hurt its
+        next owner, and its published blocks all who share them.
+        """
+        rows = zip(plan.sampled, result.token_ids, strict=True)
+        bad = {
+            seq.request.request_id: seq.request
+            for seq, token_id in rows
+            if token_id == NON_FINITE_TOKEN and seq.status is not SequenceStatus.FINISHED
+        }
+        if not bad:  # ended one step ago
+            return
+        blocks = self.scheduler.blocks
+        sequences = [seq for request in bad.values() for seq in request.sequences]
+        pages = {
+            page
+            for seq in sequences
+            if seq.status is SequenceStatus.RUNNING
+            for page in blocks.pages_of(seq)
+        }
+        for request_id in bad:
+            self.scheduler.abort(request_id, FinishReason.ERROR)
+        blocks.reset_prefix_cache()
+        self.worker.clear_pages([page for page in pages if blocks.device.is_free(page)])
+        self._fail(list(bad.values()), "its logits are not finite")
 
     def _record(self, step: StepRecord | None) -> None:
         """Tell the observers what came since the last time."""

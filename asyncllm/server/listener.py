@@ -1,6 +1,7 @@
 """The listening socket: bound before anything slow, so that a taken port fails at once.
 
-It listens only when serving starts: until then a client is refused and not kept waiting.
+It listens once there is a server to answer, if only that the model loads: until then a client is
+refused and not kept waiting.
 """
 
 from __future__ import annotations

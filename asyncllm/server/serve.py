@@ -1,4 +1,4 @@
-"""The server's life: bind, load, serve, drain.
+"""The server's life: bind, listen, load, serve, drain. Until the model is loaded all is 503.
 
 SIGINT or SIGTERM refuses newcomers (503, at /health too) and lets the answers in progress end
 within `shutdown_timeout`; those that do not are ended with an error event. A second signal leaves
@@ -43,10 +43,25 @@ async def serve(
     where the device was lost later: a supervisor then starts another process.
     """
     imported = time.perf_counter() - started
+    app = build_app(engine, args)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that is gone ends its handler, which aborts
+        access_log=None,
+        shutdown_timeout=CLOSE_TIMEOUT_SECONDS,
+    )
+    await runner.setup()
     try:
+        await listener.start(runner)  # from here on /health says that the model loads
         await engine.start()
-        await _serve_loaded(engine, args, listener, _Clock(started, imported))
+        stats_task = _start_logs(engine, args)
+        try:
+            await _serve_loaded(engine, args, listener, app[SERVICE], _Clock(started, imported))
+        finally:
+            if stats_task is not None:
+                stats_task.cancel()
     finally:
+        await runner.cleanup()
         await engine.aclose()
 
 
@@ -59,32 +74,17 @@ class _Clock:
 
 
 async def _serve_loaded(
-    engine: AsyncLLMEngine, args: ServerArgs, listener: Listener, clock: _Clock
+    engine: AsyncLLMEngine, args: ServerArgs, listener: Listener, service: Service, clock: _Clock
 ) -> None:
-    app = build_app(engine, args)
-    stats_task = _start_logs(engine, args)
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,  # a client that is gone ends its handler, which aborts
-        access_log=None,
-        shutdown_timeout=CLOSE_TIMEOUT_SECONDS,
-    )
-    await runner.setup()
-    try:
-        await listener.start(runner)
-        stop = _stop_on_signals()
-        # What exists now lives as long as the process: spare every later collection the walk over
-        # it, which would show up as pauses between tokens.
-        gc.collect()
-        gc.freeze()
-        _announce(engine, listener, clock)
-        await _stop_or_failure(stop, engine)
-        await drain(app[SERVICE], args.shutdown_timeout)
-        listener.close()
-    finally:
-        if stats_task is not None:
-            stats_task.cancel()
-        await runner.cleanup()
+    stop = _stop_on_signals()
+    # What exists now lives as long as the process: spare every later collection the walk over it,
+    # which would show up as pauses between tokens.
+    gc.collect()
+    gc.freeze()
+    _announce(engine, listener, clock)
+    await _stop_or_failure(stop, engine)
+    await drain(service, args.shutdown_timeout)
+    listener.close()
 
 
 async def _stop_or_failure(stop: asyncio.Event, engine: AsyncLLMEngine) -> None:

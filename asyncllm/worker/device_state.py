@@ -92,7 +92,7 @@ class DeviceState:
 
         Padding rows all write slot 0, whose position stays 0.
         """
-        self.last_tokens[slots] = tokens
+        self.last_tokens[slots] = tokens.clamp(min=0)  # NON_FINITE_TOKEN has no embedding
         self.positions[slots] = torch.where(slots == 0, 0, positions)
 
 

@@ -64,6 +64,15 @@ class ModelRunner:
         inputs = self._builder.build(plan)
         return self._executor.submit(lambda: self._run(inputs))
 
+    def clear_pages(self, pages: list[int]) -> None:
+        """Zero these pages after all that was launched before."""
+
+        def work() -> Collect:
+            self._cache.clear_pages(pages)
+            return lambda: StepResult([])
+
+        self._executor.submit(work)
+
     def warm_up(self, num_tokens: int) -> None:
         """A prefill of `num_tokens` on the padding page and slot, on the current stream.
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
 
@@ -62,6 +63,9 @@ class Sampler:
         """int32 [rows], with every feature that any row of the step asks for."""
         state = self._state
         logits = logits.float().clone()
+        # Filters may search for ever in what is not finite: such rows go through them as zeros.
+        bad = (logits.isnan() | (logits == float("inf"))).any(dim=1)
+        logits.masked_fill_(bad.unsqueeze(1), 0.0)
         if features & Feature.ALLOWED:
             logits = self._mask_disallowed(logits, slots)
         if features & Feature.EDIT:
@@ -78,9 +82,10 @@ class Sampler:
             logits = torch.where(random.unsqueeze(1), filtered, logits)
             temperatures = random.float()
         tokens = self._plain(logits, temperatures, state.seeds[slots], positions)
+        tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)
-            state.output_counts.index_put_((slots, tokens), ones, accumulate=True)
+            state.output_counts.index_put_((slots, tokens.clamp(min=0)), ones, accumulate=True)
         return tokens
 
     def _mask_disallowed(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -113,7 +118,7 @@ class Sampler:
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
     """Log-probabilities under logits [rows, V] of one token per row, and of the `num_top` best."""
     logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens.long().unsqueeze(1))
+    chosen = logprobs.gather(1, tokens.long().clamp(min=0).unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1) + 1
     top_logprobs, top_ids = logprobs.topk(num_top, dim=1)
     return LogprobTensors(chosen.squeeze(1), ranks, top_ids, top_logprobs)
@@ -125,11 +130,17 @@ def plain_sample_torch(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """The reference `PlainSample`: argmax of logits / T + Gumbel(seed, position, token)."""
+    """The reference `PlainSample`: argmax of logits / T + Gumbel(seed, position, token).
+
+    NON_FINITE_TOKEN for a row with a NaN or +inf, or with nothing but -inf.
+    """
     random = (temperatures > 0).unsqueeze(1)
     scale = torch.where(random, temperatures.unsqueeze(1), 1.0)
     noise = gumbel_noise(seeds, positions, logits.shape[1])
-    return (logits.float() / scale + torch.where(random, noise, 0.0)).argmax(dim=1).int()
+    scores = logits.float() / scale + torch.where(random, noise, 0.0)
+    scores = scores.masked_fill(scores.isnan(), float("inf"))
+    best, tokens = scores.max(dim=1)
+    return tokens.masked_fill(best.isinf(), NON_FINITE_TOKEN).int()
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from asyncllm.attention.programmatic_launch import (
     start_next,
     wait_previous,
 )
+from asyncllm.types import NON_FINITE_TOKEN
 
 BLOCK = (
     4096  # logits per program: a row of 128k is 32 programs, enough for one row to fill the card
@@ -60,6 +61,7 @@ def _best_of_block(
         exponential = tl.where(u < 1e-3, u + 0.5 * u * u, -tl.log(1.0 - u))
         x = x / temperature - tl.log(exponential)
         x = tl.where(mask, x, float("-inf"))
+    x = tl.where(x != x, float("inf"), x)  # a NaN must win, to be seen
     best, index = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(values_ptr + row * num_blocks + block, best)
     tl.store(tokens_ptr + row * num_blocks + block, block * BLOCK + index)
@@ -68,9 +70,12 @@ def _best_of_block(
 @triton.jit
 def _best_of_row(
     values_ptr, tokens_ptr, out_ptr, slots_ptr, positions_ptr, last_tokens_ptr, slot_positions_ptr,
-    num_blocks, BLOCKS: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
+    num_blocks, BLOCKS: tl.constexpr, NON_FINITE: tl.constexpr, ADVANCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's blocks; the first among equals, as argmax. ADVANCE: its slot too."""
+    """The best of a row's blocks; the first among equals, as argmax. ADVANCE: its slot too.
+
+    NON_FINITE where the best is infinite."""
     if PDL:
         start_next()
         after = wait_previous()
@@ -84,9 +89,10 @@ def _best_of_row(
     block = tl.arange(0, BLOCKS)
     mask = block < num_blocks
     values = tl.load(values_ptr + row * num_blocks + block, mask, other=float("-inf"))
-    _, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    best, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(tokens_ptr + row * num_blocks + index)
-    tl.store(out_ptr + row, token)
+    is_finite = (best > float("-inf")) & (best < float("inf"))
+    tl.store(out_ptr + row, tl.where(is_finite, token, NON_FINITE))
     if ADVANCE:
         slot = tl.load(slots_ptr + row)
         position = tl.load(positions_ptr + row) + 1
@@ -140,7 +146,8 @@ def _sample(
     )  # fmt: skip
     _best_of_row[(num_rows,)](
         values, tokens, out, slots, positions, last_tokens, slot_positions, num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks), ADVANCE=slots is not None, **flags,
+        BLOCKS=triton.next_power_of_2(num_blocks), NON_FINITE=NON_FINITE_TOKEN,
+        ADVANCE=slots is not None, **flags,
     )  # fmt: skip
     return out
 

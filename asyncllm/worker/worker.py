@@ -127,6 +127,10 @@ class Worker:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)
 
+    def clear_pages(self, pages: list[int]) -> None:
+        """Zero these pages after all that was launched before."""
+        self.runner.clear_pages(pages)
+
     def drain(self) -> None:
         """Block until all launched steps are done; raises what a lost device raises."""
         self._executor.drain()

@@ -41,6 +41,25 @@ def test_plain_sampling_equals_torch(rows: int, vocab: int) -> None:
     assert (ours != reference).float().mean().item() <= 0.02
 
 
+@pytest.mark.parametrize("vocab", [97, 128256])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite_are_told(vocab: int, temperature: float) -> None:
+    from asyncllm.types import NON_FINITE_TOKEN
+    from asyncllm.worker.sampling_kernels import plain_sample_triton
+
+    logits = torch.randn(5, vocab, device=CUDA)
+    logits[1, vocab - 1], logits[2, 0], logits[3] = float("nan"), float("inf"), -float("inf")
+    logits[4, 1:] = -float("inf")
+    tokens = plain_sample_triton(
+        logits.to(BF16),
+        torch.full((5,), temperature, device=CUDA),
+        torch.arange(5, device=CUDA),
+        torch.arange(5, device=CUDA, dtype=torch.int32),
+    ).tolist()
+    assert tokens[1:4] == [NON_FINITE_TOKEN] * 3
+    assert 0 <= tokens[0] < vocab and tokens[4] == 0
+
+
 @pytest.mark.parametrize("vocab", [4096, 128256])
 def test_top_k_top_p_equals_torch(vocab: int) -> None:
     from asyncllm.worker.sampler import top_k_top_p_torch

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from typing import Any
+from typing import Any, ClassVar
 
+import aiohttp
 import pytest
 
 from asyncllm.errors import EngineDeadError
-from asyncllm.server.serve import _stop_or_failure, drain
-from tests.server.fake_engine import reply
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.listener import Listener
+from asyncllm.server.serve import _stop_or_failure, drain, serve
+from tests.server.fake_engine import FakeEngine, reply
 from tests.server.http_harness import CHAT, HELLO, run, serving, until
 
 
@@ -63,5 +67,55 @@ def test_a_lost_device_ends_the_server_with_an_error() -> None:
         stop = asyncio.Event()
         stop.set()
         await _stop_or_failure(stop, engine)  # asked to stop: not an error
+
+    run(test())
+
+
+def test_health_says_loading_until_the_model_is_there() -> None:
+    class Slow(FakeEngine):
+        startup: ClassVar[dict[str, Any]] = {"model": "slow"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.unhealthy = "loading"
+            self.loaded = asyncio.Event()
+
+        async def start(self) -> None:
+            await self.loaded.wait()
+            self.unhealthy = None
+            await super().start()
+
+        async def wait_failed(self) -> str:
+            await asyncio.Event().wait()
+            raise AssertionError("never")
+
+    async def test() -> None:
+        engine: Any = Slow()
+        args = ServerArgs(port=0, disable_log_stats=True)
+        listener = Listener.bind(args)
+        assert listener.sock is not None
+        url = f"http://127.0.0.1:{listener.sock.getsockname()[1]}"
+        server = asyncio.create_task(serve(engine, args, listener, time.perf_counter()))
+        async with aiohttp.ClientSession() as session:
+
+            async def health() -> tuple[int, str]:
+                try:
+                    async with session.get(f"{url}/health") as response:
+                        return response.status, await response.text()
+                except aiohttp.ClientConnectionError:
+                    return 0, "not listening yet"
+
+            while (await health())[0] == 0:  # noqa: ASYNC110 (it has no event to wait for)
+                await asyncio.sleep(0.002)
+            status, body = await health()
+            assert status == 503 and "loading" in body
+            async with session.post(url + CHAT, json={"messages": HELLO}) as response:
+                assert response.status == 503
+            engine.loaded.set()
+            while (await health())[0] != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        server.cancel()
+        await asyncio.wait([server])
+        gc.unfreeze()
 
     run(test())
