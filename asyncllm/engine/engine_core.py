@@ -23,6 +23,7 @@ from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.loop_lag import LoopLag
+from asyncllm.engine.non_finite import evict, non_finite_requests
 from asyncllm.engine.output_processor import OutputProcessor, TextSink
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.plan_time import PlanTime
@@ -34,14 +35,7 @@ from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import (
-    NON_FINITE_TOKEN,
-    FinishReason,
-    Request,
-    SequenceStatus,
-    StepPlan,
-    StepResult,
-)
+from asyncllm.types import FinishReason, Request, StepPlan, StepResult
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -180,8 +174,9 @@ class EngineCore:
         self.watchdog.step_done()
         step = self.clock.finished(plan)
         self._plan_time.finished(step)
-        if min(result.token_ids, default=0) < 0:
-            self._fail_non_finite(plan, result)
+        if bad := non_finite_requests(plan, result):
+            self.worker.clear_pages(evict(self.scheduler, bad))
+            self._fail(bad, "its logits are not finite")
         updates = self.scheduler.finish_step(plan, result)
         self._aborts_while_emitting = []
         stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
@@ -193,34 +188,6 @@ class EngineCore:
         self._record(step)
         self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
-
-    def _fail_non_finite(self, plan: StepPlan, result: StepResult) -> None:
-        """End the requests whose logits are not finite, and clean the pages that they leave.
-
-        Attention multiplies what it masks by 0, and 0 times NaN is NaN: such a page would hurt its
-        next owner, and its published blocks all who share them.
-        """
-        rows = zip(plan.sampled, result.token_ids, strict=True)
-        bad = {
-            seq.request.request_id: seq.request
-            for seq, token_id in rows
-            if token_id == NON_FINITE_TOKEN and seq.status is not SequenceStatus.FINISHED
-        }
-        if not bad:  # ended one step ago
-            return
-        blocks = self.scheduler.blocks
-        sequences = [seq for request in bad.values() for seq in request.sequences]
-        pages = {
-            page
-            for seq in sequences
-            if seq.status is SequenceStatus.RUNNING
-            for page in blocks.pages_of(seq)
-        }
-        for request_id in bad:
-            self.scheduler.abort(request_id, FinishReason.ERROR)
-        blocks.reset_prefix_cache()
-        self.worker.clear_pages([page for page in pages if blocks.device.is_free(page)])
-        self._fail(list(bad.values()), "its logits are not finite")
 
     def _record(self, step: StepRecord | None) -> None:
         """Tell the observers what came since the last time."""
