@@ -42,14 +42,15 @@ def stream_weights(spans: Iterable[Span], device: torch.device) -> Iterator[int]
     """
     buffers: SimpleQueue[_Buffer] = SimpleQueue()
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    for _ in range(NUM_THREADS * BUFFERS_PER_THREAD):
+    pieces = list(_pieces(spans))
+    for _ in range(min(NUM_THREADS * BUFFERS_PER_THREAD, len(pieces))):
         buffers.put(_Buffer(stream))
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, "asyncllm-weights"))
         stack.callback(threads.shutdown, cancel_futures=True)  # on an error: the rest is moot
         opened: dict[Path, int] = {}
         futures = []
-        for piece in _pieces(spans):
+        for piece in pieces:
             if piece.file not in opened:
                 opened[piece.file] = os.open(piece.file, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, opened[piece.file])

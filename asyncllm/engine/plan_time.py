@@ -5,15 +5,20 @@
     plan late                  ^ N+1, a lead before the expected end of N
 
 The expected end is a floor, so that the device is not kept waiting: every forward pass reads all
-weights, as the last step of decodes did, and SHORTEST says how much less than that one it may take.
+weights, as the last steps of decodes did, and SHORTEST says how much less than the quickest of them
+it may take. One slow step therefore delays nothing, and no wait is longer than MOST_SECONDS.
 The lead is what the host then needs: to plan and launch, as it lately took, and to wake up.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from asyncllm.engine.stats import StepRecord
 
-SHORTEST = 0.9  # of the last decode step's duration
+SHORTEST = 0.9  # of the quickest of the last NUM_STEPS decode steps
+NUM_STEPS = 8
+MOST_SECONDS = 0.05
 WAKE_SECONDS = 1.5e-3  # timers count in milliseconds, and the loop may be at work
 FORGET = 0.9  # per step, of the longest time that the host took to plan and launch
 
@@ -22,7 +27,7 @@ class PlanTime:
     """Times in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self._decode_seconds = 0.0
+        self._decode_seconds: deque[float] = deque(maxlen=NUM_STEPS)
         self._device_free: float | None = None  # the end of the last step known to be over
         self._host_seconds = 0.0
 
@@ -34,7 +39,7 @@ class PlanTime:
         """The next step in flight has begun to run."""
         self._device_free = step.start + step.duration
         if step.kind == "decode":
-            self._decode_seconds = step.duration
+            self._decode_seconds.append(step.duration)
 
     def idle(self) -> None:
         """Nothing is in flight: the next step begins nobody knows when."""
@@ -45,4 +50,5 @@ class PlanTime:
         if self._device_free is None:
             return 0.0
         lead = WAKE_SECONDS + self._host_seconds
-        return max(self._device_free + SHORTEST * self._decode_seconds - lead - now, 0.0)
+        due = self._device_free + SHORTEST * min(self._decode_seconds, default=0.0) - lead
+        return min(max(due - now, 0.0), MOST_SECONDS)

@@ -69,11 +69,11 @@ class Generation:
         while self._live:
             self._engine.abort(self._live.pop(), self.abort_cause)
 
-    def fail(self, error: ApiError) -> None:
-        """End the answer with an error; the handler then aborts what still runs."""
+    def fail(self, error: ApiError, cause: AbortCause = "server_error") -> None:
+        """End the answer with an error; the handler then aborts what still runs, by `cause`."""
         if not self._is_over and self.error is None and self._num_open:
             self.error = error
-            self.abort_cause = "shutdown" if error.status == 503 else "server_error"
+            self.abort_cause = cause
             try:
                 self._consumer.fail(error)
             except Exception:  # whatever it is, the engine's step must not see it

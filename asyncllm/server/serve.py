@@ -61,6 +61,7 @@ async def serve(
             if stats_task is not None:
                 stats_task.cancel()
     finally:
+        listener.close()  # before the app behind it is gone
         await runner.cleanup()
         await engine.aclose()
 
@@ -84,7 +85,6 @@ async def _serve_loaded(
     _announce(engine, listener, clock)
     await _stop_or_failure(stop, engine)
     await drain(service, args.shutdown_timeout)
-    listener.close()
 
 
 async def _stop_or_failure(stop: asyncio.Event, engine: AsyncLLMEngine) -> None:

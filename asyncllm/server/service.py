@@ -63,9 +63,9 @@ class Service:
             raise ApiError(503, "the server is shutting down")
 
     def fail_live(self, error: ApiError) -> None:
-        """End every answer in progress with an error."""
+        """End every answer in progress with an error: the server goes."""
         for generation in list(self._live):
-            generation.fail(error)
+            generation.fail(error, "shutdown")
 
     @contextmanager
     def generation(self, call: Call, consumer: Consumer) -> Iterator[Generation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.engine.plan_time import FORGET, SHORTEST, WAKE_SECONDS, PlanTime
+from asyncllm.engine.plan_time import FORGET, MOST_SECONDS, SHORTEST, WAKE_SECONDS, PlanTime
 from asyncllm.engine.stats import StepKind, StepRecord
 
 
@@ -46,6 +46,17 @@ def test_a_step_with_prefills_is_taken_to_last_as_long_as_decodes_alone() -> Non
     plan_time.finished(step("mixed", 100.010, 0.030))
     due = 100.040 + SHORTEST * 0.010 - WAKE_SECONDS
     assert plan_time.seconds_to_wait(100.040) == pytest.approx(due - 100.040)
+
+
+def test_a_slow_step_does_not_delay_the_next() -> None:
+    plan_time = PlanTime()
+    plan_time.finished(step("decode", 100.0, 0.010))
+    plan_time.finished(step("decode", 100.010, 5.0))  # a kernel was compiled
+    due = 105.010 + SHORTEST * 0.010 - WAKE_SECONDS
+    assert plan_time.seconds_to_wait(105.010) == pytest.approx(due - 105.010)
+    first = PlanTime()
+    first.finished(step("decode", 100.0, 5.0))  # nothing else is known
+    assert first.seconds_to_wait(105.0) == MOST_SECONDS
 
 
 def test_short_steps_are_planned_at_once() -> None:
