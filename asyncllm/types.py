@@ -20,7 +20,7 @@ import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +44,26 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class TokenConstraint(Protocol):
+    """What may come next in one sequence, by a grammar. Owned by the engine; not thread-safe.
+
+    The engine calls `accept` with each token once it is known on the host, in order, and `fill` in
+    a worker thread before the next is sampled.
+    """
+
+    def accept(self, token_id: int) -> None:
+        """Raises `ValueError` for a token that was not allowed."""
+        ...
+
+    def fill(self, bitmask: np.ndarray) -> None:
+        """Write int32 [ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i may come."""
+        ...
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that must come next, whatever the model says; none where it has a choice."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +122,7 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, served by the prefix cache at first admission
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    constraint: TokenConstraint | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

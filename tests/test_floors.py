@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # Each package may import those after it. The vocabulary at the bottom is on no floor.
-FLOORS = ["cli", "commands", "server", "engine", "worker", "graphs", "models", "attention"]
+FLOORS = [
+    "cli", "commands", "server", "engine", "formats", "worker", "graphs", "models", "attention"
+]  # fmt: skip
 HOMES = {"models": ROOT / "models", "attention": ROOT / "attention", "graphs": ROOT / "graphs"}
 
 

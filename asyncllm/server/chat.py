@@ -8,16 +8,14 @@ from aiohttp import web
 
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.server.bodies import read_body
-from asyncllm.server.call import Call, new_id
+from asyncllm.server.call import Call
+from asyncllm.server.chat_call import chat_call
 from asyncllm.server.collect import CollectedAnswer, CollectedChoice
 from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.refusals import refuse_unsupported
-from asyncllm.server.sampling import chat_params, client_names
+from asyncllm.server.sampling import client_names
 from asyncllm.server.service import (
     SERVICE,
-    Service,
     answer_stream,
     answer_whole,
     json_response,
@@ -31,25 +29,11 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     request = await read_body(http, ChatRequest)
     names = TokenNames(service.engine.tokenizer, bool(request.return_tokens_as_token_ids))
     with client_names(request):
-        call = _call(request, service)
+        call = chat_call(request, service)
         if request.stream:
             return await answer_stream(http, service, call, request, ChatChunks(call, names))
         answer = await answer_whole(service, call)
     return json_response(_body(call, answer, names))
-
-
-def _call(request: ChatRequest, service: Service) -> Call:
-    service.check_model(request.model)
-    refuse_unsupported(request)
-    params = chat_params(request, service.engine.input_processor)
-    return Call(
-        id=new_id("chatcmpl"),
-        model=service.model_names[0],
-        prompts=[chat_prompt(request, service.engine.tokenizer)],
-        params=params,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-    )
 
 
 class ChatChunks:
