@@ -6,7 +6,9 @@ on the vocabulary or the context window are checked by the input processor.
 
 from __future__ import annotations
 
+import inspect
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,6 +23,7 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
+MAX_LOGITS_PROCESSORS = 64
 MAX_SEED = 2**63 - 1
 
 
@@ -69,6 +72,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    logits_processors: list[Callable[..., Any]] | None = field(default=None, repr=False)
     extra_args: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -158,6 +162,18 @@ class SamplingParams:
             _require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
                      word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters")  # fmt: skip
         self._check_logit_bias()
+        self._check_logits_processors()
+
+    def _check_logits_processors(self) -> None:
+        name, processors = "logits_processors", self.logits_processors or []
+        _require(isinstance(processors, list), name, processors, "a list of callables")
+        _require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
+                 f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
+        for processor in processors:
+            _require(callable(processor), name, processor, "a list of callables")
+            _require(num_positional(processor) in (2, 3), name, processor,
+                     "callables of (output_token_ids, logits) or "
+                     "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -180,6 +196,16 @@ class SamplingParams:
             _require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
             checked[token_id] = float(bias)
         self.logit_bias = checked
+
+
+def num_positional(function: Callable[..., Any]) -> int | None:
+    """How many positional parameters it has; None where Python cannot tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in kinds for parameter in parameters)
 
 
 def _require(ok: bool, param: str, value: object, wanted: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.types import PrefillRow, SlotInit, StepPlan
+from asyncllm.types import PrefillRow, SlotInit, StepPlan, TokenMasks
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
 
@@ -36,6 +36,7 @@ class StepInputs:
     plan: StepPlan
     arrays: Arrays
     decode_slots: np.ndarray  # int32 [decodes]
+    sampled_slots: np.ndarray  # int32 [rows that sample]
     max_decode_len: int
     prefills: PrefillRows | None
     features: Feature
@@ -62,7 +63,7 @@ class StepBuilder:
         if plan.prefills:
             sampled_slots = int32([seq.slot for seq in plan.sampled])
             features = self._sampling.features(sampled_slots)
-        if features & Feature.EDIT:
+        if features & Feature.EDIT and not plan.needs_host:
             self._sampling.add_logit_edits(sampled_slots, arrays)
         wants: tuple[int | None, ...] = ()
         num_logprobs = 0
@@ -74,6 +75,7 @@ class StepBuilder:
             plan=plan,
             arrays=arrays,
             decode_slots=slots,
+            sampled_slots=sampled_slots,
             max_decode_len=int(plan.decodes.positions.max()) + 1 if len(slots) else 0,
             prefills=prefills,
             features=features,
@@ -81,6 +83,15 @@ class StepBuilder:
             wants_logprobs=wants,
             prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
         )
+
+    def build_sampling(self, inputs: StepInputs, masks: TokenMasks) -> Arrays:
+        """What a step that `needs_host` is told later, all tokens before its own being known."""
+        arrays: Arrays = {}
+        if inputs.features & Feature.EDIT:
+            self._sampling.add_logit_edits(inputs.sampled_slots, arrays)
+        if len(masks.rows):
+            arrays["mask_rows"] = masks.rows
+        return arrays
 
     def _features_of_decodes(self, plan: StepPlan) -> Feature:
         """Known already where the same sequences decode: their array of slots is the same too."""
