@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 
 __version__ = version("asyncllm")
 
@@ -34,7 +35,9 @@ _HOMES = {
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",
+    "LogitsProcessor": "worker.logits_processors",
     "ModelLoadError": "errors",
+    "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
@@ -51,8 +54,10 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "InvalidRequestError",
+    "LogitsProcessor",
     "Logprob",
     "ModelLoadError",
+    "ProcessorRow",
     "QueueFullError",
     "RequestFailedError",
     "RequestMetrics",
