@@ -135,3 +135,20 @@ def test_heads_kernel_equals_torch(
     assert relative_error(ours, q) < 6e-3
     assert relative_error(caches[0].layers[0], caches[1].layers[0]) < 6e-3
     assert torch.equal(caches[0].layers[0][:, 1], caches[1].layers[0][:, 1])  # values as they were
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+@pytest.mark.parametrize("vocab", [97, 4096, 128256])
+def test_token_masks_equal_torch(rows: int, vocab: int) -> None:
+    from asyncllm.worker.mask_kernel import apply_masks_triton
+    from asyncllm.worker.token_masks import apply_masks_torch
+
+    logits = torch.randn(rows, vocab, device=CUDA)
+    logits[:, ::5] = float("-inf")
+    masked = torch.randperm(rows, device=CUDA)[: max(1, rows // 2)].int()
+    words = (len(masked), -(-vocab // 32))
+    bits = torch.randint(-(2**31), 2**31, words, device=CUDA).int()
+    reference = logits.clone()
+    apply_masks_triton(logits, masked, bits)
+    apply_masks_torch(reference, masked, bits)
+    assert torch.equal(logits, reference)
