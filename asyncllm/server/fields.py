@@ -194,6 +194,20 @@ NOTES: dict[str, Note] = {
     "suffix": _refused(),
     "prompt_embeds": _refused(),
     # --- tokens ---
+    "token_ids": Note("The prompt.", schema={"minItems": 1}),
+    "sampling_params": Note("The Python API's SamplingParams, with its names and defaults."),
+    "SamplingParams.max_tokens": _between(
+        1, None, "Most tokens of an answer; without it as many as the context has room for."
+    ),
+    "SamplingParams.logprobs": _between(
+        0, None, "Report each token's log-probability and so many of the likeliest others'."
+    ),
+    "detokenize": Note("Make text too, which nothing reports; stop strings need it."),
+    "GenerateRequest.request_id": Note("The answer carries it."),
+    "assistant_tokens_mask": _ignored(),
+    "token_offsets": _ignored(),
+    "features": _refused("Text only."),
+    "ec_transfer_params": _refused("There is one server."),
     "TokenizeRequest.prompt": Note("Text to encode; or messages."),
     "TokenizeRequest.messages": Note(
         "A conversation to render with the chat template and encode.",

@@ -12,6 +12,7 @@ from asyncllm.server.args import ServerArgs
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.dashboard import dashboard_events
+from asyncllm.server.inference import GenerateRequest, generate
 from asyncllm.server.info import (
     health,
     list_models,
@@ -49,6 +50,12 @@ ROUTES: tuple[Route, ...] = (
         "POST", "/v1/completions", completions, "Completions", "Continue a text",
         request=CompletionRequest, example={"prompt": "Once upon a time", "max_tokens": 16},
         answer=answers.Completion, event=answers.CompletionChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/inference/v1/generate", generate, "Tokens", "Token ids in, token ids out",
+        request=GenerateRequest,
+        example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
+        answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
     ),
     Route(
         "POST", "/tokenize", tokenize, "Tokens", "Text or messages to token ids",
