@@ -128,7 +128,7 @@ def _names(service: Service) -> TokenNames:
 def _body(
     call: Call, request: GenerateRequest, answer: CollectedAnswer, names: TokenNames
 ) -> dict[str, Any]:
-    num_top = call.params.logprobs
+    wants_logprobs = call.params.num_logprobs is not None
     return {
         "request_id": request.request_id or call.id,
         "model": call.model,
@@ -136,9 +136,9 @@ def _body(
         "choices": [
             {
                 "index": choice.index,
-                "logprobs": None
-                if num_top is None
-                else chat_logprobs(choice.logprobs, num_top, names),
+                "logprobs": (
+                    chat_logprobs(choice.logprobs, call.params, names) if wants_logprobs else None
+                ),
                 "finish_reason": choice.finish_reason,
                 "token_ids": choice.token_ids,
             }
@@ -178,7 +178,7 @@ class StreamedTokens:
     ) -> None:
         self._sse = sse
         self._request_id = request.request_id or call.id
-        self._num_top = call.params.logprobs
+        self._params = call.params
         self._names = names
         self._usage = Usage()
         self._num_tokens = [0] * call.params.n
@@ -213,8 +213,8 @@ class StreamedTokens:
     def _frame(self, completion: CompletionOutput) -> bytes:
         self._num_tokens[completion.index] += len(completion.token_ids)
         logprobs = None
-        if self._num_top is not None and completion.logprobs:
-            logprobs = chat_logprobs(completion.logprobs, self._num_top, self._names)
+        if self._params.num_logprobs is not None and completion.logprobs:
+            logprobs = chat_logprobs(completion.logprobs, self._params, self._names)
         choice = {
             "index": completion.index,
             "logprobs": logprobs,

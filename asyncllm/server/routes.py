@@ -30,7 +30,7 @@ from asyncllm.server.protocol import (
     TokenizeRequest,
 )
 from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
-from asyncllm.server.tokenize import detokenize, tokenize
+from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
 
 _HELLO = [{"role": "user", "content": "What is the capital of France?"}]
 _TEXT = "text/plain; version=1.0.0; charset=utf-8"
@@ -66,6 +66,11 @@ ROUTES: tuple[Route, ...] = (
         "POST", "/detokenize", detokenize, "Tokens", "Token ids to text",
         request=DetokenizeRequest, example={"tokens": [72, 101]},
         answer=answers.Text, errors=(404, *TAKES_A_BODY, *READS),
+    ),
+    Route(
+        "GET", "/tokenizer_info", tokenizer_info, "Tokens", "tokenizer_config.json, as it is used",
+        answer=answers.TokenizerInfo,
+        is_served=lambda args: args.enable_tokenizer_info_endpoint,
     ),
     Route(
         "GET", "/v1/models", list_models, "Models", "The names that this server answers to",
