@@ -19,6 +19,8 @@ from asyncllm.server.connection import connection_middleware
 from asyncllm.server.dashboard import DASHBOARD, Dashboard, dashboard_events
 from asyncllm.server.errors import error_middleware
 from asyncllm.server.info import health, list_models, metrics, show_model, show_version
+from asyncllm.server.messages.errors import anthropic_error_middleware
+from asyncllm.server.messages.routes import count_tokens, messages
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.page import page_file
 from asyncllm.server.service import SERVICE, Service
@@ -30,7 +32,12 @@ REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,128}")
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     """The app for one engine, which need not have started yet."""
     app = web.Application(
-        middlewares=[connection_middleware, error_middleware, auth_middleware(args.keys())],
+        middlewares=[
+            connection_middleware,
+            error_middleware,
+            anthropic_error_middleware,
+            auth_middleware(args.keys()),
+        ],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
@@ -44,6 +51,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
         [
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/v1/messages", messages),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", show_model),  # a model's name may hold slashes
             web.post("/tokenize", tokenize),
