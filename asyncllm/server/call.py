@@ -20,6 +20,7 @@ class Call:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    return_token_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

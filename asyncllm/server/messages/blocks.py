@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncllm.server.conversation import Conversation
 from asyncllm.server.errors import bad_request
-from asyncllm.server.messages.protocol import Block, CountTokensRequest, Message
+from asyncllm.server.messages.protocol import Block, CountTokensRequest, InputMessage
 
 # Claude Code's first system block holds a number that changes with each request and is for the
 # accounts of Anthropic: in front of a prompt it would keep the prefix cache from ever being used.
@@ -36,7 +36,7 @@ def is_prefill(messages: list[dict[str, Any]]) -> bool:
     return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
-def _add(result: Conversation, message: Message, where: str) -> None:
+def _add(result: Conversation, message: InputMessage, where: str) -> None:
     content = message.content
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if message.role == "assistant":

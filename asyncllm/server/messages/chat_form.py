@@ -12,7 +12,7 @@ from asyncllm.server.messages.protocol import (
     REFUSED_IN_PROMPT,
     CountTokensRequest,
     MessagesRequest,
-    ToolChoice,
+    ToolUseChoice,
 )
 from asyncllm.server.protocol import ChatRequest
 
@@ -97,7 +97,7 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choose_tool(chat: ChatRequest, choice: ToolChoice) -> None:
+def _choose_tool(chat: ChatRequest, choice: ToolUseChoice) -> None:
     if choice.type == "tool":
         if not choice.name:
             raise bad_request("tool_choice of type 'tool' needs a name", "tool_choice")

@@ -15,31 +15,31 @@ from asyncllm.server.client_fields import Refusals
 Block = dict[str, Any]
 
 
-class Message(msgspec.Struct):
+class InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class Thinking(msgspec.Struct):
+class ThinkingConfig(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None  # a summary is all of it
 
 
-class ToolChoice(msgspec.Struct):
+class ToolUseChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(msgspec.Struct):
+class JsonOutput(msgspec.Struct):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct):
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: JsonOutput | None = None
     task_budget: Any = None
 
 
@@ -47,13 +47,13 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     """What makes the prompt."""
 
     model: str | None = None
-    messages: list[Message]
+    messages: list[InputMessage]
     system: str | list[Block] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    tool_choice: ToolUseChoice | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # an older place of output_config.format
+    output_format: JsonOutput | None = None  # an older place of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM
 
     # Accepted and ignored: they do not change the answer.
