@@ -16,6 +16,7 @@ from asyncllm.server.auth import auth_middleware
 from asyncllm.server.connection import connection_middleware
 from asyncllm.server.dashboard import DASHBOARD, Dashboard
 from asyncllm.server.errors import error_middleware
+from asyncllm.server.messages.errors import anthropic_error_middleware
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.openapi import DOCUMENT, Document
 from asyncllm.server.routes import served_routes
@@ -30,7 +31,12 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     routes = list(served_routes(args))
     public = frozenset(route.path for route in routes if route.is_public)
     app = web.Application(
-        middlewares=[connection_middleware, error_middleware, auth_middleware(args.keys(), public)],
+        middlewares=[
+            connection_middleware,
+            error_middleware,
+            anthropic_error_middleware,
+            auth_middleware(args.keys(), public),
+        ],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)

@@ -1,4 +1,6 @@
-"""Who may ask: a bearer key, compared in constant time, before the body is read.
+"""Who may ask: a key, compared in constant time, before the body is read.
+
+It is a bearer token, or stands in `x-api-key`, where Anthropic's clients put it.
 
 The decision hangs on the matched route and not on the text of the path, so no spelling of a path
 gets round it; what matches no route needs the key as well.
@@ -34,8 +36,12 @@ def _is_public(request: web.Request, public: frozenset[str]) -> bool:
 
 
 def _knows_key(request: web.Request, wanted: list[bytes]) -> bool:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    given = key.strip().encode("utf-8", "surrogateescape")
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    given = [request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""]
     # Every key is compared, so time tells nothing about which one was close.
-    matches = [hmac.compare_digest(given, one) for one in wanted]
-    return scheme.lower() == "bearer" and any(matches)
+    matches = [
+        hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), one)
+        for key in given
+        for one in wanted
+    ]
+    return any(matches)

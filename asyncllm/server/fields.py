@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -27,41 +27,11 @@ from asyncllm.sampling_params import (
     SamplingParams,
 )
 from asyncllm.server import field_types as types
-
-Kind = Literal["done", "ignored", "refused"]
-_KIND_WORDS = {
-    "done": "",
-    "ignored": "Accepted and ignored: it does not change the answer. ",
-    "refused": "Refused where it asks for anything. ",
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Note:
-    """`schema`: JSON Schema keywords beside the type's; `type`: what a field typed `Any` takes."""
-
-    text: str
-    kind: Kind = "done"
-    schema: dict[str, Any] = dataclasses.field(default_factory=dict)
-    type: Any = None
-
-    @property
-    def description(self) -> str:
-        return _KIND_WORDS[self.kind] + self.text
-
-
-def _between(low: float | None, high: float | None, text: str, **more: Any) -> Note:
-    limits = {"minimum": low, "maximum": high}
-    return Note(text, schema={k: v for k, v in limits.items() if v is not None} | more)
-
-
-def _ignored(text: str = "") -> Note:
-    return Note(text, "ignored")
-
-
-def _refused(text: str = "") -> Note:
-    return Note(text, "refused")
-
+from asyncllm.server.messages.notes import MESSAGES_NOTES
+from asyncllm.server.note import Note
+from asyncllm.server.note import between as _between
+from asyncllm.server.note import ignored as _ignored
+from asyncllm.server.note import refused as _refused
 
 NOTES: dict[str, Note] = {
     "model": Note("A name of /v1/models; without it the first one answers."),
@@ -228,6 +198,7 @@ NOTES: dict[str, Note] = {
     ),
     "return_token_strs": Note("The text of each token too."),
     "tokens": Note("Ids to decode, special ones included."),
+    **MESSAGES_NOTES,
 }  # fmt: skip
 
 _DEFAULTS = {

@@ -21,6 +21,9 @@ from asyncllm.server.info import (
     show_model,
     show_version,
 )
+from asyncllm.server.messages import answer_types as anthropic
+from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
+from asyncllm.server.messages.routes import count_tokens, messages
 from asyncllm.server.openapi import show_document
 from asyncllm.server.page import page_file
 from asyncllm.server.protocol import (
@@ -56,6 +59,18 @@ ROUTES: tuple[Route, ...] = (
         request=GenerateRequest,
         example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
         answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/v1/messages", messages, "Messages", "Answer a conversation, by Anthropic's API",
+        request=MessagesRequest, example={"messages": _HELLO, "max_tokens": 32},
+        answer=anthropic.MessageBody, event=anthropic.MessageEvent, errors=GENERATES,
+        error=anthropic.AnthropicError,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", count_tokens, "Messages", "How long its prompt is",
+        request=CountTokensRequest, example={"messages": _HELLO},
+        answer=anthropic.InputTokens, errors=(404, *TAKES_A_BODY, *READS),
+        error=anthropic.AnthropicError,
     ),
     Route(
         "POST", "/tokenize", tokenize, "Tokens", "Text or messages to token ids",

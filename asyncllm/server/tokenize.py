@@ -22,7 +22,7 @@ async def tokenize(http: web.Request) -> web.Response:
     service.check_model(request.model)
     refuse_unsupported_tokenize(request)
     tokenizer = service.engine.tokenizer
-    ids = await _encode(tokenizer, *_text(request, service))
+    ids = await encode(tokenizer, *_text(request, service))
     body: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.engine.max_model_len,
@@ -59,7 +59,7 @@ def _text(request: TokenizeRequest, service: Service) -> tuple[str, bool]:
     return render_chat(request, service.engine.tokenizer), bool(add_special_tokens)
 
 
-async def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """A large text takes milliseconds: off the loop."""
     if len(text) >= LARGE_TEXT_CHARS:
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
