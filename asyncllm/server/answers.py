@@ -77,6 +77,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):
@@ -87,6 +88,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -100,6 +102,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -111,6 +114,7 @@ class ChatCompletionChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Struct):
@@ -129,6 +133,8 @@ class CompletionChoice(Struct):
     finish_reason: FinishReason
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -148,6 +154,8 @@ class CompletionChunkChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(Struct):

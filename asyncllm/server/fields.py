@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 
 from asyncllm.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    RepetitionDetectionParams,
     SamplingParams,
 )
 from asyncllm.server import field_types as types
@@ -72,13 +75,15 @@ NOTES: dict[str, Note] = {
         schema={"exclusiveMinimum": 0, "maximum": 10},
     ),
     "seed": _between(
-        -MAX_SEED - 1, MAX_SEED, "The same seed gives the same answer, whatever else is served."
+        -MAX_SEED - 1, MAX_SEED, "Same seed, same answer, whatever else is served. -1: none."
     ),
     "logit_bias": Note(
         "Token id to a number from -100 to 100 that is added to its logit.",
         schema={"maxProperties": MAX_LOGIT_BIAS_ENTRIES},
     ),
-    "allowed_token_ids": Note("Answer with these tokens only.", schema={"minItems": 1}),
+    "allowed_token_ids": Note(
+        "Answer with these tokens only.", schema={"minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}
+    ),
     "bad_words": Note("Words that the answer must not hold.", schema={"maxItems": MAX_BAD_WORDS}),
     # --- the end ---
     "stop": Note(
@@ -89,18 +94,30 @@ NOTES: dict[str, Note] = {
     ),
     "include_stop_str_in_output": Note("Keep what ended the answer in its text."),
     "ignore_eos": Note("Go on after the model's own end of text."),
+    "repetition_detection": Note(
+        "The answer ends where its last tokens are one pattern, min_count times in a row.",
+        type=RepetitionDetectionParams | None,
+    ),
+    "thinking_token_budget": _between(
+        -1, None, "Most tokens of reasoning; then it is ended. -1: no limit."
+    ),
     # --- what the answer holds ---
     "logprobs": Note("Report the log-probability of each token of the answer."),
     "CompletionRequest.logprobs": _between(
         0, None, "Report each token's log-probability and so many of the likeliest others'."
     ),
     "top_logprobs": _between(0, None, "So many of the likeliest tokens too; needs logprobs."),
+    "logprob_token_ids": Note(
+        "Report the log-probabilities of these tokens instead of the likeliest; needs logprobs.",
+        schema={"minItems": 1, "maxItems": MAX_LOGPROB_TOKEN_IDS},
+    ),
     "prompt_logprobs": _between(
         0, None, "Report each prompt token's, and so many of the likeliest others'; no stream."
     ),
     "echo": Note("Put the prompt before the answer."),
     "skip_special_tokens": Note("Leave special tokens out of the text."),
     "spaces_between_special_tokens": Note("Where a tokenizer puts spaces between tokens."),
+    "return_token_ids": Note("Report the ids of the prompt's and the answer's tokens."),
     "return_tokens_as_token_ids": Note('Spell tokens in logprobs as "token_id:7".'),
     "stream": Note("Answer with server-sent events, as the tokens come."),
     "stream_options": Note("How a stream reports usage; needs stream."),
@@ -145,10 +162,6 @@ NOTES: dict[str, Note] = {
     "guided_choice": _refused(),
     "guided_grammar": _refused(),
     "logits_processors": _refused(),
-    "logprob_token_ids": _refused(),
-    "thinking_token_budget": _refused(),
-    "repetition_detection": _refused(),
-    "return_token_ids": _refused(),
     "kv_transfer_params": _refused("There is one server."),
     "vllm_xargs": _refused(),
     "functions": _refused("The old form of tools."),
@@ -165,6 +178,20 @@ NOTES: dict[str, Note] = {
     "suffix": _refused(),
     "prompt_embeds": _refused(),
     # --- tokens ---
+    "token_ids": Note("The prompt.", schema={"minItems": 1}),
+    "sampling_params": Note("The Python API's SamplingParams, with its names and defaults."),
+    "SamplingParams.max_tokens": _between(
+        1, None, "Most tokens of an answer; without it as many as the context has room for."
+    ),
+    "SamplingParams.logprobs": _between(
+        0, None, "Report each token's log-probability and so many of the likeliest others'."
+    ),
+    "detokenize": Note("Make text too, which nothing reports; stop strings need it."),
+    "GenerateRequest.request_id": Note("The answer carries it."),
+    "assistant_tokens_mask": _ignored(),
+    "token_offsets": _ignored(),
+    "features": _refused("Text only."),
+    "ec_transfer_params": _refused("There is one server."),
     "TokenizeRequest.prompt": Note("Text to encode; or messages."),
     "TokenizeRequest.messages": Note(
         "A conversation to render with the chat template and encode.",

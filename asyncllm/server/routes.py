@@ -12,6 +12,7 @@ from asyncllm.server.args import ServerArgs
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.dashboard import dashboard_events
+from asyncllm.server.inference import GenerateRequest, generate
 from asyncllm.server.info import (
     health,
     list_models,
@@ -42,7 +43,7 @@ from asyncllm.server.responses.routes import (
     show_response,
 )
 from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
-from asyncllm.server.tokenize import detokenize, tokenize
+from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
 
 _HELLO = [{"role": "user", "content": "What is the capital of France?"}]
 _TEXT = "text/plain; version=1.0.0; charset=utf-8"
@@ -104,6 +105,12 @@ ROUTES: tuple[Route, ...] = (
         error=anthropic.AnthropicError,
     ),
     Route(
+        "POST", "/inference/v1/generate", generate, "Tokens", "Token ids in, token ids out",
+        request=GenerateRequest,
+        example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
+        answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
+    ),
+    Route(
         "POST", "/tokenize", tokenize, "Tokens", "Text or messages to token ids",
         request=TokenizeRequest, example={"prompt": "Hello, world"},
         answer=answers.Tokens, errors=(404, *TAKES_A_BODY, *READS),
@@ -112,6 +119,11 @@ ROUTES: tuple[Route, ...] = (
         "POST", "/detokenize", detokenize, "Tokens", "Token ids to text",
         request=DetokenizeRequest, example={"tokens": [72, 101]},
         answer=answers.Text, errors=(404, *TAKES_A_BODY, *READS),
+    ),
+    Route(
+        "GET", "/tokenizer_info", tokenizer_info, "Tokens", "tokenizer_config.json, as it is used",
+        answer=answers.TokenizerInfo,
+        is_served=lambda args: args.enable_tokenizer_info_endpoint,
     ),
     Route(
         "GET", "/v1/models", list_models, "Models", "The names that this server answers to",

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the tokenizer and the chat template, without the model."""
+"""/tokenize, /detokenize, /tokenizer_info: tokenizer and chat template without the model."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ async def detokenize(http: web.Request) -> web.Response:
         raise bad_request(f"tokens must be ids below {vocab_size}", "tokens")
     text = service.engine.tokenizer.decode(request.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
+
+
+async def tokenizer_info(http: web.Request) -> web.Response:
+    return json_response(http.app[SERVICE].engine.tokenizer.info())
 
 
 def _text(request: TokenizeRequest, service: Service) -> tuple[str, bool]:

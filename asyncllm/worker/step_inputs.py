@@ -162,7 +162,7 @@ def _prompt_logprobs(plan: StepPlan, arrays: Arrays) -> tuple[PromptLogprobs, ..
     first = len(plan.decodes)
     for row in plan.prefills:
         num_top = row.seq.request.sampling_params.prompt_logprobs
-        if num_top is not None:
+        if num_top is not None and row.seq.owes_prompt_logprobs:
             prompt = row.seq.request.prompt_token_ids
             targets = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             if targets:

@@ -86,6 +86,29 @@ def test_tokenize() -> None:
     run(test())
 
 
+def test_tokenizer_info_is_opt_in() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert (await server.get("/tokenizer_info"))[0] == 404
+        async with serving(enable_tokenizer_info_endpoint=True) as server:
+            status, body = await server.get("/tokenizer_info")
+        assert status == 200
+        assert body["tokenizer_class"] == "FakeTokenizer" and body["chat_template"]
+
+    run(test())
+
+
+def test_tokenize_refuses_what_it_cannot_do() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for name in ("mm_processor_kwargs", "media_io_kwargs"):
+                status, body = await server.post("/tokenize", {"prompt": "a", name: {"b": 1}})
+                assert (status, body["error"]["param"]) == (400, name)
+                assert (await server.post("/tokenize", {"prompt": "a", name: {}}))[0] == 200
+
+    run(test())
+
+
 def test_detokenize() -> None:
     async def test() -> None:
         async with serving() as server:

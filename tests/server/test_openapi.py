@@ -90,6 +90,14 @@ def test_ranges_are_those_of_sampling_params(name: str) -> None:
             with pytest.raises(InvalidRequestError) as caught:
                 SamplingParams(**{name: schema[limit] + step})
             assert caught.value.param == name
+    if "maxItems" in schema:
+        items: list[Any] = [str(i) if name == "bad_words" else i for i in range(schema["maxItems"])]
+        SamplingParams(**{name: items})
+        with pytest.raises(InvalidRequestError):
+            SamplingParams(**{name: [*items, items[0]]})
+    if "minItems" in schema:
+        with pytest.raises(InvalidRequestError):
+            SamplingParams(**{name: []})
     if "exclusiveMinimum" in schema:
         with pytest.raises(InvalidRequestError):
             SamplingParams(**{name: schema["exclusiveMinimum"]})
