@@ -36,6 +36,10 @@ class ServerArgs:
     max_connections: int = field(
         default=4096, metadata={"help": "open connections, idle ones included; one more gets a 503"}
     )
+    responses_store_bytes: int = field(
+        default=64 * 1024 * 1024,
+        metadata={"help": "kept of /v1/responses for previous_response_id; 0: nothing"},
+    )
     shutdown_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running answers get at shutdown"}
     )
@@ -69,6 +73,10 @@ class ServerArgs:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if self.responses_store_bytes < 0:
+            raise ValueError(
+                f"responses_store_bytes must be at least 0, got {self.responses_store_bytes}"
+            )
         if self.max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
         if not 0 <= self.shutdown_timeout < math.inf:

@@ -32,6 +32,7 @@ from asyncllm.server.note import Note
 from asyncllm.server.note import between as _between
 from asyncllm.server.note import ignored as _ignored
 from asyncllm.server.note import refused as _refused
+from asyncllm.server.responses.notes import RESPONSES_NOTES
 
 NOTES: dict[str, Note] = {
     "model": Note("A name of /v1/models; without it the first one answers."),
@@ -199,6 +200,7 @@ NOTES: dict[str, Note] = {
     "return_token_strs": Note("The text of each token too."),
     "tokens": Note("Ids to decode, special ones included."),
     **MESSAGES_NOTES,
+    **RESPONSES_NOTES,
 }  # fmt: skip
 
 _DEFAULTS = {
