@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 
 __version__ = version("asyncllm")
 
@@ -36,11 +37,13 @@ _HOMES = {
     "Logprob": "outputs",
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
+    "ReasoningMarkers": "structured_outputs",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -54,11 +57,13 @@ __all__ = [
     "Logprob",
     "ModelLoadError",
     "QueueFullError",
+    "ReasoningMarkers",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 
