@@ -21,7 +21,11 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.sampling_params import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 
 __version__ = version("asyncllm")
@@ -38,6 +42,7 @@ _HOMES = {
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
     "ReasoningMarkers": "structured_outputs",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
@@ -58,6 +63,7 @@ __all__ = [
     "ModelLoadError",
     "QueueFullError",
     "ReasoningMarkers",
+    "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
