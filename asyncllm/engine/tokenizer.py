@@ -139,6 +139,11 @@ class Tokenizer:
             return self._raw.decode([token_id], skip_special_tokens=False)
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    @property
+    def has_token_bytes(self) -> bool:
+        """Whether the text of tokens is their bytes, joined."""
+        return self._pieces is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         if self._pieces is None:
             return self.token_text(token_id).encode()
