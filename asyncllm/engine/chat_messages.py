@@ -38,8 +38,17 @@ def _normalize(message: ChatMessage, index: int) -> ChatMessage:
     result = {key: value for key, value in message.items() if value is not None}
     result["content"] = _flatten(message.get("content"), index)
     tool_calls = result.pop("tool_calls", None)
+    function_call = result.pop("function_call", None)  # the deprecated form
+    if tool_calls is None and function_call is not None:
+        tool_calls = [{"type": "function", "function": function_call}]
     if tool_calls:
         result["tool_calls"] = _parse_tool_calls(tool_calls, index)
+    if role == "function":
+        result["role"] = "tool"
+    # Clients say either, and so do templates.
+    reasoning = result.get("reasoning") or result.get("reasoning_content")
+    if reasoning is not None:
+        result["reasoning"] = result["reasoning_content"] = reasoning
     return result
 
 

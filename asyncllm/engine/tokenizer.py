@@ -146,8 +146,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> str:
-        """The prompt as the chat template writes it. Raises `InvalidRequestError`."""
+        """The prompt as the chat template writes it. Raises `InvalidRequestError`.
+
+        `chat_template` replaces the tokenizer's: a program, only from those who are trusted.
+        """
         kwargs = template_kwargs or {}
         reserved = sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys())
         if reserved:
@@ -159,7 +163,8 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other",
                 "continue_final_message",
             )
-        if self._chat_template is None and self._hf.chat_template is None:
+        template = chat_template or self._chat_template
+        if template is None and self._hf.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; start with --chat-template, or send a prompt",
                 MESSAGES_PARAM,
@@ -171,7 +176,7 @@ class Tokenizer:
             return self._hf.apply_chat_template(
                 conversation,
                 tools=tools or None,
-                chat_template=self._chat_template,
+                chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,

@@ -13,6 +13,7 @@ from typing import Any
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+from asyncllm.server.answer_reading import AnswerReading
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -43,10 +44,14 @@ _SAME_NAME = (
 )
 
 
-def chat_params(request: ChatRequest, processor: InputProcessor) -> SamplingParams:
+def chat_params(
+    request: ChatRequest, processor: InputProcessor, reading: AnswerReading
+) -> SamplingParams:
     """Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
     overrides = _given(request)
+    if reading.keeps_special_tokens:
+        overrides["skip_special_tokens"] = False
     # None: as many tokens as the context has room for.
     overrides["max_tokens"] = (
         request.max_tokens
@@ -57,6 +62,8 @@ def chat_params(request: ChatRequest, processor: InputProcessor) -> SamplingPara
         overrides["logprobs"] = request.top_logprobs or 0
     elif request.top_logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    if request.echo and request.logprobs and request.prompt_logprobs is None:
+        overrides["prompt_logprobs"] = request.top_logprobs or 0
     return processor.default_params(overrides)
 
 
@@ -70,6 +77,11 @@ def completion_params(request: CompletionRequest, processor: InputProcessor) -> 
         if request.echo and request.prompt_logprobs is None:
             overrides["prompt_logprobs"] = request.logprobs
     return processor.default_params(overrides)
+
+
+def wants_running_usage(request: GenerationRequest) -> bool:
+    options = request.stream_options
+    return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 def prompt_only(request: CompletionRequest) -> bool:

@@ -1,7 +1,8 @@
 """What the routes share: the engine, the names it serves under, and the calls in progress.
 
-`answer_stream` and `answer_whole` are the two ways a call runs; in both the engine's requests end
-with the handler, whatever ends the handler: the last token, an error, or a client that went away.
+`stream_to`, `answer_whole` and `answer_message` are the ways a call runs; in all the engine's
+requests end with the handler, whatever ends the handler: the last token, an error, or a client that
+went away.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import orjson
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.server.answer_events import MessageCollector, ParsedAnswer, PlainParser
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.call import Call
+from asyncllm.server.chat_format import ChatFormat
 from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError
 from asyncllm.server.generation import Consumer, Generation
+from asyncllm.server.logprobs import TokenNames
 from asyncllm.server.protocol import GenerationRequest
 from asyncllm.server.sse import FrameQueue, SSEStream
-from asyncllm.server.stream import ChunkShape, StreamedAnswer
 
 
 class CallObserver(Protocol):
@@ -38,6 +41,7 @@ class Service:
         self.engine = engine
         self.args = args
         self.model_names = engine.config.served_model_names
+        self.answer_format: ChatFormat | None = None  # None: all that the model says is content
         self.frames = FrameQueue()
         self.draining = False
         self.call_observers: list[CallObserver] = []
@@ -57,6 +61,12 @@ class Service:
         """Raises `ApiError` 404 for a name that is not served; none at all means the first."""
         if name is not None and name not in self.model_names:
             raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+
+    def token_names(self, request: GenerationRequest) -> TokenNames:
+        as_ids = request.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = self.args.return_tokens_as_token_ids
+        return TokenNames(self.engine.tokenizer, as_ids)
 
     def check_open(self) -> None:
         if self.draining:
@@ -101,13 +111,21 @@ async def answer_whole(service: Service, call: Call) -> CollectedAnswer:
     return answer
 
 
-async def answer_stream(
-    http: web.Request, service: Service, call: Call, request: GenerationRequest, shape: ChunkShape
+async def answer_message(service: Service, call: Call) -> MessageCollector:
+    """An answer of messages, whole."""
+    message = MessageCollector(call)
+    answer = ParsedAnswer(call, call.new_parser or PlainParser, message)
+    with service.generation(call, answer) as generation:
+        await generation.submit()
+        await message.wait()
+    return message
+
+
+async def stream_to(
+    sse: SSEStream, service: Service, call: Call, consumer: Consumer
 ) -> web.StreamResponse:
     """Errors until `submit` is through have their own status; later ones are events."""
-    sse = SSEStream(http, service.frames)
-    answer = StreamedAnswer(sse, call, shape, request.stream_options)
-    with service.generation(call, answer) as generation:
+    with service.generation(call, consumer) as generation:
         await generation.submit()
         if generation.error is not None:
             raise generation.error
