@@ -21,7 +21,11 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.sampling_params import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
 
 __version__ = version("asyncllm")
 
@@ -36,6 +40,7 @@ _HOMES = {
     "Logprob": "outputs",
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
@@ -54,6 +59,7 @@ __all__ = [
     "Logprob",
     "ModelLoadError",
     "QueueFullError",
+    "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",

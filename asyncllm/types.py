@@ -260,7 +260,10 @@ class StepPlan:
 
 @dataclass(slots=True, frozen=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: of the token itself, its rank, and the top few."""
+    """Raw log-probabilities at one position: of the token itself, its rank, and others.
+
+    The others are the most likely, in order, or those that the request named.
+    """
 
     logprob: float
     rank: int

@@ -13,16 +13,14 @@ from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.server.errors import ApiError
 
-PUBLIC_ROUTES = frozenset({"/health", "/", "/web/{name}"})  # the page's files hold no secret
 
-
-def auth_middleware(keys: list[str]) -> Middleware:
-    """With no keys everybody may ask."""
+def auth_middleware(keys: list[str], public: frozenset[str]) -> Middleware:
+    """With no keys everybody may ask. `public`: the paths of routes that need none."""
     wanted = [key.encode() for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if wanted and not _is_public(request) and not _knows_key(request, wanted):
+        if wanted and not _is_public(request, public) and not _knows_key(request, wanted):
             raise ApiError(401, "no valid API key was given", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
         return await handler(request)
@@ -30,9 +28,9 @@ def auth_middleware(keys: list[str]) -> Middleware:
     return check
 
 
-def _is_public(request: web.Request) -> bool:
+def _is_public(request: web.Request, public: frozenset[str]) -> bool:
     resource = request.match_info.route.resource
-    return resource is not None and resource.canonical in PUBLIC_ROUTES
+    return resource is not None and resource.canonical in public
 
 
 def _knows_key(request: web.Request, wanted: list[bytes]) -> bool:

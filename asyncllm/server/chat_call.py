@@ -10,7 +10,7 @@ from asyncllm.server.call import Call, new_id
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.refusals import refuse_unsupported
-from asyncllm.server.sampling import chat_params, wants_running_usage
+from asyncllm.server.sampling import chat_params, wants_outputs
 from asyncllm.server.service import Service
 from asyncllm.server.tool_use import tool_use
 
@@ -31,6 +31,7 @@ def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         new_parser=reading.new_parser,
-        wants_outputs=wants_running_usage(request),
+        return_token_ids=bool(request.return_token_ids),
+        wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
     )

@@ -50,7 +50,8 @@ class ChatView:
         delta = {"role": self._role, "content": ""}
         choice = {"delta": delta, "logprobs": None, "finish_reason": None}
         prompt_text = output.prompt if self._request.return_prompt_text else None
-        opening = frames.choice(choice, prompt_text=prompt_text)
+        prompt_ids = output.prompt_token_ids if self._call.return_token_ids else None
+        opening = frames.choice(choice, prompt_token_ids=prompt_ids, prompt_text=prompt_text)
         return opening + frames.plain(self._echo) if self._echo else opening
 
     def text(self, completion: CompletionOutput) -> str:
@@ -63,7 +64,10 @@ class ChatView:
         """None where there are none."""
         if self._call.params.logprobs is None or not positions:
             return None
-        return chat_logprobs(positions, self._call.params.logprobs, self._names)
+        return chat_logprobs(positions, self._call.params, self._names)
+
+    def token_ids(self, completion: CompletionOutput) -> list[int]:
+        return completion.token_ids
 
     def call_begin(self, index: int, call_id: str, name: str) -> dict[str, Any]:
         """The delta in which a call is first heard of."""
@@ -96,18 +100,23 @@ class ChatView:
         }
         if self._call.params.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs, self._names)
+        if self._call.return_token_ids:
+            body["prompt_token_ids"] = prompt.prompt_token_ids
         if self._request.return_prompt_text:
             body["prompt_text"] = prompt.prompt
         return body
 
     def _choice(self, index: int, message: CollectedMessage) -> dict[str, Any]:
-        return {
+        fields = {
             "index": index,
             "message": self._message(message),
             "logprobs": self.render_logprobs(message.logprobs),
             "finish_reason": self.finish_reason(message.finish_reason),
             "stop_reason": message.stop_reason,
         }
+        if self._call.return_token_ids:
+            fields["token_ids"] = message.token_ids
+        return fields
 
     def _message(self, message: CollectedMessage) -> dict[str, Any]:
         content = self._echo + "".join(message.content)

@@ -92,6 +92,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: dict[str, int] | None = None
+    thinking_token_budget: int | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -100,6 +103,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -124,10 +128,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     logits_processors: Any = None
-    logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    return_token_ids: bool | None = None
     truncation_side: str | None = None
     watermarking: bool | None = None
     kv_transfer_params: Any = None
@@ -204,6 +204,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template: str | None = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

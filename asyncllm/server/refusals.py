@@ -30,10 +30,6 @@ _COMMON: dict[str, _Harmless] = {
     "response_format": lambda value: isinstance(value, TextFormat),
     "structured_outputs": lambda value: False,
     "logits_processors": _empty,
-    "logprob_token_ids": _empty,
-    "thinking_token_budget": lambda value: False,
-    "repetition_detection": _empty,
-    "return_token_ids": _empty,
     "truncation_side": lambda value: value == "left",
     "watermarking": _empty,
     "kv_transfer_params": _empty,
@@ -47,10 +43,15 @@ _CHAT: dict[str, _Harmless] = {
     "verbosity": lambda value: value == "medium",
     "web_search_options": lambda value: False,
     "mm_processor_kwargs": _empty,
+    "media_io_kwargs": _empty,
 }
 _COMPLETION: dict[str, _Harmless] = {
     "suffix": _empty,
     "prompt_embeds": _empty,
+}
+_TOKENIZE: dict[str, _Harmless] = {
+    "mm_processor_kwargs": _empty,
+    "media_io_kwargs": _empty,
 }
 # vLLM's former names, and where their values go now
 _MOVED = {
@@ -77,6 +78,7 @@ def refuse_unsupported(request: ChatRequest | CompletionRequest, args: ServerArg
 
 
 def refuse_unsupported_tokenize(request: TokenizeRequest, args: ServerArgs) -> None:
+    _refuse(request, _TOKENIZE)
     _refuse_template(request, args)
 
 

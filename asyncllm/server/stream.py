@@ -43,6 +43,10 @@ class ChunkShape(TextPlace, Protocol):
         """The chunk's logprobs, or None."""
         ...
 
+    def token_ids(self, completion: CompletionOutput) -> list[int]:
+        """The chunk's, where the call wants them."""
+        ...
+
 
 class ChoiceFrames:
     """The pieces of one choice's frames."""
@@ -79,9 +83,16 @@ class ChoiceFrames:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
         usage: dict[str, Any] | None = None,
+        **more: Any,
     ) -> bytes:
+        """`more`: fields of the choice."""
         rest = orjson.dumps(
-            {"logprobs": logprobs, "finish_reason": finish_reason, "stop_reason": stop_reason}
+            {
+                "logprobs": logprobs,
+                "finish_reason": finish_reason,
+                "stop_reason": stop_reason,
+                **more,
+            }
         )
         return b"%b%b%b,%b]%b}\n\n" % (
             self._before_text,
@@ -134,6 +145,7 @@ class StreamedAnswer:
         self._choices = [ChoiceFrames(call, i, shape) for i in range(call.num_choices)]
         self._usage = Usage(call.shows_cached)
         self._options = ChunkOptions(sse, options)
+        self._token_ids = call.return_token_ids
         self._plain = not call.wants_outputs and call.params.logprobs is None
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
@@ -178,4 +190,5 @@ class StreamedAnswer:
             completion.finish_reason,
             completion.stop_reason,
             usage,
+            **({"token_ids": self._shape.token_ids(completion)} if self._token_ids else {}),
         )

@@ -151,7 +151,7 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ({"web_search_options": {}}, "web_search_options"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"verbosity": "low"}, "verbosity"),
-        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ],
 )
 def test_bad_fields(fields: dict[str, Any], param: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
+
+import anthropic
 
 import asyncllm.server.info as info
 from tests.server.fake_engine import BOS, MAX_MODEL_LEN
@@ -17,7 +20,8 @@ def test_models() -> None:
         assert body["object"] == "list"
         assert [card["id"] for card in body["data"]] == ["fake", "fake-alias"]
         assert alias == body["data"][1]
-        assert alias.pop("created") > 0
+        created = alias.pop("created")
+        assert datetime.fromisoformat(alias.pop("created_at")).timestamp() == created
         assert alias == {
             "id": "fake-alias",
             "object": "model",
@@ -25,7 +29,23 @@ def test_models() -> None:
             "root": "fake",
             "parent": None,
             "max_model_len": MAX_MODEL_LEN,
+            "type": "model",
+            "display_name": "fake-alias",
         }
+
+    run(test())
+
+
+def test_models_as_the_anthropic_client_lists_them() -> None:
+    async def test() -> None:
+        async with (
+            serving() as server,
+            anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client,
+        ):
+            models = [model async for model in client.models.list()]
+            one = await client.models.retrieve("fake")
+        assert [model.display_name for model in models] == ["fake", "fake-alias"]
+        assert one.created_at.year > 2000
 
     run(test())
 
@@ -90,6 +110,7 @@ def test_health_and_version() -> None:
             server.engine.unhealthy = None
             server.service.draining = True
             assert (await server.get("/health"))[0] == 503
+            assert (await server.get("/ping"))[0] == 503
             assert await server.get("/version") == (200, {"version": info.VERSION})
 
     run(test())
@@ -146,5 +167,20 @@ def test_metrics() -> None:
             "iteration_tokens_total_count",
         ):
             assert f"vllm:{name}{label}" in lines, name
+
+    run(test())
+
+
+def test_load_is_the_number_of_calls_in_progress() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            server.engine.go.clear()
+            task = asyncio.create_task(server.post(COMPLETIONS, {"prompt": "a"}))
+            await until(lambda: server.engine.live)
+            assert await server.get("/load") == (200, {"server_load": 1})
+            server.engine.go.set()
+            await task
+            await server.quiet()
+            assert await server.get("/load") == (200, {"server_load": 0})
 
     run(test())
