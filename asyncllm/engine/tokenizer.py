@@ -57,6 +57,17 @@ class Tokenizer:
         self.max_chars_per_token = max(len(token or "") for token in self._tokens)
         self._pieces = build_token_pieces(raw, self._tokens, self.special_ids)
 
+    @property
+    def chat_template(self) -> str:
+        """The template's Jinja text, all of them where there are several; "" without any."""
+        template = self._chat_template or self._hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Their texts: what `skip_special_tokens` leaves out."""
+        return frozenset(self._added[i] for i in self.special_ids)
+
     @classmethod
     def from_folder(cls, path: Path | str, chat_template: str | None = None) -> Tokenizer:
         """Load a folder. `chat_template` (a file or the text) replaces the folder's own.
