@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 MAX_N = 128
@@ -106,6 +107,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +162,12 @@ class SamplingParams:
             "min_p",
         ):
             _require_finite(name, getattr(self, name))
+        _require(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            "structured_outputs",
+            self.structured_outputs,
+            "StructuredOutputsParams",
+        )
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
