@@ -18,8 +18,10 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerBase
 
+from asyncllm.config import ContentFormat
 from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
 from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
+from asyncllm.engine.content_format import detect_content_format
 from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
 from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
@@ -38,13 +40,19 @@ LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets
 class Tokenizer:
     """One tokenizer, shared by all requests. Immutable and safe to encode with in threads."""
 
-    def __init__(self, hf: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        content_format: ContentFormat = "auto",
+    ) -> None:
         raw: RawTokenizer = hf.backend_tokenizer
         raw.no_padding()  # a tokenizer.json may ask for either; requests never do
         raw.no_truncation()
         self._hf = hf
         self._raw = raw
         self._chat_template = chat_template
+        self._content_format = content_format
         self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self._tokens = _tokens_by_id(raw, self._added)
         self.vocab_size = len(self._tokens)  # highest id + 1: there may be holes
@@ -69,7 +77,12 @@ class Tokenizer:
         return frozenset(self._added[i] for i in self.special_ids)
 
     @classmethod
-    def from_folder(cls, path: Path | str, chat_template: str | None = None) -> Tokenizer:
+    def from_folder(
+        cls,
+        path: Path | str,
+        chat_template: str | None = None,
+        content_format: ContentFormat = "auto",
+    ) -> Tokenizer:
         """Load a folder. `chat_template` (a file or the text) replaces the folder's own.
 
         Raises `ModelLoadError` naming the file.
@@ -84,7 +97,7 @@ class Tokenizer:
             raise ModelLoadError(f"{_blamed_file(path)}: {one_line(error)}") from error
         if not hf.is_fast:
             raise ModelLoadError(f"{_vocabulary_file(path)}: no fast tokenizer for {type(hf)}")
-        tokenizer = cls(hf, template)
+        tokenizer = cls(hf, template, content_format)
         if template is not None:
             tokenizer._check_template_compiles()
         return tokenizer
@@ -182,7 +195,7 @@ class Tokenizer:
             )
         if tools and len(tools) > MAX_TOOLS:
             raise InvalidRequestError(f"{len(tools)} tools, at most {MAX_TOOLS}", "tools")
-        conversation = normalize_messages(messages)
+        conversation = normalize_messages(messages, self._takes_parts(chat_template))
         try:
             return self._hf.apply_chat_template(
                 conversation,
@@ -198,6 +211,11 @@ class Tokenizer:
                 f"the chat template does not accept these messages: {error!s:.{MAX_ERROR_CHARS}}",
                 MESSAGES_PARAM,
             ) from error
+
+    def _takes_parts(self, chat_template: str | None) -> bool:
+        if self._content_format == "auto":
+            return detect_content_format(chat_template or self.chat_template) == "openai"
+        return self._content_format == "openai"
 
 
 # What `render_chat` sets itself, and what would make transformers do more than render. Documents

@@ -7,30 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
+from asyncllm.formats import ModelFormat
 from asyncllm.formats.events import AnswerParser, Event, ToolCallArguments, ToolCallBegin
 from asyncllm.server.errors import bad_request
+from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.service import Service
 from asyncllm.server.tool_use import ToolUse
 
 
 @dataclass(slots=True, frozen=True)
 class AnswerReading:
+    """`keeps_special_tokens`: the parser needs them in the text."""
+
     new_parser: Callable[[], AnswerParser] | None = None
     keeps_special_tokens: bool = False
 
 
-def answer_reading(tools: ToolUse, prompt: str, service: Service) -> AnswerReading:
+def answer_reading(
+    request: ChatRequest, tools: ToolUse, prompt: str, service: Service
+) -> AnswerReading:
     """Raises `ApiError` 400 for tools whose calls this model's format cannot tell."""
     format = service.answer_format
-    if tools.choice != "none":
+    if tools.choice.tools:
         _check_tools(tools, service)
-    if format is None or not (format.reads_reasoning or tools.callable):
+    if format is None or not (tools.choice.tools or _always_parses(format)):
         return AnswerReading()
-    new_parser = partial(format.parser, tools.callable, prompt)
-    if tools.callable and not tools.parallel:
-        return AnswerReading(lambda: FirstCallOnly(new_parser()), format.keeps_special_tokens)
+    known, callable, prefix = format, tools.choice.tools, _begun(request)
+
+    def new_parser() -> AnswerParser:
+        parser = known.parser(callable, prompt, prefix)
+        return parser if tools.parallel else FirstCallOnly(parser)
+
     return AnswerReading(new_parser, format.keeps_special_tokens)
 
 
@@ -47,6 +56,14 @@ class FirstCallOnly:
         return _first_call_only(self._parser.close())
 
 
+def message_text(message: dict[str, Any]) -> str:
+    """A message's content as one text, once the chat template has taken it."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(p if isinstance(p, str) else p.get("text", "") for p in content)
+    return content or ""
+
+
 def _first_call_only(events: list[Event]) -> list[Event]:
     return [
         event
@@ -55,18 +72,26 @@ def _first_call_only(events: list[Event]) -> list[Event]:
     ]
 
 
+def _always_parses(format: ModelFormat) -> bool:
+    return format.reasoning is not None or format.format.channels is not None
+
+
+def _begun(request: ChatRequest) -> str:
+    """What of the prompt is the answer's own beginning."""
+    return message_text(request.messages[-1]) if request.continue_final_message else ""
+
+
 def _check_tools(tools: ToolUse, service: Service) -> None:
-    param = "functions" if tools.legacy else "tools"
-    format = service.answer_format
-    if format is None or not format.reads_calls:
+    param = tools.param
+    if service.answer_format is None or not service.answer_format.reads_calls:
         raise bad_request(
             f"{param}: how this model writes tool calls is not known; start with "
             "--tool-call-parser, or send tool_choice 'none'",
             param,
         )
-    if tools.choice == "auto" and not service.args.enable_auto_tool_choice:
+    if tools.choice.required:
+        raise bad_request("tool_choice required is not supported", "tool_choice")
+    if not service.args.enable_auto_tool_choice:
         raise bad_request(
             "tool_choice 'auto' is switched off: start with --enable-auto-tool-choice", param
         )
-    if tools.choice == "required":
-        raise bad_request("tool_choice required is not supported", "tool_choice")

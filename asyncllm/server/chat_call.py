@@ -21,7 +21,7 @@ def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl
     refuse_unsupported(request, service.args)
     tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)
     prompt = chat_prompt(request, tools, service)
-    reading = answer_reading(tools, prompt["prompt"], service)
+    reading = answer_reading(request, tools, prompt["prompt"], service)
     params = chat_params(request, service.engine.input_processor, reading)
     return Call(
         id=new_id(id_prefix),

@@ -9,10 +9,12 @@ from typing import Any
 
 from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from asyncllm.server.answer_events import CollectedCall, CollectedMessage, MessageCollector
+from asyncllm.server.answer_reading import message_text
 from asyncllm.server.call import SYSTEM_FINGERPRINT, Call
 from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.stream import ChoiceFrames
+from asyncllm.server.tool_use import is_named
 
 SERVICE_TIER = "default"  # the only one
 
@@ -32,7 +34,7 @@ class ChatView:
         begins = request.add_generation_prompt is not False and not request.continue_final_message
         last = request.messages[-1] if request.messages else {}
         self._role = role if begins else last.get("role", role)
-        self._echo = _text(last.get("content")) if _echoes(request, self._role) else ""
+        self._echo = message_text(last) if _echoes(request, self._role) else ""
         self._is_legacy = bool(request.functions)
         self.include_reasoning = request.include_reasoning is not False
 
@@ -40,7 +42,7 @@ class ChatView:
         """Calls of a tool that was asked for by name end with "stop", says OpenAI."""
         if reason != "tool_calls":
             return reason
-        if _named_tool(self._request):
+        if is_named(self._request):
             return "stop"
         return "function_call" if self._is_legacy else reason
 
@@ -145,17 +147,3 @@ def _function(call: CollectedCall) -> dict[str, str]:
 def _echoes(request: ChatRequest, role: str) -> bool:
     """As in vLLM: the last message comes before the answer, if both have one role."""
     return bool(request.echo and request.messages and request.messages[-1].get("role") == role)
-
-
-def _text(content: Any) -> str:
-    """What the chat template was given of it is checked text, or parts of text."""
-    if isinstance(content, list):
-        return "\n".join(
-            part if isinstance(part, str) else part.get("text", "") for part in content
-        )
-    return content or ""
-
-
-def _named_tool(request: ChatRequest) -> bool:
-    choice = request.function_call if request.functions else request.tool_choice
-    return isinstance(choice, dict) and choice.get("type") != "allowed_tools"

@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.formats import ModelFormat, resolve
 from asyncllm.server.answer_events import MessageCollector, ParsedAnswer, PlainParser
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.call import Call
-from asyncllm.server.chat_format import ChatFormat
 from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError
 from asyncllm.server.generation import Consumer, Generation
@@ -38,16 +39,31 @@ class CallObserver(Protocol):
 
 class Service:
     def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
+        """Raises `ValueError` for the name of a parser that there is not."""
+        resolve(None, (), args.tool_call_parser, engine.config.reasoning_parser)
         self.engine = engine
         self.args = args
         self.model_names = engine.config.served_model_names
-        self.answer_format: ChatFormat | None = None  # None: all that the model says is content
         self.frames = FrameQueue()
         self.draining = False
         self.call_observers: list[CallObserver] = []
         self._live: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @cached_property
+    def answer_format(self) -> ModelFormat | None:
+        """How this model writes reasoning and tool calls; None: all that it says is content.
+
+        For when the engine has started.
+        """
+        tokenizer = self.engine.tokenizer
+        return resolve(
+            tokenizer.chat_template,
+            tokenizer.special_tokens,
+            self.args.tool_call_parser,
+            self.engine.config.reasoning_parser,
+        )
 
     @property
     def num_live(self) -> int:

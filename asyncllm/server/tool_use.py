@@ -1,111 +1,70 @@
-"""Which tools a chat may call, and how freely: `tools`, `tool_choice` and their older spellings.
+"""Which tools a chat shows the model, and which may be called: `tools` and its older spelling.
 
-A named tool is the choice among one, a list of allowed tools the choice among those, the deprecated
-`functions` are tools whose calls are told as `function_call`. What a definition may hold is
-asyncllm.formats' business.
+The deprecated `functions` are tools whose calls are told as `function_call`. What definitions and
+choices may hold is asyncllm.formats' business.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from asyncllm.errors import InvalidRequestError
+from asyncllm.formats.tools import ToolChoice, parse_tool_choice, parse_tools
 from asyncllm.server.errors import bad_request
-from asyncllm.server.protocol import ChatRequest, ToolChoice
-
-Tool = dict[str, Any]
+from asyncllm.server.protocol import ChatRequest
 
 
 @dataclass(slots=True, frozen=True)
 class ToolUse:
-    """`shown` stand in the prompt, `callable` may be called; `choice` is "none" if there are none.
+    """`shown` stand in the prompt, as they were sent; those of `choice` may be called.
 
-    named      one tool was asked for by name; OpenAI then reports its call as "stop"
-    parallel   one answer may make several calls
-    legacy     asked for as `functions`
+    `parallel`: one answer may make several calls. `param`: the request's field that brought them.
     """
 
-    shown: tuple[Tool, ...] = ()
-    callable: tuple[Tool, ...] = ()
-    choice: ToolChoice = "none"
-    named: bool = False
+    shown: tuple[dict[str, Any], ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
     parallel: bool = True
-    legacy: bool = False
+    param: str = "tools"
 
 
 def tool_use(request: ChatRequest, hide_unused: bool = False) -> ToolUse:
-    """`hide_unused`: no tools in the prompt of a chat that may call none. Raises `ApiError` 400."""
+    """`hide_unused`: no tools in the prompt of a chat that may call none.
+
+    Raises `InvalidRequestError`, `ApiError` 400.
+    """
     if request.functions or request.function_call not in (None, "none"):
         return _of_functions(request)
-    tools, choice = tuple(request.tools or ()), request.tool_choice
-    if choice is None:
-        choice = "auto" if tools else "none"
-    if choice == "none":
-        return ToolUse(() if hide_unused else tools)
-    if not tools:
-        raise bad_request("tool_choice needs tools", "tool_choice")
-    parallel = request.parallel_tool_calls is not False
-    if isinstance(choice, str):
-        return ToolUse(tools, tools, choice, parallel=parallel)
-    if choice.get("type") == "allowed_tools":
-        return _allowed(tools, choice, parallel)
-    name = _named(choice)
-    return ToolUse(tools, (_find(tools, name),), "required", named=True, parallel=False)
+    raw = tuple(request.tools or ())
+    choice = parse_tool_choice(request.tool_choice, parse_tools(list(raw)))
+    if not choice.tools and hide_unused:
+        return ToolUse()
+    if isinstance(request.tool_choice, dict) and not is_named(request):
+        # Of allowed tools the others are not in the prompt either: the model would try them.
+        names = {tool.name for tool in choice.tools}
+        raw = tuple(tool for tool in raw if tool["function"]["name"] in names)
+    parallel = request.parallel_tool_calls is not False and not is_named(request)
+    return ToolUse(raw, choice, parallel)
 
 
-def _allowed(tools: tuple[Tool, ...], choice: dict[str, Any], parallel: bool) -> ToolUse:
-    """{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}."""
-    allowed = choice.get("allowed_tools")
-    mode = allowed.get("mode") if isinstance(allowed, dict) else None
-    names = allowed.get("tools") if isinstance(allowed, dict) else None
-    if mode not in ("auto", "required") or not isinstance(names, list) or not names:
-        raise bad_request(
-            "allowed_tools needs a mode, 'auto' or 'required', and a list of tools", "tool_choice"
-        )
-    wanted = {_named(item) for item in names}
-    for name in wanted:
-        _find(tools, name)
-    # Those that may not be called are not in the prompt either: the model would try.
-    kept = tuple(tool for tool in tools if _name_of(tool) in wanted)
-    return ToolUse(kept, kept, mode, parallel=parallel)
+def is_named(request: ChatRequest) -> bool:
+    """Whether one tool must be called, which the request names."""
+    choice = request.function_call if request.functions else request.tool_choice
+    return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
 
 def _of_functions(request: ChatRequest) -> ToolUse:
     if request.tools or request.tool_choice is not None:
         raise bad_request("functions and tools exclude each other", "functions")
-    tools = tuple({"type": "function", "function": f} for f in request.functions or ())
-    choice = request.function_call
-    if choice is None:
-        choice = "auto" if tools else "none"
-    if choice == "none":
-        return ToolUse(tools)
-    if not tools:
+    if not request.functions:
         raise bad_request("function_call needs functions", "function_call")
-    if choice == "auto":
-        return ToolUse(tools, tools, "auto", parallel=False, legacy=True)
-    name = choice.get("name") if isinstance(choice, dict) else None
-    tool = _find(tools, name, "function_call")
-    return ToolUse(tools, (tool,), "required", named=True, parallel=False, legacy=True)
-
-
-def _named(choice: Any) -> str:
-    """{"type": "function", "function": {"name": ...}}."""
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or choice.get("type", "function") != "function":
-        raise bad_request(
-            'a tool is named as {"type": "function", "function": {"name": ...}}', "tool_choice"
-        )
-    return name
-
-
-def _find(tools: tuple[Tool, ...], name: str | None, param: str = "tool_choice") -> Tool:
-    for tool in tools:
-        if name is not None and _name_of(tool) == name:
-            return tool
-    raise bad_request(f"{param} names {name!r:.100}, which is none of the tools", param)
-
-
-def _name_of(tool: Tool) -> str | None:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None
+    raw = tuple({"type": "function", "function": f} for f in request.functions)
+    choice = request.function_call
+    try:
+        tools = parse_tools(list(raw))
+        named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+        return ToolUse(raw, parse_tool_choice(named, tools), parallel=False, param="functions")
+    except InvalidRequestError as error:
+        is_choice = str(error.param).startswith("tool_choice")
+        error.param = "function_call" if is_choice else "functions"
+        raise

@@ -50,6 +50,8 @@ class FakeTokenizer:
     """One token per byte of UTF-8; the special token in front is byte 1."""
 
     vocab_size = VOCAB_SIZE
+    chat_template = ""
+    special_tokens: frozenset[str] = frozenset()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -118,6 +120,7 @@ class FakeEngine:
             block_size=16,
             enable_prefix_caching=True,
             gpu_memory_utilization=0.9,
+            reasoning_parser="auto",
         )
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = FakeTokenizer()
