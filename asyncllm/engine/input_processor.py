@@ -177,7 +177,9 @@ class InputProcessor:
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
             token_ids=list(request.prompt_token_ids),
-            constraint=grammar and grammar.constraint(request.stop_token_ids, params),
+            constraint=None
+            if grammar is None
+            else grammar.constraint(request.stop_token_ids, params),
         )
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
