@@ -21,7 +21,12 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.sampling_params import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
+    from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
     from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 
 __version__ = version("asyncllm")
@@ -39,11 +44,14 @@ _HOMES = {
     "ModelLoadError": "errors",
     "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
+    "ReasoningMarkers": "structured_outputs",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -59,11 +67,14 @@ __all__ = [
     "ModelLoadError",
     "ProcessorRow",
     "QueueFullError",
+    "ReasoningMarkers",
+    "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

@@ -179,7 +179,13 @@ class ModelRunner:
             tokens, failures = self._sample_full(inputs, forwarded, later)
         elif tokens is None:
             tokens = self._sample_plain(forwarded)
-        sampled = Sampled(tokens, forwarded.logits, forwarded.prompt_logprobs, failures)
+        sampled = Sampled(
+            tokens,
+            forwarded.logits,
+            forwarded.tensors.get("logprob_ids"),
+            forwarded.prompt_logprobs,
+            failures,
+        )
         return fetch(inputs, sampled, self._results)
 
     def _decode_only(self, inputs: StepInputs) -> Forwarded:

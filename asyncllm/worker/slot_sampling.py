@@ -95,7 +95,7 @@ class SlotSampling:
             features |= Feature.PENALTY
         if params.allowed_token_ids is not None:
             features |= Feature.ALLOWED
-        if params.logprobs is not None:
+        if params.num_logprobs is not None:
             features |= Feature.LOGPROBS
         if init.seq.constraint is not None:
             features |= Feature.MASK
@@ -143,7 +143,8 @@ def _forbidden_now(seq: Sequence) -> list[int]:
     request = seq.request
     num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
     forbidden: list[int] = []
-    if num_before < request.sampling_params.min_tokens:
+    # A constraint sees to min_tokens itself: it knows whether anything else may come.
+    if num_before < request.sampling_params.min_tokens and seq.constraint is None:
         forbidden += request.stop_token_ids
     outputs = seq.token_ids[seq.num_prompt_tokens :]
     for word in request.bad_words_ids:

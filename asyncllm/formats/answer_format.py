@@ -1,0 +1,164 @@
+"""How one family of models writes reasoning and tool calls: data only.
+
+One parser (`parser.py`) and one grammar writer (`grammar.py`) are driven by these records; a new
+family is a new record in `families.py`. A tuple of markers is written one after the other, with or
+without white space between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Markers = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """What is around the thinking that precedes an answer.
+
+    `assumed`: it is open where the prompt neither opened nor closed it, as the family's models
+    may leave `begin` out.
+    """
+
+    begin: str
+    end: str
+    assumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCall:
+    """A JSON object that holds the name and the arguments, in any order.
+
+    `bare`: no marker says that it is a call, so it is none if other keys are in it, and its brace
+    stands in `call_begin`. `name_is_key`: it is {name: arguments}.
+    """
+
+    name_keys: Markers = ("name",)
+    argument_keys: Markers = ("arguments", "parameters")
+    bare: bool = False
+    name_is_key: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NamedJson:
+    """The name, then the arguments as a JSON object.
+
+    `name_end` may be missing where the object follows at once. `prefix` is written before the
+    name. `numbered`: ":0" follows it and counts the calls, and prefix, name and number together
+    are the call's id. `id_begin`: the call's id may be written after this.
+    """
+
+    name_end: Markers = ()
+    prefix: str = ""
+    numbered: bool = False
+    id_begin: str = ""
+    end: Markers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """The name, then each argument between tags.
+
+    Strings stand there as they are, everything else as JSON. `key_end` is written after an
+    argument's name; where it says itself whether a string follows, `string_key_end` is written
+    instead for those. `lines`: values have a line break of their own before and after.
+    """
+
+    name_end: Markers
+    key_begin: str
+    key_end: Markers
+    value_end: str
+    end: Markers
+    string_key_end: Markers = ()
+    lines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralArguments:
+    """The name, then arguments as literals: `name(key='text', other=[1, None])`."""
+
+    open: str = "("
+    assign: str = "="
+    close: str = ")"
+    quotes: Markers = ("'", '"')
+    escapes: bool = True  # a backslash in a text means what it means in Python
+
+
+CallBody = JsonCall | NamedJson | TaggedArguments | LiteralArguments
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """begin (call_begin BODY call_end) separator (...) end.
+
+    `at_start`: its first marker is a mere bracket, so calls are looked for only where an answer
+    begins. A separator may be missing where `call_begin` says that a call follows.
+    """
+
+    body: CallBody
+    begin: Markers = ()
+    call_begin: Markers = ()
+    call_end: Markers = ()
+    separator: str = ""
+    end: Markers = ()
+    at_start: bool = False
+
+    @property
+    def beginnings(self) -> tuple[Markers, ...]:
+        """What may be written before the first body; some models forget `begin`."""
+        whole = self.begin + self.call_begin
+        return (whole, self.call_begin) if self.begin and self.call_begin else (whole,)
+
+    @property
+    def ends(self) -> Markers:
+        """What may be left to come of a call that broke off."""
+        body = self.body
+        inner = body.end if isinstance(body, NamedJson | TaggedArguments) else ()
+        return inner + self.call_end + self.end
+
+    @property
+    def markers(self) -> Markers:
+        return (*self.begin, *self.call_begin, *self.ends, self.separator)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSyntax:
+    """Messages with headers (OpenAI's harmony): who speaks, to whom, on which channel.
+
+    `begins` open a header, `message` closes it, `ends` close the message.
+    """
+
+    begins: Markers
+    message: str
+    ends: Markers
+    reasoning: str  # this channel's messages are reasoning
+    recipient: str  # before the name of the tool that a message calls
+
+    @property
+    def markers(self) -> Markers:
+        return (*self.begins, self.message, *self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """`calls` are the ways that a parser reads; a grammar writes the first of them.
+
+    `noise`: further markers, which mean nothing and are removed.
+    """
+
+    reasoning: ReasoningMarks | None = None
+    calls: tuple[CallSyntax, ...] = ()
+    channels: ChannelSyntax | None = None
+    noise: Markers = ()
+    calls_end_reasoning: bool = False
+    short_ids: bool = False  # nine letters and digits (Mistral)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """All that may be special tokens of a tokenizer, or hold them."""
+        found = [marker for call in self.calls for marker in call.markers]
+        if self.reasoning is not None:
+            found += [self.reasoning.begin, self.reasoning.end]
+        if self.channels is not None:
+            found += self.channels.markers
+        return frozenset(found) - {""}
