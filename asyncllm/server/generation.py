@@ -59,7 +59,7 @@ class Generation:
                 prompt,
                 call.params,
                 partial(self._receive, request_id, index),
-                text_sink=None if call.return_token_ids else text_sink,
+                text_sink=None if call.wants_outputs or call.return_token_ids else text_sink,
                 priority=call.priority,
                 cache_salt=call.cache_salt,
             )

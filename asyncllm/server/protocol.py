@@ -140,6 +140,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

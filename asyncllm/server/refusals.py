@@ -53,7 +53,11 @@ _COMPLETION: dict[str, _Harmless] = {
     "suffix": _empty,
     "prompt_embeds": _empty,
 }
-_TOKENIZE: dict[str, _Harmless] = {"chat_template": _empty}
+_TOKENIZE: dict[str, _Harmless] = {
+    "chat_template": _empty,
+    "mm_processor_kwargs": _empty,
+    "media_io_kwargs": _empty,
+}
 
 
 def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
