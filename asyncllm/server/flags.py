@@ -86,7 +86,8 @@ def _hyphens(word: str) -> str:
 def _how_to_parse(hint: Any) -> dict[str, Any]:
     """argparse's keywords for a field's type."""
     if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = [arm for arm in get_args(hint) if arm is not type(None)]
+        # Not what only Python can give.
+        (hint,) = [arm for arm in get_args(hint) if arm not in (type(None), type)]
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Literal:
