@@ -67,6 +67,7 @@ class EngineConfig:
     logits_processors: tuple[Any, ...]  # subclasses of worker.logits_processors.LogitsProcessor
     generation_config: str
     chat_template: str | None
+    reasoning_parser: str
     max_queued_requests: int
     max_queued_tokens: int
     max_queue_seconds: float
@@ -155,6 +156,9 @@ class EngineArgs:
     chat_template: str | None = field(
         default=None, metadata={"help": "Jinja template, a file or the text itself"}
     )
+    reasoning_parser: str = field(
+        default="auto", metadata={"help": "how the model writes reasoning; auto: see its template"}
+    )
     max_queued_requests: int = field(
         default=4096, metadata={"help": "requests that may wait; more are refused"}
     )
@@ -216,6 +220,7 @@ class EngineArgs:
             logits_processors=tuple(map(_resolve_class, self.logits_processors or ())),
             generation_config=self.generation_config,
             chat_template=self.chat_template,
+            reasoning_parser=self.reasoning_parser,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
             max_queue_seconds=self.max_queue_seconds,

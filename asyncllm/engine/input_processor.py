@@ -21,6 +21,7 @@ from asyncllm.engine.bad_words import bad_words_ids
 from asyncllm.engine.generation_defaults import read_generation_defaults
 from asyncllm.engine.prompt import ParsedPrompt, PromptInput, TextPrompt, TokensPrompt, parse_prompt
 from asyncllm.engine.prompt_encoder import PromptEncoder
+from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
 from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.outputs import RequestMetrics
@@ -60,6 +61,7 @@ class InputProcessor:
         self._max_logprobs = config.max_logprobs
         self._rope_window = _dynamic_rope_window(config)
         self._eos_token_ids = self._collect_eos_ids(config)
+        self._reasoning = reasoning_tokens(config, tokenizer)
         self._seq_ids = seq_ids or itertools.count(1)
         self._seeds = random.Random(config.seed)
         self._threads: ThreadPoolExecutor | None = None
@@ -161,12 +163,17 @@ class InputProcessor:
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         seed = request.sampling_params.seed
+        budget = request.sampling_params.thinking_token_budget
+        forcer = None
+        if budget is not None and self._reasoning is not None:
+            forcer = ThinkingBudget(self._reasoning, budget, request.prompt_token_ids)
         return Sequence(
             seq_id=next(self._seq_ids),
             request=request,
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
             token_ids=list(request.prompt_token_ids),
+            forcer=forcer,
         )
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
@@ -226,7 +233,7 @@ class InputProcessor:
             self._encoder.check_ids(getattr(params, name) or (), name)
         if params.detokenize:
             self._encoder.tokenizer_for("detokenize")
-        if params.thinking_token_budget is not None:
+        if params.thinking_token_budget is not None and self._reasoning is None:
             raise InvalidRequestError(
                 "thinking_token_budget: it is not known how this model marks its reasoning",
                 "thinking_token_budget",
