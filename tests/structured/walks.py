@@ -39,16 +39,18 @@ def walk(
     max_tokens: int = 400,
     stay_short: float = 0.5,
 ) -> Walk:
-    """Uniform over the allowed tokens; the end, where it may come, with chance `stay_short`."""
+    """Uniform over the allowed tokens, but a quote and the end of the text more often."""
     rnd = random.Random(seed)
     token_ids: list[int] = []
     ends = set(tokenizer.eos_token_ids)
+    (quote,) = tokenizer.encode('"', False)
     while len(token_ids) < max_tokens:
         allowed = allowed_ids(constraint, tokenizer.vocab_size).tolist()
         others = [i for i in allowed if i not in ends]
         if len(others) < len(allowed) and (not others or rnd.random() < stay_short):
             constraint.accept(next(i for i in allowed if i in ends))
             return Walk(token_ids, tokenizer.decode(token_ids, False), True)
-        token_ids.append(rnd.choice(others))
+        takes_quote = quote in others and rnd.random() < stay_short / 2
+        token_ids.append(quote if takes_quote else rnd.choice(others))
         constraint.accept(token_ids[-1])
     return Walk(token_ids, tokenizer.decode(token_ids, False), False)
