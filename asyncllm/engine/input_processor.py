@@ -62,7 +62,7 @@ class InputProcessor:
         )
         self._max_logprobs = config.max_logprobs
         self._rope_window = _dynamic_rope_window(config)
-        self._eos_token_ids = self._collect_eos_ids(config)
+        self._eos_token_ids = end_of_text_ids(config, tokenizer)
         self.grammars = GrammarCompiler(
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
         )
@@ -182,9 +182,7 @@ class InputProcessor:
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
             token_ids=list(request.prompt_token_ids),
-            constraint=None
-            if grammar is None
-            else grammar.constraint(request.stop_token_ids, params),
+            constraint=None if grammar is None else grammar.constraint(params.ignore_eos),
             forcer=forcer,
         )
 
@@ -257,11 +255,13 @@ class InputProcessor:
         is_ignored = params.ignore_eos and params.structured_outputs is None
         return own if is_ignored else own | self._eos_token_ids
 
-    def _collect_eos_ids(self, config: EngineConfig) -> frozenset[int]:
-        """What ends a text, by all that speak of it; ids that the model has not are left out."""
-        of_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
-        ids = {*config.model.eos_token_ids, *self._defaults.eos_token_ids, *of_tokenizer}
-        return frozenset(i for i in ids if 0 <= i < config.model.vocab_size)
+
+def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """What ends a text, by all that speak of it; ids that the model has not are left out."""
+    of_tokenizer = tokenizer.eos_token_ids if tokenizer is not None else ()
+    of_defaults = read_generation_defaults(config).eos_token_ids
+    ids = {*config.model.eos_token_ids, *of_defaults, *of_tokenizer}
+    return frozenset(i for i in ids if 0 <= i < config.model.vocab_size)
 
 
 def _dynamic_rope_window(config: EngineConfig) -> int | None:
