@@ -26,6 +26,7 @@ class ResponseView:
         self.summarizes = reasoning is not None and bool(
             reasoning.summary or reasoning.generate_summary
         )
+        self.shows_logprobs = call.params.logprobs is not None
         self._call = call
         self._names = names
         self._unique = call.id.removeprefix("resp_")
