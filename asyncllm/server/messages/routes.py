@@ -47,6 +47,6 @@ async def count_tokens(http: web.Request) -> web.Response:
     service.check_model(request.model)
     chat = prompt_request(request)
     with named_as(FIELD_NAMES):
-        text = render_chat(chat, service.engine.tokenizer)
+        text = render_chat(chat, service, chat.tools or [])
     ids = await encode(service.engine.tokenizer, text, add_special_tokens=False)
     return json_response({"input_tokens": len(ids)})

@@ -8,7 +8,13 @@ from typing import Any
 from asyncllm.server.client_fields import refuse
 from asyncllm.server.conversation import Conversation
 from asyncllm.server.errors import bad_request
-from asyncllm.server.protocol import ChatRequest, GenerationRequest
+from asyncllm.server.protocol import (
+    ChatRequest,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+)
 from asyncllm.server.responses.items import Item, add_items
 from asyncllm.server.responses.protocol import (
     REFUSED,
@@ -92,11 +98,11 @@ def _wants_logprobs(request: ResponsesRequest) -> bool:
 def _ask_for_text(chat: ChatRequest, text: TextConfig) -> None:
     chat.verbosity = text.verbosity
     if isinstance(text.format, AnyObjectFormat):
-        chat.response_format = {"type": "json_object"}
+        chat.response_format = JsonObjectFormat()
     elif isinstance(text.format, SchemaFormat):
         wanted = text.format
-        schema = {"name": wanted.name, "schema": wanted.schema, "strict": wanted.strict}
-        chat.response_format = {"type": "json_schema", "json_schema": schema}
+        schema = JsonSchema(wanted.name, schema=wanted.schema, strict=wanted.strict)
+        chat.response_format = JsonSchemaFormat(schema)
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:

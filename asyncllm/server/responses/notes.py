@@ -24,12 +24,12 @@ class ChosenFunction(Struct, tag_field="type", tag="function"):
     name: str
 
 
-class AllowedTools(Struct, tag_field="type", tag="allowed_tools"):
+class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
     tools: list[ChosenFunction]
 
 
-ResponseToolChoice = Literal["none", "auto", "required"] | ChosenFunction | AllowedTools
+ResponseToolChoice = Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions
 
 _TOOLS = Note("Functions that the model may call.", type=list[ResponseTool] | None)
 _TOOL_CHOICE = Note(

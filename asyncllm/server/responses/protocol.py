@@ -11,9 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from asyncllm.server.client_fields import Refusals
-from asyncllm.server.protocol import GenerationRequest
+from asyncllm.server.protocol import GenerationRequest, ReasoningEffort
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 

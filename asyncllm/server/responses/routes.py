@@ -62,7 +62,7 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     items = read_items(request.input, "", partial(_find_item, http))
     chat = prompt_request(request, _items_before(http, request) + items)
     with named_as(FIELD_NAMES):
-        text = render_chat(chat, service.engine.tokenizer)
+        text = render_chat(chat, service, chat.tools or [])
     ids = await encode(service.engine.tokenizer, text, add_special_tokens=False)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
