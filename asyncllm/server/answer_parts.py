@@ -23,10 +23,11 @@ from asyncllm.server.errors import ApiError
 from asyncllm.server.usage import Usage
 
 PartKind = Literal["text", "reasoning", "call"]
-_GOES_ON: dict[PartKind, type[Event]] = {
-    "text": Content,
-    "reasoning": Reasoning,
-    "call": ToolCallArguments,
+TextEvent = Content | Reasoning | ToolCallArguments
+_GOES_ON: dict[PartKind, tuple[type[TextEvent], ...]] = {
+    "text": (Content,),
+    "reasoning": (Reasoning,),
+    "call": (ToolCallArguments,),
 }
 
 
@@ -57,18 +58,18 @@ class News(NamedTuple):
 class AnswerParts:
     """Which part an event belongs to. Keeps no text: who wants it adds `News.text` to the part.
 
-    `goes_on`: the kind of event that is nothing but more text of the open part, which is what a
-    stream looks at first.
+    `goes_on`: for isinstance, the event that is but more text of the open part; a stream looks for
+    it first.
     """
 
     def __init__(self) -> None:
         self.open: AnswerPart | None = None
-        self.goes_on: type[Event] | None = None
+        self.goes_on: tuple[type[TextEvent], ...] = ()
         self._num_parts = 0
         self._blanks = ""
 
     def add(self, event: Event) -> News:
-        if type(event) is self.goes_on:
+        if isinstance(event, self.goes_on):
             return News(None, None, event.text)
         match event:
             case Content(text):

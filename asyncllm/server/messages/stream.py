@@ -52,7 +52,7 @@ class StreamedMessage:
 
     def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         for event in events:
-            if type(event) is self._parts.goes_on:
+            if isinstance(event, self._parts.goes_on):
                 self._add_text(event.text)
             else:
                 self._tell(self._parts.add(event))

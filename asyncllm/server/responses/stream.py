@@ -56,7 +56,7 @@ class StreamedResponse:
         if completion is not None and completion.logprobs:
             self._logprobs += completion.logprobs
         for event in events:
-            if type(event) is self._parts.goes_on:
+            if isinstance(event, self._parts.goes_on):
                 self._add_text(event.text)
             else:
                 self._tell(self._parts.add(event))
