@@ -20,9 +20,11 @@ from asyncllm.sampling_params import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
+    MAX_REPETITION_PENALTY,
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     RepetitionDetectionParams,
     SamplingParams,
 )
@@ -69,9 +71,9 @@ NOTES: dict[str, Note] = {
     "frequency_penalty": _between(
         -2, 2, "Taken from a token's logit once for each time that it was answered."
     ),
-    "repetition_penalty": Note(
+    "repetition_penalty": _between(
+        MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY,
         "Divides the logits of tokens in prompt and answer; above 1 discourages them.",
-        schema={"exclusiveMinimum": 0, "maximum": 10},
     ),
     "seed": _between(
         -MAX_SEED - 1, MAX_SEED, "Same seed, same answer, whatever else is served. -1: none."
@@ -230,7 +232,11 @@ def describe_fields(requests: Iterable[type], components: dict[str, Any], ref: s
                 properties[name] = dict(shape_of[id(note.type)])
             if name in _DEFAULTS and note.kind == "done":
                 properties[name]["default"] = _DEFAULTS[name]
-            properties[name] |= {**note.schema, "description": note.description}
+            properties[name] |= {
+                **note.schema,
+                "description": note.description,
+                "x-kind": note.kind,
+            }
 
 
 def _with_parts(requests: Iterable[type]) -> list[Any]:

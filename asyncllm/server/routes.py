@@ -25,7 +25,7 @@ from asyncllm.server.messages import answer_types as anthropic
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from asyncllm.server.messages.routes import count_tokens, messages
 from asyncllm.server.openapi import show_document
-from asyncllm.server.page import page_file
+from asyncllm.server.page import docs_page, page_file
 from asyncllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -116,6 +116,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "GET", "/openapi.json", show_document, "Server", "This description, as OpenAPI 3.1",
         answer=dict, is_public=True,
+    ),
+    Route(
+        "GET", "/docs", docs_page, "Pages", "This description, to read and to try",
+        media_type="text/html", is_public=True, is_served=_has_page,
     ),
     Route(
         "GET", "/", page_file, "Pages", "A chat and a dashboard",
