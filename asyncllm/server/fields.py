@@ -29,6 +29,7 @@ from asyncllm.sampling_params import (
     SamplingParams,
 )
 from asyncllm.server import field_types as types
+from asyncllm.server.batch import MAX_CONVERSATIONS, REFUSED
 from asyncllm.server.messages.notes import MESSAGES_NOTES
 from asyncllm.server.note import Note
 from asyncllm.server.note import between as _between
@@ -41,6 +42,14 @@ NOTES: dict[str, Note] = {
         "The conversation so far, oldest first, as the chat template takes it.",
         schema={"minItems": 1}, type=list[types.Message],
     ),
+    "BatchChatRequest.messages": Note(
+        "One conversation for each choice of the answer, in this order.",
+        schema={"minItems": 1, "maxItems": MAX_CONVERSATIONS}, type=list[list[types.Message]],
+    ),
+    **{
+        f"BatchChatRequest.{name}": _refused("One choice for each conversation, told whole.")
+        for name in REFUSED
+    },
     "prompt": Note("Text, or token ids, or a list of either: one answer for each."),
     # --- how many, how long ---
     "n": _between(1, MAX_N, "Answers for each prompt."),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from asyncllm.server import answers
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.batch import BatchChatRequest, chat_completions_batch
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.dashboard import dashboard_events
@@ -48,6 +49,12 @@ ROUTES: tuple[Route, ...] = (
         "POST", "/v1/chat/completions", chat_completions, "Chat", "Answer a conversation",
         request=ChatRequest, example={"messages": _HELLO, "max_tokens": 32},
         answer=answers.ChatCompletion, event=answers.ChatCompletionChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/v1/chat/completions/batch", chat_completions_batch, "Chat",
+        "Answer many conversations at once", request=BatchChatRequest,
+        example={"messages": [_HELLO, _HELLO], "max_tokens": 32},
+        answer=answers.ChatCompletion, errors=GENERATES,
     ),
     Route(
         "POST", "/v1/completions", completions, "Completions", "Continue a text",
