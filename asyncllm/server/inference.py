@@ -23,13 +23,13 @@ from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError, bad_request
 from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import StreamOptions, TokenId
-from asyncllm.server.service import SERVICE, Service, answer_whole, json_response
+from asyncllm.server.service import SERVICE, Service, answer_whole, json_response, stream_to
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.stream import DONE
 from asyncllm.server.usage import Usage
 
 # What JSON cannot say or this route decides itself.
-NOT_OVER_HTTP = frozenset({"output_kind", "extra_args"})
+NOT_OVER_HTTP = frozenset({"output_kind", "extra_args", "logits_processors"})
 
 if TYPE_CHECKING:
     SamplingFields = msgspec.Struct
@@ -74,12 +74,14 @@ async def generate(http: web.Request) -> web.StreamResponse:
     try:
         call = _call(request, service)
         if request.stream:
-            return await _stream(http, service, call, request)
-        answer = await answer_whole(service, call)
+            sse = SSEStream(http, service.frames)
+            answer = StreamedTokens(sse, call, request, _names(service))
+            return await stream_to(sse, service, call, answer)
+        whole = await answer_whole(service, call)
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
-    return json_response(_body(call, request, answer, _names(service)))
+    return json_response(_body(call, request, whole, _names(service)))
 
 
 def _call(request: GenerateRequest, service: Service) -> Call:
@@ -148,26 +150,6 @@ def _body(
         "prompt_logprobs": prompt_logprobs(answer.prompts[0].logprobs, names),
         "kv_transfer_params": None,
     }
-
-
-async def _stream(
-    http: web.Request, service: Service, call: Call, request: GenerateRequest
-) -> web.StreamResponse:
-    sse = SSEStream(http, service.frames)
-    answer = StreamedTokens(sse, call, request, _names(service))
-    with service.generation(call, answer) as generation:
-        await generation.submit()
-        if generation.error is not None:
-            raise generation.error
-        try:
-            await sse.open()
-            await sse.run()
-        except ConnectionError:
-            pass  # the client is gone or was dropped
-        finally:
-            if sse.too_slow:
-                generation.abort_cause = "slow_reader"
-    return sse.response
 
 
 class StreamedTokens:
