@@ -21,7 +21,13 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.sampling_params import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
+    from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
+    from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 
 __version__ = version("asyncllm")
 
@@ -34,13 +40,18 @@ _HOMES = {
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",
+    "LogitsProcessor": "worker.logits_processors",
     "ModelLoadError": "errors",
+    "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
+    "ReasoningMarkers": "structured_outputs",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -51,14 +62,19 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "InvalidRequestError",
+    "LogitsProcessor",
     "Logprob",
     "ModelLoadError",
+    "ProcessorRow",
     "QueueFullError",
+    "ReasoningMarkers",
+    "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

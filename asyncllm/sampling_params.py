@@ -6,12 +6,15 @@ on the vocabulary or the context window are checked by the input processor.
 
 from __future__ import annotations
 
+import inspect
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 MAX_N = 128
@@ -21,7 +24,15 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary is larger
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_REPETITION_PATTERN_SIZE = 2048
+MAX_REPETITION_COUNT = 1024
+MAX_LOGITS_PROCESSORS = 64
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
+MAX_REPETITION_PENALTY = 10
 MAX_SEED = 2**63 - 1
+MAX_ID_DIGITS = 18  # of a token id written out
 
 
 class RequestOutputKind(Enum):
@@ -33,6 +44,33 @@ class RequestOutputKind(Enum):
 
 
 @dataclass(slots=True)
+class RepetitionDetectionParams:
+    """End an answer whose last tokens are one pattern, `min_count` times in a row.
+
+    Patterns of `min_pattern_size` (0: 1) to `max_pattern_size` tokens count; a `max_pattern_size`
+    of 0 is off. Raises `InvalidRequestError`. Source: vllm.sampling_params.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        param, most = "repetition_detection", MAX_REPETITION_PATTERN_SIZE
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _require_int(param, getattr(self, name), f"{param}.{name}")
+        for name in ("max_pattern_size", "min_pattern_size"):
+            value = getattr(self, name)
+            _require(0 <= value <= most, param, value, f"between 0 and {most}", f"{param}.{name}")
+        _require(self.min_pattern_size <= self.max_pattern_size, param, self.min_pattern_size,
+                 f"at most max_pattern_size ({self.max_pattern_size})",
+                 f"{param}.min_pattern_size")  # fmt: skip
+        least = 2 if self.max_pattern_size else 0
+        _require(least <= self.min_count <= MAX_REPETITION_COUNT, param, self.min_count,
+                 f"between {least} and {MAX_REPETITION_COUNT}", f"{param}.min_count")  # fmt: skip
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters of one request, checked when made.
 
@@ -40,8 +78,10 @@ class SamplingParams:
     `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off.
     `max_tokens=None` means up to the end of the context window. `logprobs=k` returns the k most
     likely tokens and the sampled one, as natural logarithms of the raw distribution (before
-    temperature, penalties and filters). A `seed` makes a request's tokens independent of what
-    else is in its batch. Source: vllm.SamplingParams.
+    temperature, penalties and filters); `logprob_token_ids` returns those of these tokens instead
+    of the most likely. A `seed` makes a request's tokens independent of what else is in its batch;
+    -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
+    `repetition_detection` may be a dict of its fields. Source: vllm.SamplingParams.
     """
 
     n: int = 1
@@ -61,6 +101,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -69,6 +110,10 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    logits_processors: list[Callable[..., Any]] | None = field(default=None, repr=False)
     extra_args: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,15 +122,32 @@ class SamplingParams:
         self._check_types()
         self._check_ranges()
         self._check_lists()
+        self._check_repetition_detection()
+        if self.seed == -1:
+            self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW_TEMPERATURE
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many tokens are reported beside each sampled one; None: no logprobs at all."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require_int(name, getattr(self, name))
-        optional = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+        optional = (
+            "seed",
+            "max_tokens",
+            "logprobs",
+            "prompt_logprobs",
+            "truncate_prompt_tokens",
+            "thinking_token_budget",
+        )
         for name in optional:
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name))
@@ -106,6 +168,12 @@ class SamplingParams:
             "min_p",
         ):
             _require_finite(name, getattr(self, name))
+        _require(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            "structured_outputs",
+            self.structured_outputs,
+            "StructuredOutputsParams",
+        )
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
@@ -113,8 +181,9 @@ class SamplingParams:
                  "between -2 and 2")  # fmt: skip
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty,
                  "between -2 and 2")  # fmt: skip
-        _require(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty,
-                 "above 0 and at most 10")  # fmt: skip
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _require(low <= self.repetition_penalty <= high, "repetition_penalty",
+                 self.repetition_penalty, f"between {low} and {high}")  # fmt: skip
         _require(0 <= self.temperature <= 100, "temperature", self.temperature,
                  "between 0 and 100")  # fmt: skip
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
@@ -130,13 +199,22 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or value >= 0, name, value, "at least 0")
+        budget = self.thinking_token_budget
+        _require(budget is None or budget >= -1, "thinking_token_budget", budget,
+                 "-1 (no limit) or at least 0")  # fmt: skip
         if self.truncate_prompt_tokens is not None:
             _require(self.truncate_prompt_tokens >= 1 or self.truncate_prompt_tokens == -1,
                      "truncate_prompt_tokens", self.truncate_prompt_tokens,
                      "-1 (the context window) or at least 1")  # fmt: skip
 
     def _check_lists(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in (
+            "stop",
+            "stop_token_ids",
+            "bad_words",
+            "allowed_token_ids",
+            "logprob_token_ids",
+        ):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list), name, value, "a list")
         stop = self.stop or []
@@ -148,9 +226,11 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
         _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _check_token_ids("allowed_token_ids", self.allowed_token_ids, None)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name) == []:
+                raise InvalidRequestError(f"{name} must not be empty", name)
         words = self.bad_words or []
         _require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words",
                  f"at most {MAX_BAD_WORDS} words")  # fmt: skip
@@ -158,6 +238,18 @@ class SamplingParams:
             _require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
                      word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters")  # fmt: skip
         self._check_logit_bias()
+        self._check_logits_processors()
+
+    def _check_logits_processors(self) -> None:
+        name, processors = "logits_processors", self.logits_processors or []
+        _require(isinstance(processors, list), name, processors, "a list of callables")
+        _require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
+                 f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
+        for processor in processors:
+            _require(callable(processor), name, processor, "a list of callables")
+            _require(num_positional(processor) in (2, 3), name, processor,
+                     "callables of (output_token_ids, logits) or "
+                     "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -169,22 +261,44 @@ class SamplingParams:
                  f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip
         checked: dict[int, float] = {}
         for key, bias in self.logit_bias.items():
-            try:
-                token_id = int(key)
-            except (TypeError, ValueError):
-                raise InvalidRequestError(
-                    f"logit_bias keys must be token ids, got {_shown(key)}", "logit_bias"
-                ) from None
             _require_finite("logit_bias", bias)
-            _require(token_id >= 0, "logit_bias", token_id, "token ids of at least 0")
             _require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
-            checked[token_id] = float(bias)
+            checked[_token_id_of_key(key)] = float(bias)
+        _require(len(checked) == len(self.logit_bias), "logit_bias", "one token twice",
+                 "a map of distinct token ids")  # fmt: skip
         self.logit_bias = checked
 
+    def _check_repetition_detection(self) -> None:
+        given = self.repetition_detection
+        if isinstance(given, dict):
+            try:
+                given = self.repetition_detection = RepetitionDetectionParams(**given)
+            except TypeError:
+                raise InvalidRequestError(
+                    "repetition_detection has the fields max_pattern_size, min_pattern_size and "
+                    f"min_count, got {_shown(given)}",
+                    "repetition_detection",
+                ) from None
+        _require(given is None or isinstance(given, RepetitionDetectionParams),
+                 "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
+        if given is not None and not given.max_pattern_size:
+            self.repetition_detection = None
 
-def _require(ok: bool, param: str, value: object, wanted: str) -> None:
+
+def num_positional(function: Callable[..., Any]) -> int | None:
+    """How many positional parameters it has; None where Python cannot tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in kinds for parameter in parameters)
+
+
+def _require(ok: bool, param: str, value: object, wanted: str, name: str = "") -> None:
+    """`name`: what the message calls it, where it is a part of `param`."""
     if not ok:
-        raise InvalidRequestError(f"{param} must be {wanted}, got {_shown(value)}", param)
+        raise InvalidRequestError(f"{name or param} must be {wanted}, got {_shown(value)}", param)
 
 
 def _shown(value: object) -> str:
@@ -195,9 +309,9 @@ def _shown(value: object) -> str:
         return type(value).__name__
 
 
-def _require_int(param: str, value: object) -> None:
+def _require_int(param: str, value: object, name: str = "") -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer")  # type: ignore[arg-type]
+    _require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer", name)  # type: ignore[arg-type]
 
 
 def _require_finite(param: str, value: object) -> None:
@@ -205,9 +319,23 @@ def _require_finite(param: str, value: object) -> None:
     _require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
 
 
-def _check_token_ids(param: str, ids: list[int] | None, most: int | None) -> None:
-    for token_id in ids or []:
-        _require_int(param, token_id)
-        _require(token_id >= 0, param, token_id, "token ids of at least 0")
-    if most is not None:
-        _require(len(ids or []) <= most, param, f"{len(ids or [])} ids", f"at most {most} ids")
+def _check_token_ids(param: str, ids: list[int] | None, most: int) -> None:
+    ids = ids or []
+    _require(len(ids) <= most, param, f"{len(ids)} ids", f"at most {most} ids")
+    if set(map(type, ids)) - {int}:  # a list may be as long as a vocabulary: no loop over the good
+        for token_id in ids:
+            _require_int(param, token_id)
+    least, greatest = min(ids, default=0), max(ids, default=0)
+    _require(least >= 0, param, least, "token ids of at least 0")
+    _require_int(param, greatest)
+
+
+def _token_id_of_key(key: object) -> int:
+    """A key of logit_bias: JSON's are strings, of digits alone."""
+    is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
+    is_int = isinstance(key, int) and not isinstance(key, bool) and 0 <= key <= MAX_SEED
+    if not (is_text or is_int):
+        raise InvalidRequestError(
+            f"logit_bias keys must be token ids, got {_shown(key)}", "logit_bias"
+        )
+    return int(key)  # type: ignore[call-overload]

@@ -16,6 +16,7 @@ class CollectedChoice:
     index: int
     parts: list[str] = field(default_factory=list)
     logprobs: SampleLogprobs = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -37,7 +38,7 @@ class CollectedAnswer:
     def __init__(self, call: Call) -> None:
         self.choices = [CollectedChoice(i) for i in range(call.num_choices)]
         self.prompts = [CollectedPrompt() for _ in call.prompts]
-        self.usage = Usage()
+        self.usage = Usage(call.shows_cached)
         self._n = call.params.n
         self._end = asyncio.Event()
         self._error: ApiError | None = None
@@ -49,6 +50,7 @@ class CollectedAnswer:
             choice = self.choices[prompt_index * self._n + completion.index]
             choice.parts.append(completion.text)
             choice.logprobs.extend(completion.logprobs or ())
+            choice.token_ids.extend(completion.token_ids)
             if completion.finish_reason is not None:
                 choice.finish_reason = completion.finish_reason
                 choice.stop_reason = completion.stop_reason

@@ -58,7 +58,7 @@ class Generation:
                 prompt,
                 call.params,
                 partial(self._receive, request_id, index),
-                text_sink=partial(self._receive_text, index),
+                text_sink=None if call.wants_outputs else partial(self._receive_text, index),
                 priority=call.priority,
                 cache_salt=call.cache_salt,
             )

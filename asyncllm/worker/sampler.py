@@ -3,7 +3,7 @@
 Two ways, by what the step's rows need (known on the host):
 
   plain  greedy and temperature: one argmax over logits / T + Gumbel noise, no sort, capturable
-  full   raw logprobs, logit edits, allowed tokens, penalties, temperature, min-p, top-k, top-p
+  full   processors, allowed tokens, edits, masks, penalties, temperature, min-p, top-k, top-p
 
 Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
 seeded request samples the same tokens whatever else is in its batch, and after any preemption.
@@ -20,6 +20,7 @@ import torch
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.token_masks import ApplyMasks
 
 MASK32 = 0xFFFFFFFF
 
@@ -27,6 +28,7 @@ MASK32 = 0xFFFFFFFF
 PlainSample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (logits f32 [rows, V], top_ks int32, top_ps f32 [rows]) -> logits with the filtered at -inf
 TopKTopP = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Process = Callable[[torch.Tensor], None]  # logits f32 [rows, V], in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,21 @@ class LogprobTensors:
     ranks: torch.Tensor  # int64 [rows], 1 = most likely
     top_ids: torch.Tensor  # int64 [rows, k]
     top_logprobs: torch.Tensor  # f32 [rows, k]
+    named_logprobs: torch.Tensor | None = None  # f32 [rows, ids], of the tokens that were named
 
 
 class Sampler:
-    def __init__(self, state: DeviceState, plain: PlainSample, top_k_top_p: TopKTopP) -> None:
+    def __init__(
+        self,
+        state: DeviceState,
+        plain: PlainSample,
+        top_k_top_p: TopKTopP,
+        apply_masks: ApplyMasks,
+    ) -> None:
         self._state = state
         self._plain = plain
         self._top_k_top_p = top_k_top_p
+        self._apply_masks = apply_masks
 
     def plain(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
@@ -59,10 +69,13 @@ class Sampler:
         positions: torch.Tensor,
         features: Feature,
         edits: Mapping[str, torch.Tensor],
+        process: Process | None = None,
     ) -> torch.Tensor:
         """int32 [rows], with every feature that any row of the step asks for."""
         state = self._state
         logits = logits.float().clone()
+        if process is not None:
+            process(logits)
         # Filters may search for ever in what is not finite: such rows go through them as zeros.
         bad = (logits.isnan() | (logits == float("inf"))).any(dim=1)
         logits.masked_fill_(bad.unsqueeze(1), 0.0)
@@ -71,6 +84,8 @@ class Sampler:
         if features & Feature.EDIT:
             where = (edits["edit_rows"], edits["edit_tokens"])
             logits.index_put_(where, edits["edit_values"], accumulate=True)
+        if "mask_rows" in edits:
+            self._apply_masks(logits, edits["mask_rows"], edits["mask_bits"])
         if features & Feature.PENALTY:
             logits = self._penalise(logits, slots)
         temperatures = state.temperatures[slots]
@@ -82,6 +97,8 @@ class Sampler:
             logits = torch.where(random.unsqueeze(1), filtered, logits)
             temperatures = random.float()
         tokens = self._plain(logits, temperatures, state.seeds[slots], positions)
+        if "forced_rows" in edits:
+            tokens.index_put_((edits["forced_rows"],), edits["forced_tokens"].int())
         tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)
@@ -115,13 +132,19 @@ class Sampler:
         return self._top_k_top_p(scaled, state.top_ks[slots], state.top_ps[slots])
 
 
-def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
-    """Log-probabilities under logits [rows, V] of one token per row, and of the `num_top` best."""
+def gather_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int, named: torch.Tensor | None = None
+) -> LogprobTensors:
+    """Log-probabilities under logits [rows, V] of one token per row, and of the `num_top` best.
+
+    named: more token ids [rows, ids] to look up.
+    """
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.long().clamp(min=0).unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1) + 1
     top_logprobs, top_ids = logprobs.topk(num_top, dim=1)
-    return LogprobTensors(chosen.squeeze(1), ranks, top_ids, top_logprobs)
+    of_named = None if named is None else logprobs.gather(1, named.long())
+    return LogprobTensors(chosen.squeeze(1), ranks, top_ids, top_logprobs, of_named)
 
 
 def plain_sample_torch(
