@@ -20,14 +20,24 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestFailedError,
     )
-    from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __version__ = version("asyncllm")
 
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLMEngine": "engine.async_engine",
+    "BeamSearchOutput": "outputs",
+    "BeamSearchParams": "sampling_params",
+    "BeamSearchSequence": "outputs",
     "CompletionOutput": "outputs",
     "ContextLengthError": "errors",
     "EngineArgs": "config",
@@ -46,6 +56,9 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ContextLengthError",
     "EngineArgs",

@@ -73,7 +73,9 @@ class Request:
     `max_tokens` is resolved (never None) and prompt + max_tokens fits the window. `stop_token_ids`
     are those that end a sequence, EOS included unless ignored. `bad_words_ids` are token sequences.
     `cache_key` separates prefix caches: by salt, and by the prompt's length where KV depends on it
-    (dynamic RoPE past its window).
+    (dynamic RoPE past its window). Where answers are chosen by score (`best_of`, beam search)
+    `sampling_params.logprobs` is what the choice needs, and `num_shown_logprobs` what the client
+    asked for.
     """
 
     request_id: str
@@ -86,11 +88,14 @@ class Request:
     priority: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     cache_key: bytes = b""
+    num_shown_logprobs: int = 0
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
     def needs_known_tokens(self) -> bool:
         """Its next sampling depends on output tokens on the host, so it cannot run a step ahead."""
+        if self.sampling_params.use_beam_search:
+            return True
         return bool(self.bad_words_ids) and any(len(word) > 1 for word in self.bad_words_ids)
 
     @property
@@ -107,6 +112,7 @@ class Sequence:
                    between turns, one more while a step is planned ahead)
     num_computed   positions whose KV is written by launched steps
     num_prefill    tokens known when it was admitted: it decodes once num_computed has reached them
+    held           a beam that waits for its request's other beams: it neither decodes nor queues
     """
 
     seq_id: int
@@ -120,6 +126,7 @@ class Sequence:
     num_computed: int = 0
     num_prefill: int = 0
     num_cached_tokens: int = 0  # of the prompt, served by the prefix cache at first admission
+    held: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     constraint: TokenConstraint | None = None

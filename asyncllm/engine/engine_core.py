@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
+from asyncllm.engine.best_answers import BestAnswers
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.generation import Sink
@@ -108,6 +109,8 @@ class EngineCore:
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
         self.admission.enter(request)
+        if params.num_sequences > params.n or params.use_beam_search:
+            sink, text_sink = BestAnswers(params, sink).receive, None
         self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
         self._work.set()

@@ -21,6 +21,7 @@ class RunningSet:
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
         self.forked: set[Sequence] = set()  # members that may share the page they write to
+        self.rewritten: set[Sequence] = set()  # members that the host has changed: beams
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
         self._max_num_seqs = max_num_seqs
@@ -42,12 +43,13 @@ class RunningSet:
         """`seq` gives its slot back; its new status is the caller's to set."""
         self.seqs.remove(seq)
         self.forked.discard(seq)
+        self.rewritten.discard(seq)
         self._free_slots.append(seq.slot)
         seq.slot = PADDING_SLOT
         self._changed = True
 
     def set_changed(self) -> None:
-        """A member's prefill is planned to its end: it decodes from the next step on."""
+        """A member decodes from the next step on: its prefill is planned, or its beam goes on."""
         self._changed = True
 
     def prefilling(self) -> list[Sequence]:
@@ -86,7 +88,7 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        assert self.forked <= set(self.seqs), "a fork is remembered that does not run"
+        assert self.forked | self.rewritten <= set(self.seqs), "one is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not self._changed and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
@@ -96,8 +98,8 @@ class RunningSet:
 
 
 def may_decode(seq: Sequence) -> bool:
-    """False for a prefill, and for a sequence that only waits for tokens in flight."""
-    if seq.num_computed < seq.num_prefill or _num_steps_left(seq) <= 0:
+    """False for a prefill, and for a sequence that waits for tokens in flight or for siblings."""
+    if seq.num_computed < seq.num_prefill or seq.held or _num_steps_left(seq) <= 0:
         return False
     return seq.num_in_flight == 0 or not seq.request.needs_known_tokens
 
