@@ -47,7 +47,6 @@ class BeamGroup:
         seq.held = True
         if seq.status is not SequenceStatus.RUNNING:
             self._waiting.add(seq)
-        self._running.set_changed()
         self._rows[seq.seq_id] = row
         if len(self._rows) == len(self._beams):
             parents = self.search.advance([self._rows[beam.seq_id] for beam in self._beams])

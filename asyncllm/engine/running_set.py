@@ -49,7 +49,7 @@ class RunningSet:
         self._changed = True
 
     def set_changed(self) -> None:
-        """A member decodes from the next step on: its prefill is planned, or its beam goes on."""
+        """A member's prefill is planned to its end: it decodes from the next step on."""
         self._changed = True
 
     def prefilling(self) -> list[Sequence]:

@@ -25,7 +25,7 @@ from asyncllm.server.service import (
 )
 from asyncllm.server.stream import ChoiceFrames
 
-MAX_CHOICES = 1024  # of one call: prompts times n
+MAX_CHOICES = 1024  # of one call: prompts times n, or best_of
 
 
 async def completions(http: web.Request) -> web.StreamResponse:
@@ -51,9 +51,12 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
     )
-    if call.num_choices > MAX_CHOICES:
-        prompts, n = len(call.prompts), call.params.n
-        raise bad_request(f"{prompts} prompts with n={n}, at most {MAX_CHOICES} choices", "n")
+    if call.num_sequences > MAX_CHOICES:
+        prompts, each = len(call.prompts), call.params.num_sequences
+        name = "n" if call.params.best_of is None else "best_of"
+        raise bad_request(
+            f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
+        )
     return call
 
 

@@ -26,6 +26,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     # SamplingParams fields under their own names: see sampling_overrides.
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -63,8 +67,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     service_tier: Any = None
 
     # Refused where they would change the answer.
-    best_of: int | None = None
-    use_beam_search: bool | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None

@@ -24,7 +24,6 @@ def _only_text(value: Any) -> bool:
 
 # field -> the values that ask for nothing (None always does)
 _COMMON: dict[str, _Harmless] = {
-    "use_beam_search": _empty,
     "response_format": _only_text,
     "structured_outputs": _empty,
     "guided_json": _empty,
@@ -63,8 +62,6 @@ _TOKENIZE: dict[str, _Harmless] = {"chat_template": _empty}
 def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
     """Raises `ApiError` 400 for the first field that asks for what is not there."""
     _refuse(request, _COMMON)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise bad_request("best_of other than n is not supported", "best_of")
     if isinstance(request, ChatRequest):
         _refuse(request, _CHAT)
         # With tool_choice "none" tools only go into the prompt; otherwise calls must be parsed.
