@@ -28,7 +28,12 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from asyncllm.sampling_params import (
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
 
 __version__ = version("asyncllm")
 
@@ -46,6 +51,7 @@ _HOMES = {
     "Logprob": "outputs",
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
@@ -67,6 +73,7 @@ __all__ = [
     "Logprob",
     "ModelLoadError",
     "QueueFullError",
+    "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",

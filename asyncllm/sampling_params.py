@@ -22,7 +22,12 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
 MAX_LENGTH_PENALTY = 10.0
+MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary is larger
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_REPETITION_PATTERN_SIZE = 2048
+MAX_REPETITION_COUNT = 1024
 MAX_SEED = 2**63 - 1
+MAX_ID_DIGITS = 18  # of a token id written out
 # What a beam search takes: its own, how the answer is shown, and what only drawing needs.
 BEAM_SEARCH_FIELDS = frozenset(
     [
@@ -45,6 +50,33 @@ class RequestOutputKind(Enum):
 
 
 @dataclass(slots=True)
+class RepetitionDetectionParams:
+    """End an answer whose last tokens are one pattern, `min_count` times in a row.
+
+    Patterns of `min_pattern_size` (0: 1) to `max_pattern_size` tokens count; a `max_pattern_size`
+    of 0 is off. Raises `InvalidRequestError`. Source: vllm.sampling_params.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        param, most = "repetition_detection", MAX_REPETITION_PATTERN_SIZE
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _require_int(param, getattr(self, name), f"{param}.{name}")
+        for name in ("max_pattern_size", "min_pattern_size"):
+            value = getattr(self, name)
+            _require(0 <= value <= most, param, value, f"between 0 and {most}", f"{param}.{name}")
+        _require(self.min_pattern_size <= self.max_pattern_size, param, self.min_pattern_size,
+                 f"at most max_pattern_size ({self.max_pattern_size})",
+                 f"{param}.min_pattern_size")  # fmt: skip
+        least = 2 if self.max_pattern_size else 0
+        _require(least <= self.min_count <= MAX_REPETITION_COUNT, param, self.min_count,
+                 f"between {least} and {MAX_REPETITION_COUNT}", f"{param}.min_count")  # fmt: skip
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters of one request, checked when made.
 
@@ -52,8 +84,10 @@ class SamplingParams:
     `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off.
     `max_tokens=None` means up to the end of the context window. `logprobs=k` returns the k most
     likely tokens and the sampled one, as natural logarithms of the raw distribution (before
-    temperature, penalties and filters). A `seed` makes a request's tokens independent of what
-    else is in its batch. Source: vllm.SamplingParams.
+    temperature, penalties and filters); `logprob_token_ids` returns those of these tokens instead
+    of the most likely. A `seed` makes a request's tokens independent of what else is in its batch;
+    -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
+    `repetition_detection` may be a dict of its fields. Source: vllm.SamplingParams.
 
     `best_of` answers are made and the `n` with the highest mean log-probability returned, at the
     end. With `use_beam_search` it is the width of the search (None: `n`), which draws nothing:
@@ -84,6 +118,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -92,6 +127,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     extra_args: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +137,11 @@ class SamplingParams:
         self._check_types()
         self._check_ranges()
         self._check_lists()
+        self._check_repetition_detection()
+        if self.seed == -1:
+            self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         self._check_search()
 
     @property
@@ -111,6 +153,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW_TEMPERATURE
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many tokens are reported beside each sampled one; None: no logprobs at all."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require_int(name, getattr(self, name))
@@ -121,6 +168,7 @@ class SamplingParams:
             "logprobs",
             "prompt_logprobs",
             "truncate_prompt_tokens",
+            "thinking_token_budget",
         )
         for name in optional:
             if getattr(self, name) is not None:
@@ -168,13 +216,22 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or value >= 0, name, value, "at least 0")
+        budget = self.thinking_token_budget
+        _require(budget is None or budget >= -1, "thinking_token_budget", budget,
+                 "-1 (no limit) or at least 0")  # fmt: skip
         if self.truncate_prompt_tokens is not None:
             _require(self.truncate_prompt_tokens >= 1 or self.truncate_prompt_tokens == -1,
                      "truncate_prompt_tokens", self.truncate_prompt_tokens,
                      "-1 (the context window) or at least 1")  # fmt: skip
 
     def _check_lists(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in (
+            "stop",
+            "stop_token_ids",
+            "bad_words",
+            "allowed_token_ids",
+            "logprob_token_ids",
+        ):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list), name, value, "a list")
         stop = self.stop or []
@@ -186,9 +243,11 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
         _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _check_token_ids("allowed_token_ids", self.allowed_token_ids, None)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name) == []:
+                raise InvalidRequestError(f"{name} must not be empty", name)
         words = self.bad_words or []
         _require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words",
                  f"at most {MAX_BAD_WORDS} words")  # fmt: skip
@@ -235,20 +294,31 @@ class SamplingParams:
                  f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip
         checked: dict[int, float] = {}
         for key, bias in self.logit_bias.items():
-            try:
-                token_id = int(key)
-            except (TypeError, ValueError):
-                raise InvalidRequestError(
-                    f"logit_bias keys must be token ids, got {_shown(key)}", "logit_bias"
-                ) from None
             _require_finite("logit_bias", bias)
-            _require(token_id >= 0, "logit_bias", token_id, "token ids of at least 0")
             _require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
-            checked[token_id] = float(bias)
+            checked[_token_id_of_key(key)] = float(bias)
+        _require(len(checked) == len(self.logit_bias), "logit_bias", "one token twice",
+                 "a map of distinct token ids")  # fmt: skip
         self.logit_bias = checked
 
+    def _check_repetition_detection(self) -> None:
+        given = self.repetition_detection
+        if isinstance(given, dict):
+            try:
+                given = self.repetition_detection = RepetitionDetectionParams(**given)
+            except TypeError:
+                raise InvalidRequestError(
+                    "repetition_detection has the fields max_pattern_size, min_pattern_size and "
+                    f"min_count, got {_shown(given)}",
+                    "repetition_detection",
+                ) from None
+        _require(given is None or isinstance(given, RepetitionDetectionParams),
+                 "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
+        if given is not None and not given.max_pattern_size:
+            self.repetition_detection = None
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(slots=True)
 class BeamSearchParams:
     """A beam search, under vLLM's names; `sampling_params()` says the same to the engine.
 
@@ -282,9 +352,10 @@ class BeamSearchParams:
         )
 
 
-def _require(ok: bool, param: str, value: object, wanted: str) -> None:
+def _require(ok: bool, param: str, value: object, wanted: str, name: str = "") -> None:
+    """`name`: what the message calls it, where it is a part of `param`."""
     if not ok:
-        raise InvalidRequestError(f"{param} must be {wanted}, got {_shown(value)}", param)
+        raise InvalidRequestError(f"{name or param} must be {wanted}, got {_shown(value)}", param)
 
 
 def _shown(value: object) -> str:
@@ -295,9 +366,9 @@ def _shown(value: object) -> str:
         return type(value).__name__
 
 
-def _require_int(param: str, value: object) -> None:
+def _require_int(param: str, value: object, name: str = "") -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer")  # type: ignore[arg-type]
+    _require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer", name)  # type: ignore[arg-type]
 
 
 def _require_finite(param: str, value: object) -> None:
@@ -305,9 +376,23 @@ def _require_finite(param: str, value: object) -> None:
     _require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
 
 
-def _check_token_ids(param: str, ids: list[int] | None, most: int | None) -> None:
-    for token_id in ids or []:
-        _require_int(param, token_id)
-        _require(token_id >= 0, param, token_id, "token ids of at least 0")
-    if most is not None:
-        _require(len(ids or []) <= most, param, f"{len(ids or [])} ids", f"at most {most} ids")
+def _check_token_ids(param: str, ids: list[int] | None, most: int) -> None:
+    ids = ids or []
+    _require(len(ids) <= most, param, f"{len(ids)} ids", f"at most {most} ids")
+    if set(map(type, ids)) - {int}:  # a list may be as long as a vocabulary: no loop over the good
+        for token_id in ids:
+            _require_int(param, token_id)
+    least, greatest = min(ids, default=0), max(ids, default=0)
+    _require(least >= 0, param, least, "token ids of at least 0")
+    _require_int(param, greatest)
+
+
+def _token_id_of_key(key: object) -> int:
+    """A key of logit_bias: JSON's are strings, of digits alone."""
+    is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
+    is_int = isinstance(key, int) and not isinstance(key, bool) and 0 <= key <= MAX_SEED
+    if not (is_text or is_int):
+        raise InvalidRequestError(
+            f"logit_bias keys must be token ids, got {_shown(key)}", "logit_bias"
+        )
+    return int(key)  # type: ignore[call-overload]

@@ -141,6 +141,16 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether its prefill reports the prompt's logprobs, and so must compute all of it.
+
+        A request's first sequence does, until its first token: siblings, and what is computed again
+        after a preemption, may read the prefix cache.
+        """
+        wanted = self.request.sampling_params.prompt_logprobs is not None
+        return wanted and self.index == 0 and self.num_output_tokens == 0
+
+    @property
     def num_tokens(self) -> int:
         """All tokens, those in flight included."""
         return len(self.token_ids) + self.num_in_flight
@@ -267,7 +277,10 @@ class StepPlan:
 
 @dataclass(slots=True, frozen=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: of the token itself, its rank, and the top few."""
+    """Raw log-probabilities at one position: of the token itself, its rank, and others.
+
+    The others are the most likely, in order, or those that the request named.
+    """
 
     logprob: float
     rank: int

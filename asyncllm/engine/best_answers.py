@@ -36,7 +36,7 @@ class BestAnswers:
         best, rest = answers[: self._params.n], answers[self._params.n :]
         for index, answer in enumerate(best):
             answer.index = index
-            if self._params.logprobs is None:
+            if self._params.num_logprobs is None:
                 answer.logprobs = None
         num_rest = sum(len(answer.token_ids) for answer in rest)
         return replace(output, outputs=best, num_unreturned_tokens=num_rest)

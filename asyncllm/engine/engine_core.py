@@ -185,7 +185,7 @@ class EngineCore:
         stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
         aborts, self._aborts_while_emitting = self._aborts_while_emitting, None
         for stop in stops:
-            self.scheduler.finish(stop.seq, stop.reason, stop.stop_string)
+            self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
         for request_id, cause in aborts:
             self.abort(request_id, cause)
         self._record(step)

@@ -227,10 +227,15 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} must be at most {self._max_logprobs}, got {asked}", name
                 )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             self._encoder.check_ids(getattr(params, name) or (), name)
         if params.detokenize:
             self._encoder.tokenizer_for("detokenize")
+        if params.thinking_token_budget is not None:
+            raise InvalidRequestError(
+                "thinking_token_budget: it is not known how this model marks its reasoning",
+                "thinking_token_budget",
+            )
 
     def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
         """With the log-probabilities that the choice among several answers needs."""

@@ -11,13 +11,21 @@ TokenText = Callable[[int], str | None]
 
 
 def logprob_dict(
-    token_id: int, logprobs: TokenLogprobs, num_top: int, text_of: TokenText
+    token_id: int,
+    logprobs: TokenLogprobs,
+    num_top: int,
+    text_of: TokenText,
+    are_ranked: bool = True,
 ) -> dict[int, Logprob]:
-    """The token itself first, then the `num_top` most likely; it may be one of them."""
+    """The token itself first, then the `num_top` most likely; it may be one of them.
+
+    Without `are_ranked` these are tokens that the request named: nobody knows their ranks.
+    """
     result = {token_id: Logprob(logprobs.logprob, logprobs.rank, text_of(token_id))}
     for i, top_id in enumerate(logprobs.top_ids[:num_top]):
         if top_id != token_id:
-            result[top_id] = Logprob(logprobs.top_logprobs[i], i + 1, text_of(top_id))
+            rank = i + 1 if are_ranked else None
+            result[top_id] = Logprob(logprobs.top_logprobs[i], rank, text_of(top_id))
     return result
 
 

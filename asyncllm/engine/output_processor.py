@@ -17,11 +17,13 @@ from typing import NamedTuple
 
 from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_state import RequestState, SequenceState, Sink, TextSink
+from asyncllm.engine.repetition import REPETITION_STOP_REASON, RepetitionDetector
 from asyncllm.engine.sequence_text import sequence_text
 from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.stop_checker import StopStrings
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, FinishReasonText
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
     FinishReason,
     Request,
@@ -37,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class Stop(NamedTuple):
-    """A sequence that ended here: by a stop string, or (None) by an error of its own."""
+    """A sequence that ended here: by its text or its repetition, or by an error of its own."""
 
     seq: Sequence
-    stop_string: str | None
+    stop_reason: str | None  # the stop string, "repetition_detected", or None for an error
     reason: FinishReason = FinishReason.STOP
 
 
@@ -61,7 +63,7 @@ class OutputProcessor:
         """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
 
         `text_sink` gets the text of steps between the first token's and the last's, if the request
-        has one sequence, no logprobs and no stop strings.
+        has one sequence, no logprobs, no stop strings and no repetition to watch for.
         """
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         params = request.sampling_params
@@ -82,8 +84,9 @@ class OutputProcessor:
                 owner,
                 text,
                 text.push_plain,
-                params.logprobs,
-                cumulative_logprob=None if params.logprobs is None else 0.0,
+                params.num_logprobs,
+                cumulative_logprob=None if params.num_logprobs is None else 0.0,
+                repetition=_repetition(params),
             )
         self._requests[request.request_id] = owner
 
@@ -195,20 +198,23 @@ class OutputProcessor:
         finished = seq.status is SequenceStatus.FINISHED
         is_last = finished and state.num_tokens == seq.num_output_tokens
         try:
-            if state.push_plain is not None and not is_last:
+            repeats = state.repetition is not None and state.repetition.push(update.token_id)
+            if state.push_plain is not None and not is_last and not repeats:
                 state.add_news(state.push_plain(update.token_id), update)
                 return
             shown = None if is_last and _hides_last_token(seq) else update.token_id
-            text, stop_string = state.text.push(shown, is_last)
+            text, stop_reason = state.text.push(shown, is_last or repeats)
             news = state.add_news(text, update)
         except Exception as error:  # one request's own hooks: it may only hurt itself
             self._fail(state, error, stops)
             return
-        if stop_string is not None:
-            news.finish_reason, news.stop_reason = "stop", stop_string
+        if repeats and not is_last:
+            stop_reason = stop_reason or REPETITION_STOP_REASON
+        if stop_reason is not None:
+            news.finish_reason, news.stop_reason = "stop", stop_reason
             self._finish(state, news)
             if not finished:
-                stops.append(Stop(seq, stop_string))
+                stops.append(Stop(seq, stop_reason))
         elif is_last:
             assert seq.finish_reason is not None, f"sequence {seq.seq_id} ended for no reason"
             news.finish_reason, news.stop_reason = seq.finish_reason.value, seq.stop_reason
@@ -277,8 +283,14 @@ class OutputProcessor:
 def _is_plain(request: Request) -> bool:
     """Whether text is all that most of its steps bring."""
     params = request.sampling_params
-    wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-    return params.n == 1 and not wants_logprobs and not params.stop
+    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
+    may_stop = params.stop or params.repetition_detection
+    return params.n == 1 and not wants_logprobs and not may_stop
+
+
+def _repetition(params: SamplingParams) -> RepetitionDetector | None:
+    wanted = params.repetition_detection
+    return None if wanted is None else RepetitionDetector(wanted, params.min_tokens)
 
 
 def _hides_last_token(seq: Sequence) -> bool:

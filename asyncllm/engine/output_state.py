@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncllm.engine.output_logprobs import TokenText, logprob_dict, prompt_logprob_dicts
+from asyncllm.engine.repetition import RepetitionDetector
 from asyncllm.engine.sequence_text import SequenceText
 from asyncllm.engine.stats import FinishedRequestStats
 from asyncllm.outputs import (
@@ -117,6 +118,7 @@ class SequenceState:
     num_tokens: int = 0
     last_token_time: float | None = None
     text_sink: TextSink | None = None  # from the second step on, where text is all there is to say
+    repetition: RepetitionDetector | None = None
     text_news: str = ""
     num_news: int = 0
 
@@ -128,8 +130,15 @@ class SequenceState:
             assert reported is not None, f"sequence {self.seq.seq_id}: no logprobs, but it asked"
             assert self.cumulative_logprob is not None
             self.cumulative_logprob += reported.logprob
-            text_of = self.owner.text_of
-            logprobs = [logprob_dict(update.token_id, reported, self.num_logprobs, text_of)]
+            logprobs = [
+                logprob_dict(
+                    update.token_id,
+                    reported,
+                    self.num_logprobs,
+                    self.owner.text_of,
+                    are_ranked=not self.owner.request.sampling_params.logprob_token_ids,
+                )
+            ]
         news = self._own_news()
         news.text += text
         news.token_ids.append(update.token_id)

@@ -200,9 +200,8 @@ class StepPlanner:
 
     def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
         """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
-        match = self._blocks.match_prefix(seq)
-        if seq.request.sampling_params.prompt_logprobs is not None:
-            match = PrefixMatch(())  # every prompt position must go through the model
+        # Logprobs of a position need its hidden state, which no page holds.
+        match = PrefixMatch(()) if seq.owes_prompt_logprobs else self._blocks.match_prefix(seq)
         num_left = len(seq.token_ids) - len(match) * self._blocks.block_size
         if to_the_end and num_left > draft.budget:
             return False

@@ -30,6 +30,12 @@ VOCABULARY_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model",
 )  # fmt: skip
+# Arguments of a tokenizer that hold paths, or say how it was loaded.
+_HOW_LOADED = {
+    "vocab_file", "merges_file", "tokenizer_file", "tokenizer_object", "name_or_path", "cache_dir",
+    "chat_template_file", "added_tokens_file", "special_tokens_map_file", "is_local",
+    "local_files_only", "backend",
+}  # fmt: skip
 MAX_TOOLS = 128  # OpenAI's
 MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
 LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
@@ -56,6 +62,17 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         self.max_chars_per_token = max(len(token or "") for token in self._tokens)
         self._pieces = build_token_pieces(raw, self._tokens, self.special_ids)
+
+    @property
+    def chat_template(self) -> str:
+        """The template's Jinja text, all of them where there are several; "" without any."""
+        template = self._chat_template or self._hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Their texts: what `skip_special_tokens` leaves out."""
+        return frozenset(self._added[i] for i in self.special_ids)
 
     @classmethod
     def from_folder(cls, path: Path | str, chat_template: str | None = None) -> Tokenizer:
@@ -85,6 +102,19 @@ class Tokenizer:
         except InvalidRequestError as error:
             if isinstance(error.__cause__, TemplateSyntaxError):
                 raise ModelLoadError(f"chat template: {one_line(error.__cause__)}") from error
+
+    def info(self) -> dict[str, Any]:
+        """tokenizer_config.json as it was loaded, with the class and template in force.
+
+        JSON values only, and no path of this machine.
+        """
+        given = {k: v for k, v in self._hf.init_kwargs.items() if k not in _HOW_LOADED}
+        info = json.loads(json.dumps(given, default=str), parse_int=_bounded)
+        info["tokenizer_class"] = type(self._hf).__name__
+        template = self._chat_template or self._hf.chat_template
+        if template is not None:
+            info["chat_template"] = template
+        return info
 
     # --- ids and text ------------------------------------------------------------------------
 
@@ -204,6 +234,12 @@ def read_chat_template(template: str) -> str:
     if not _looks_like_jinja(template):
         raise ModelLoadError(f"chat template {template!r} is neither a file nor a Jinja template")
     return template
+
+
+def _bounded(digits: str) -> int | float:
+    """transformers writes 10**30 for "no limit", which few readers of JSON take for an integer."""
+    number = int(digits)
+    return number if number < 2**63 else float(number)
 
 
 def _looks_like_jinja(text: str) -> bool:

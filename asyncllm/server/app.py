@@ -1,6 +1,6 @@
-"""The aiohttp application: which route answers where. Run it with `handler_cancellation=True`.
+"""The aiohttp app: routes.py behind the middlewares. Run it with `handler_cancellation=True`.
 
-The reading order of this package: app, chat, service, generation, stream, sse.
+The reading order of this package: app, routes, chat, service, generation, stream, sse.
 """
 
 from __future__ import annotations
@@ -13,24 +13,30 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.auth import auth_middleware
-from asyncllm.server.chat import chat_completions
-from asyncllm.server.completions import completions
 from asyncllm.server.connection import connection_middleware
-from asyncllm.server.dashboard import DASHBOARD, Dashboard, dashboard_events
+from asyncllm.server.dashboard import DASHBOARD, Dashboard
 from asyncllm.server.errors import error_middleware
-from asyncllm.server.info import health, list_models, metrics, show_model, show_version
+from asyncllm.server.messages.errors import anthropic_error_middleware
 from asyncllm.server.metrics import METRICS, Metrics
-from asyncllm.server.page import page_file
+from asyncllm.server.openapi import DOCUMENT, Document
+from asyncllm.server.routes import served_routes
 from asyncllm.server.service import SERVICE, Service
-from asyncllm.server.tokenize import detokenize, tokenize
 
+_ROUTE_BY = {"GET": web.get, "POST": web.post, "DELETE": web.delete}  # GET takes HEAD too
 REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     """The app for one engine, which need not have started yet."""
+    routes = list(served_routes(args))
+    public = frozenset(route.path for route in routes if route.is_public)
     app = web.Application(
-        middlewares=[connection_middleware, error_middleware, auth_middleware(args.keys())],
+        middlewares=[
+            connection_middleware,
+            error_middleware,
+            anthropic_error_middleware,
+            auth_middleware(args.keys(), public),
+        ],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
@@ -40,19 +46,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
     app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/completions", completions),
-            web.get("/v1/models", list_models),
-            web.get("/v1/models/{model:.+}", show_model),  # a model's name may hold slashes
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/health", health),
-            web.get("/version", show_version),
-            web.get("/metrics", metrics),
-        ]
-    )
+    app[DOCUMENT] = Document(routes, bool(args.keys()))
+    app.add_routes([_ROUTE_BY[route.method](route.path, route.handler) for route in routes])
     if not args.disable_page:
         _add_page(app, engine)
     return app
@@ -76,13 +71,6 @@ def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
 def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
     app[DASHBOARD] = Dashboard(engine)
     app.on_shutdown.append(app[DASHBOARD].close)
-    app.add_routes(
-        [
-            web.get("/", page_file),
-            web.get("/web/{name}", page_file),
-            web.get("/dashboard/events", dashboard_events),
-        ]
-    )
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:

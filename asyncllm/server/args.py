@@ -48,6 +48,10 @@ class ServerArgs:
     disable_log_stats: bool = field(
         default=False, metadata={"help": "no line of statistics every 10 s while there is work"}
     )
+    enable_tokenizer_info_endpoint: bool = field(
+        default=False,
+        metadata={"help": "GET /tokenizer_info: its configuration, chat template too"},
+    )
     disable_page: bool = field(
         default=False, metadata={"help": "no page at / and no dashboard feed"}
     )

@@ -1,4 +1,6 @@
-"""Who may ask: a bearer key, compared in constant time, before the body is read.
+"""Who may ask: a key, compared in constant time, before the body is read.
+
+It is a bearer token, or stands in `x-api-key`, where Anthropic's clients put it.
 
 The decision hangs on the matched route and not on the text of the path, so no spelling of a path
 gets round it; what matches no route needs the key as well.
@@ -13,16 +15,14 @@ from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.server.errors import ApiError
 
-PUBLIC_ROUTES = frozenset({"/health", "/", "/web/{name}"})  # the page's files hold no secret
 
-
-def auth_middleware(keys: list[str]) -> Middleware:
-    """With no keys everybody may ask."""
+def auth_middleware(keys: list[str], public: frozenset[str]) -> Middleware:
+    """With no keys everybody may ask. `public`: the paths of routes that need none."""
     wanted = [key.encode() for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if wanted and not _is_public(request) and not _knows_key(request, wanted):
+        if wanted and not _is_public(request, public) and not _knows_key(request, wanted):
             raise ApiError(401, "no valid API key was given", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
         return await handler(request)
@@ -30,14 +30,18 @@ def auth_middleware(keys: list[str]) -> Middleware:
     return check
 
 
-def _is_public(request: web.Request) -> bool:
+def _is_public(request: web.Request, public: frozenset[str]) -> bool:
     resource = request.match_info.route.resource
-    return resource is not None and resource.canonical in PUBLIC_ROUTES
+    return resource is not None and resource.canonical in public
 
 
 def _knows_key(request: web.Request, wanted: list[bytes]) -> bool:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    given = key.strip().encode("utf-8", "surrogateescape")
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    given = [request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""]
     # Every key is compared, so time tells nothing about which one was close.
-    matches = [hmac.compare_digest(given, one) for one in wanted]
-    return scheme.lower() == "bearer" and any(matches)
+    matches = [
+        hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), one)
+        for key in given
+        for one in wanted
+    ]
+    return any(matches)

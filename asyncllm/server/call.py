@@ -12,7 +12,10 @@ from asyncllm.sampling_params import SamplingParams
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """Choice i of prompt p has index p * n + i in the answer."""
+    """Choice i of prompt p has index p * n + i in the answer.
+
+    wants_outputs   each delta comes as an output, with its token ids, never as text alone
+    """
 
     id: str
     model: str
@@ -20,6 +23,8 @@ class Call:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    return_token_ids: bool = False
+    wants_outputs: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

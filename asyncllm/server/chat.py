@@ -44,20 +44,25 @@ class ChatChunks:
     after_text = b"}"
 
     def __init__(self, call: Call, names: TokenNames) -> None:
-        self._num_top = call.params.logprobs
+        self._call = call
         self._names = names
 
     def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
         delta = {"role": "assistant", "content": ""}
-        return frames.choice({"delta": delta, "logprobs": None, "finish_reason": None})
+        choice = {"delta": delta, "logprobs": None, "finish_reason": None}
+        wants_ids = self._call.return_token_ids
+        return frames.choice(choice, output.prompt_token_ids if wants_ids else None)
 
     def text(self, completion: CompletionOutput) -> str:
         return completion.text
 
     def logprobs(self, choice_index: int, completion: CompletionOutput) -> Any:
-        if self._num_top is None or not completion.logprobs:
+        if self._call.params.logprobs is None or not completion.logprobs:
             return None
-        return chat_logprobs(completion.logprobs, self._num_top, self._names)
+        return chat_logprobs(completion.logprobs, self._call.params, self._names)
+
+    def token_ids(self, completion: CompletionOutput) -> list[int]:
+        return completion.token_ids
 
 
 def _body(call: Call, answer: CollectedAnswer, names: TokenNames) -> dict[str, Any]:
@@ -71,15 +76,22 @@ def _body(call: Call, answer: CollectedAnswer, names: TokenNames) -> dict[str, A
     }
     if call.params.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs(answer.prompts[0].logprobs, names)
+    if call.return_token_ids:
+        body["prompt_token_ids"] = answer.prompts[0].token_ids
     return body
 
 
 def _choice(call: Call, choice: CollectedChoice, names: TokenNames) -> dict[str, Any]:
-    num_top = call.params.logprobs
-    return {
+    wants_logprobs = call.params.logprobs is not None
+    fields = {
         "index": choice.index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": None if num_top is None else chat_logprobs(choice.logprobs, num_top, names),
+        "logprobs": (
+            chat_logprobs(choice.logprobs, call.params, names) if wants_logprobs else None
+        ),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
+    if call.return_token_ids:
+        fields["token_ids"] = choice.token_ids
+    return fields

@@ -25,4 +25,5 @@ def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl
         params=params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        return_token_ids=bool(request.return_token_ids),
     )

@@ -16,6 +16,7 @@ class CollectedChoice:
     index: int
     parts: list[str] = field(default_factory=list)
     logprobs: SampleLogprobs = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -49,6 +50,7 @@ class CollectedAnswer:
             choice = self.choices[prompt_index * self._n + completion.index]
             choice.parts.append(completion.text)
             choice.logprobs.extend(completion.logprobs or ())
+            choice.token_ids.extend(completion.token_ids)
             if completion.finish_reason is not None:
                 choice.finish_reason = completion.finish_reason
                 choice.stop_reason = completion.stop_reason

@@ -50,6 +50,7 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         params=completion_params(request, service.engine.input_processor),
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        return_token_ids=bool(request.return_token_ids),
     )
     if call.num_sequences > MAX_CHOICES:
         prompts, each = len(call.prompts), call.params.num_sequences
@@ -80,12 +81,14 @@ class CompletionView:
     # The stream
 
     def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
+        ids = output.prompt_token_ids
+        more: dict[str, Any] = {}
+        if self._call.return_token_ids:
+            more = {"prompt_token_ids": ids, "token_ids": []}
         if not self._echo:
-            return b""
-        logprobs = self._prompt_logprobs(
-            frames.index, output.prompt_token_ids, output.prompt_logprobs
-        )
-        return frames.full(self._prompt_text(output.prompt, output.prompt_token_ids), logprobs)
+            return frames.full("", None, **more) if more else b""
+        logprobs = self._prompt_logprobs(frames.index, ids, output.prompt_logprobs)
+        return frames.full(self._prompt_text(output.prompt, ids), logprobs, **more)
 
     def text(self, completion: CompletionOutput) -> str:
         return "" if self._prompt_only else completion.text
@@ -94,6 +97,9 @@ class CompletionView:
         if not self._wants_logprobs or self._prompt_only or not completion.logprobs:
             return None
         return self._logprobs[choice_index].output(completion.logprobs)
+
+    def token_ids(self, completion: CompletionOutput) -> list[int]:
+        return [] if self._prompt_only else completion.token_ids
 
     # The body
 
@@ -121,6 +127,9 @@ class CompletionView:
         }
         if self._reports_prompt_logprobs:
             fields["prompt_logprobs"] = prompt_logprobs(prompt.logprobs, self._names)
+        if self._call.return_token_ids:
+            fields["prompt_token_ids"] = prompt.token_ids
+            fields["token_ids"] = [] if self._prompt_only else choice.token_ids
         return fields
 
     def _choice_logprobs(self, answer: CollectedAnswer, choice: CollectedChoice) -> Any:

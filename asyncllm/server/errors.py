@@ -68,10 +68,11 @@ class ApiError(Exception):
             }
         )
 
-    def response(self) -> web.Response:
+    def response(self, body: bytes | None = None) -> web.Response:
+        """`body`: the same error in the words of an API that has its own."""
         response = web.Response(
             status=self.status,
-            body=self.body(),
+            body=self.body() if body is None else body,
             content_type="application/json",
             headers=self.headers,
         )

@@ -1,8 +1,9 @@
-"""The routes that only report: models, health, version, metrics."""
+"""The routes that only report: models, health, load, version, metrics."""
 
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -20,7 +21,9 @@ _STARTED = int(time.time())
 async def list_models(http: web.Request) -> web.Response:
     service = http.app[SERVICE]
     cards = [_model_card(service, name) for name in service.model_names]
-    return json_response({"object": "list", "data": cards})
+    names = service.model_names
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response({"object": "list", "data": cards, **ends})
 
 
 async def show_model(http: web.Request) -> web.Response:
@@ -39,6 +42,10 @@ async def health(http: web.Request) -> web.Response:
     return web.Response()
 
 
+async def show_load(http: web.Request) -> web.Response:
+    return json_response({"server_load": http.app[SERVICE].num_live})
+
+
 async def show_version(http: web.Request) -> web.Response:
     return json_response({"version": VERSION})
 
@@ -49,6 +56,7 @@ async def metrics(http: web.Request) -> web.Response:
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
+    """OpenAI's fields, vLLM's, and the three that Anthropic's clients read."""
     return {
         "id": name,
         "object": "model",
@@ -57,4 +65,7 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "root": service.model_names[0],
         "parent": None,
         "max_model_len": service.engine.max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(_STARTED, UTC).isoformat(),
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
+from asyncllm.sampling_params import SamplingParams
 
 LOWEST_LOGPROB = -9999.0
 
@@ -33,17 +34,22 @@ class TokenNames:
 
 
 def chat_logprobs(
-    positions: SampleLogprobs, num_top: int, names: TokenNames
+    positions: SampleLogprobs, params: SamplingParams, names: TokenNames
 ) -> dict[str, list[dict[str, Any]]]:
-    return {"content": [_chat_position(position, num_top, names) for position in positions]}
+    return {"content": [_chat_position(position, params, names) for position in positions]}
 
 
-def _chat_position(position: dict[int, Logprob], num_top: int, names: TokenNames) -> dict[str, Any]:
+def _chat_position(
+    position: dict[int, Logprob], params: SamplingParams, names: TokenNames
+) -> dict[str, Any]:
+    """`top_logprobs`: the most likely; with `logprob_token_ids` the sampled token and those."""
     sampled = next(iter(position))
     entry = _chat_token(sampled, position[sampled], names)
-    # The sampled token need not be among the most likely: sort it to its place, or out.
-    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-    entry["top_logprobs"] = [_chat_token(*item, names) for item in ranked[:num_top]]
+    others = list(position.items())
+    if not params.logprob_token_ids:
+        # The sampled token need not be among the most likely: sort it to its place, or out.
+        others = sorted(others, key=lambda item: item[1].rank or 0)[: params.logprobs]
+    entry["top_logprobs"] = [_chat_token(*item, names) for item in others]
     return entry
 
 

@@ -51,11 +51,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: dict[str, int] | None = None
+    thinking_token_budget: int | None = None
 
     # How the answer travels and is scheduled.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -74,10 +78,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     logits_processors: Any = None
-    logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    return_token_ids: bool | None = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
 
@@ -142,6 +142,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

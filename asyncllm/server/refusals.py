@@ -31,10 +31,6 @@ _COMMON: dict[str, _Harmless] = {
     "guided_choice": _empty,
     "guided_grammar": _empty,
     "logits_processors": _empty,
-    "logprob_token_ids": _empty,
-    "thinking_token_budget": lambda value: False,
-    "repetition_detection": _empty,
-    "return_token_ids": _empty,
     "kv_transfer_params": _empty,
     "vllm_xargs": _empty,
 }
@@ -56,7 +52,11 @@ _COMPLETION: dict[str, _Harmless] = {
     "suffix": _empty,
     "prompt_embeds": _empty,
 }
-_TOKENIZE: dict[str, _Harmless] = {"chat_template": _empty}
+_TOKENIZE: dict[str, _Harmless] = {
+    "chat_template": _empty,
+    "mm_processor_kwargs": _empty,
+    "media_io_kwargs": _empty,
+}
 
 
 def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:

@@ -44,6 +44,9 @@ _SAME_NAME = (
     "truncate_prompt_tokens",
     "logit_bias",
     "allowed_token_ids",
+    "logprob_token_ids",
+    "repetition_detection",
+    "thinking_token_budget",
 )
 
 
@@ -61,6 +64,8 @@ def chat_params(request: ChatRequest, processor: InputProcessor) -> SamplingPara
         overrides["logprobs"] = request.top_logprobs or 0
     elif request.top_logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    elif request.logprob_token_ids is not None:
+        raise bad_request("logprob_token_ids needs logprobs=true", "logprob_token_ids")
     return processor.default_params(overrides)
 
 
@@ -73,6 +78,13 @@ def completion_params(request: CompletionRequest, processor: InputProcessor) -> 
         overrides["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
             overrides["prompt_logprobs"] = request.logprobs
+    elif request.logprob_token_ids is not None:
+        raise bad_request("logprob_token_ids needs logprobs", "logprob_token_ids")
+    if request.logprob_token_ids is not None and prompt_only(request):
+        raise bad_request(
+            "logprob_token_ids is about output tokens, and max_tokens=0 asks for none",
+            "logprob_token_ids",
+        )
     return processor.default_params(overrides)
 
 

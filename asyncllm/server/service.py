@@ -104,10 +104,17 @@ async def answer_whole(service: Service, call: Call) -> CollectedAnswer:
 async def answer_stream(
     http: web.Request, service: Service, call: Call, request: GenerationRequest, shape: ChunkShape
 ) -> web.StreamResponse:
-    """Errors until `submit` is through have their own status; later ones are events."""
     sse = SSEStream(http, service.frames)
-    answer = StreamedAnswer(sse, call, shape, request.stream_options)
-    with service.generation(call, answer) as generation:
+    return await stream_to(
+        sse, service, call, StreamedAnswer(sse, call, shape, request.stream_options)
+    )
+
+
+async def stream_to(
+    sse: SSEStream, service: Service, call: Call, consumer: Consumer
+) -> web.StreamResponse:
+    """Errors until `submit` is through have their own status; later ones are events."""
+    with service.generation(call, consumer) as generation:
         await generation.submit()
         if generation.error is not None:
             raise generation.error

@@ -39,6 +39,10 @@ class ChunkShape(Protocol):
         """The chunk's logprobs, or None."""
         ...
 
+    def token_ids(self, completion: CompletionOutput) -> list[int]:
+        """The chunk's, where the call wants them."""
+        ...
+
 
 class ChoiceFrames:
     """The pieces of one choice's frames."""
@@ -74,9 +78,16 @@ class ChoiceFrames:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
         usage: dict[str, Any] | None = None,
+        **more: Any,
     ) -> bytes:
+        """`more`: fields of the choice."""
         rest = orjson.dumps(
-            {"logprobs": logprobs, "finish_reason": finish_reason, "stop_reason": stop_reason}
+            {
+                "logprobs": logprobs,
+                "finish_reason": finish_reason,
+                "stop_reason": stop_reason,
+                **more,
+            }
         )
         return b"%b%b%b,%b]%b}\n\n" % (
             self._before_text,
@@ -86,9 +97,13 @@ class ChoiceFrames:
             b',"usage":' + orjson.dumps(usage) if usage else b"",
         )
 
-    def choice(self, fields: dict[str, Any]) -> bytes:
+    def choice(self, fields: dict[str, Any], prompt_token_ids: list[int] | None = None) -> bytes:
         """A frame of any other shape."""
-        return b"%b%b]}\n\n" % (self._before_choice, orjson.dumps({"index": self.index, **fields}))
+        return b"%b%b]%b}\n\n" % (
+            self._before_choice,
+            orjson.dumps({"index": self.index, **fields}),
+            b',"prompt_token_ids":' + orjson.dumps(prompt_token_ids) if prompt_token_ids else b"",
+        )
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The frame with empty choices that ends a stream with `include_usage`."""
@@ -111,7 +126,10 @@ class StreamedAnswer:
         self._running_usage = bool(
             self._include_usage and options and options.continuous_usage_stats
         )
-        self._plain = not self._running_usage and call.params.logprobs is None
+        self._token_ids = call.return_token_ids
+        self._plain = not (
+            self._running_usage or self._token_ids or call.params.logprobs is not None
+        )
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self._usage.count(prompt_index, output)
@@ -161,4 +179,5 @@ class StreamedAnswer:
             completion.finish_reason,
             completion.stop_reason,
             self._usage.of_choice(prompt_index, choice.num_tokens) if self._running_usage else None,
+            **({"token_ids": self._shape.token_ids(completion)} if self._token_ids else {}),
         )

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the tokenizer and the chat template, without the model."""
+"""/tokenize, /detokenize, /tokenizer_info: tokenizer and chat template without the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def tokenize(http: web.Request) -> web.Response:
     service.check_model(request.model)
     refuse_unsupported_tokenize(request)
     tokenizer = service.engine.tokenizer
-    ids = await _encode(tokenizer, *_text(request, service))
+    ids = await encode(tokenizer, *_text(request, service))
     body: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.engine.max_model_len,
@@ -45,6 +45,10 @@ async def detokenize(http: web.Request) -> web.Response:
     return json_response({"prompt": text})
 
 
+async def tokenizer_info(http: web.Request) -> web.Response:
+    return json_response(http.app[SERVICE].engine.tokenizer.info())
+
+
 def _text(request: TokenizeRequest, service: Service) -> tuple[str, bool]:
     """The text, and whether special tokens are added; a chat template writes its own."""
     if (request.prompt is None) == (request.messages is None):
@@ -55,7 +59,7 @@ def _text(request: TokenizeRequest, service: Service) -> tuple[str, bool]:
     return render_chat(request, service.engine.tokenizer), bool(add_special_tokens)
 
 
-async def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """A large text takes milliseconds: off the loop."""
     if len(text) >= LARGE_TEXT_CHARS:
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)

@@ -135,7 +135,7 @@ class ModelRunner:
         if inputs.features & ~PLAIN:
             positions = self._state.positions[slots]  # decode_step moved them to the new tokens
             tokens = self._sample_full(inputs, tensors, logits, slots, positions)
-        return Sampled(tokens, logits)
+        return Sampled(tokens, logits, tensors.get("logprob_ids"))
 
     def decode_step(
         self, slots: torch.Tensor, max_len: int | None = None
@@ -181,7 +181,7 @@ class ModelRunner:
         else:
             tokens = self._sampler.plain(logits, slots, positions)
             self._state.advance(slots, tokens, positions)
-        return Sampled(tokens, logits), prompt_logprobs
+        return Sampled(tokens, logits, tensors.get("logprob_ids")), prompt_logprobs
 
     def _sample_full(
         self,

@@ -37,6 +37,7 @@ class LogprobTensors:
     ranks: torch.Tensor  # int64 [rows], 1 = most likely
     top_ids: torch.Tensor  # int64 [rows, k]
     top_logprobs: torch.Tensor  # f32 [rows, k]
+    named_logprobs: torch.Tensor | None = None  # f32 [rows, ids], of the tokens that were named
 
 
 class Sampler:
@@ -115,13 +116,19 @@ class Sampler:
         return self._top_k_top_p(scaled, state.top_ks[slots], state.top_ps[slots])
 
 
-def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
-    """Log-probabilities under logits [rows, V] of one token per row, and of the `num_top` best."""
+def gather_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int, named: torch.Tensor | None = None
+) -> LogprobTensors:
+    """Log-probabilities under logits [rows, V] of one token per row, and of the `num_top` best.
+
+    named: more token ids [rows, ids] to look up.
+    """
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.long().clamp(min=0).unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1) + 1
     top_logprobs, top_ids = logprobs.topk(num_top, dim=1)
-    return LogprobTensors(chosen.squeeze(1), ranks, top_ids, top_logprobs)
+    of_named = None if named is None else logprobs.gather(1, named.long())
+    return LogprobTensors(chosen.squeeze(1), ranks, top_ids, top_logprobs, of_named)
 
 
 def plain_sample_torch(

@@ -93,7 +93,7 @@ class SlotSampling:
             features |= Feature.PENALTY
         if params.allowed_token_ids is not None:
             features |= Feature.ALLOWED
-        if params.logprobs is not None:
+        if params.num_logprobs is not None:
             features |= Feature.LOGPROBS
         self._memory.pop(init.slot, None)
         if params.logit_bias or params.min_tokens or request.bad_words_ids:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncllm.attention.base import PrefillRows
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import PrefillRow, SlotInit, StepPlan
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
@@ -39,8 +40,7 @@ class StepInputs:
     max_decode_len: int
     prefills: PrefillRows | None
     features: Feature
-    num_logprobs: int  # top entries to return for rows with LOGPROBS
-    wants_logprobs: tuple[int | None, ...]  # top entries per sampled row; empty: no row wants any
+    wants_logprobs: tuple[SamplingParams, ...]  # of the sampled rows; empty: no row wants any
     prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
@@ -64,12 +64,10 @@ class StepBuilder:
             features = self._sampling.features(sampled_slots)
         if features & Feature.EDIT:
             self._sampling.add_logit_edits(sampled_slots, arrays)
-        wants: tuple[int | None, ...] = ()
-        num_logprobs = 0
+        wants: tuple[SamplingParams, ...] = ()
         if features & Feature.LOGPROBS:
-            params = [seq.request.sampling_params for seq in plan.sampled]
-            wants = tuple(p.logprobs for p in params)
-            num_logprobs = max(count or 0 for count in wants)
+            wants = tuple(seq.request.sampling_params for seq in plan.sampled)
+            _logprob_ids(wants, arrays)
         return StepInputs(
             plan=plan,
             arrays=arrays,
@@ -77,7 +75,6 @@ class StepBuilder:
             max_decode_len=int(plan.decodes.positions.max()) + 1 if len(slots) else 0,
             prefills=prefills,
             features=features,
-            num_logprobs=num_logprobs,
             wants_logprobs=wants,
             prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
         )
@@ -149,12 +146,23 @@ def _block_table_entries(plan: StepPlan, arrays: Arrays) -> None:
     arrays["table_pages"] = int32(pages + [a.block_id for a in appends])
 
 
+def _logprob_ids(wants: tuple[SamplingParams, ...], arrays: Arrays) -> None:
+    """int32 [rows, ids]: the tokens that each row named, filled up with 0; only if one did."""
+    width = max(len(params.logprob_token_ids or ()) for params in wants)
+    if width:
+        ids = np.zeros((len(wants), width), np.int32)
+        for row, params in enumerate(wants):
+            named = params.logprob_token_ids or ()
+            ids[row, : len(named)] = named
+        arrays["logprob_ids"] = ids
+
+
 def _prompt_logprobs(plan: StepPlan, arrays: Arrays) -> tuple[PromptLogprobs, ...]:
     wanted: list[PromptLogprobs] = []
     first = len(plan.decodes)
     for row in plan.prefills:
         num_top = row.seq.request.sampling_params.prompt_logprobs
-        if num_top is not None:
+        if num_top is not None and row.seq.owes_prompt_logprobs:
             prompt = row.seq.request.prompt_token_ids
             targets = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             if targets:

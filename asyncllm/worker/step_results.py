@@ -6,7 +6,7 @@ called after the step's end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
@@ -24,19 +24,24 @@ class Sampled:
 
     tokens: torch.Tensor  # int32 [rows]
     logits: torch.Tensor  # [rows, V], raw
+    logprob_ids: torch.Tensor | None = None  # int32 [rows, ids]: named for logprobs
 
 
 def fetch(
     inputs: StepInputs,
     sampled: Sampled,
-    prompt_logprobs: Sequence[LogprobTensors],
+    prompt_logprobs: SequenceOf[LogprobTensors],
     buffers: ResultBuffers,
 ) -> Collect:
     """prompt_logprobs: the pieces of all rows that want them, in order."""
     token_ids = buffers.fetch(sampled.tokens)
     logprobs = None
     if inputs.wants_logprobs:
-        tensors = gather_logprobs(sampled.logits, sampled.tokens, inputs.num_logprobs)
+        num_top = max(
+            0 if params.logprob_token_ids else params.logprobs or 0
+            for params in inputs.wants_logprobs
+        )
+        tensors = gather_logprobs(sampled.logits, sampled.tokens, num_top, sampled.logprob_ids)
         logprobs = _logprobs_to_host(tensors)
     prompt = [_logprobs_to_host(tensors) for tensors in prompt_logprobs]
 
@@ -56,6 +61,7 @@ def _logprobs_to_host(tensors: LogprobTensors) -> LogprobTensors:
         _to_host(tensors.ranks),
         _to_host(tensors.top_ids),
         _to_host(tensors.top_logprobs),
+        None if tensors.named_logprobs is None else _to_host(tensors.named_logprobs),
     )
 
 
@@ -80,15 +86,23 @@ def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
 
 
 def _sample_logprobs(inputs: StepInputs, tensors: LogprobTensors) -> list[TokenLogprobs | None]:
-    """Per sampled row, cut to the number that its request asked for."""
+    """Per sampled row what its request asked for: the top few, or the tokens that it named."""
     entries = _token_logprobs(tensors)
+    named = None if tensors.named_logprobs is None else tensors.named_logprobs.tolist()
     result: list[TokenLogprobs | None] = []
-    for entry, num_top in zip(entries, inputs.wants_logprobs, strict=True):
-        if num_top is None:
+    for row, (entry, params) in enumerate(zip(entries, inputs.wants_logprobs, strict=True)):
+        num_others = params.num_logprobs
+        if num_others is None:
             result.append(None)
-        else:
-            top = entry.top_ids[:num_top], entry.top_logprobs[:num_top]
-            result.append(TokenLogprobs(entry.logprob, entry.rank, *top))
+            continue
+        others: tuple[SequenceOf[int], SequenceOf[float]] = entry.top_ids, entry.top_logprobs
+        if params.logprob_token_ids:
+            assert named is not None, "a row named tokens, and none were looked up"
+            others = params.logprob_token_ids, named[row]
+        ids, logprobs = others
+        result.append(
+            TokenLogprobs(entry.logprob, entry.rank, ids[:num_others], logprobs[:num_others])
+        )
     return result
 
 

@@ -51,6 +51,9 @@ class FakeTokenizer:
 
     vocab_size = VOCAB_SIZE
 
+    def info(self) -> dict[str, Any]:
+        return {"tokenizer_class": "FakeTokenizer", "chat_template": "{{ messages }}"}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 

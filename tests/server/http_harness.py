@@ -67,6 +67,20 @@ class Server:
             assert response.content_type == "text/event-stream"
             return parse_events(await response.text())
 
+    async def named_events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Of a stream whose events have names, which are those in their data."""
+        async with self.session.post(self.url + path, json={"stream": True, **body}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            text = await response.text()
+        assert text.endswith("\n\n")
+        events = []
+        for frame in text.removesuffix("\n\n").split("\n\n"):
+            name, data = frame.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        return events
+
     async def quiet(self) -> None:
         """Until the engine and the server have nothing left to do."""
         await until(lambda: not self.engine.live and not self.service.num_live)

@@ -111,7 +111,7 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"echo": True}, "echo"),
         ({"verbosity": "low"}, "verbosity"),
-        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ],
 )
 def test_bad_fields(fields: dict[str, Any], param: str) -> None:

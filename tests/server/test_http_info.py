@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
+
+import anthropic
 
 import asyncllm.server.info as info
 from tests.server.fake_engine import BOS, MAX_MODEL_LEN
@@ -17,7 +20,8 @@ def test_models() -> None:
         assert body["object"] == "list"
         assert [card["id"] for card in body["data"]] == ["fake", "fake-alias"]
         assert alias == body["data"][1]
-        assert alias.pop("created") > 0
+        created = alias.pop("created")
+        assert datetime.fromisoformat(alias.pop("created_at")).timestamp() == created
         assert alias == {
             "id": "fake-alias",
             "object": "model",
@@ -25,7 +29,23 @@ def test_models() -> None:
             "root": "fake",
             "parent": None,
             "max_model_len": MAX_MODEL_LEN,
+            "type": "model",
+            "display_name": "fake-alias",
         }
+
+    run(test())
+
+
+def test_models_as_the_anthropic_client_lists_them() -> None:
+    async def test() -> None:
+        async with (
+            serving() as server,
+            anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client,
+        ):
+            models = [model async for model in client.models.list()]
+            one = await client.models.retrieve("fake")
+        assert [model.display_name for model in models] == ["fake", "fake-alias"]
+        assert one.created_at.year > 2000
 
     run(test())
 
@@ -66,6 +86,29 @@ def test_tokenize() -> None:
     run(test())
 
 
+def test_tokenizer_info_is_opt_in() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert (await server.get("/tokenizer_info"))[0] == 404
+        async with serving(enable_tokenizer_info_endpoint=True) as server:
+            status, body = await server.get("/tokenizer_info")
+        assert status == 200
+        assert body["tokenizer_class"] == "FakeTokenizer" and body["chat_template"]
+
+    run(test())
+
+
+def test_tokenize_refuses_what_it_cannot_do() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for name in ("mm_processor_kwargs", "media_io_kwargs"):
+                status, body = await server.post("/tokenize", {"prompt": "a", name: {"b": 1}})
+                assert (status, body["error"]["param"]) == (400, name)
+                assert (await server.post("/tokenize", {"prompt": "a", name: {}}))[0] == 200
+
+    run(test())
+
+
 def test_detokenize() -> None:
     async def test() -> None:
         async with serving() as server:
@@ -90,6 +133,7 @@ def test_health_and_version() -> None:
             server.engine.unhealthy = None
             server.service.draining = True
             assert (await server.get("/health"))[0] == 503
+            assert (await server.get("/ping"))[0] == 503
             assert await server.get("/version") == (200, {"version": info.VERSION})
 
     run(test())
@@ -146,5 +190,20 @@ def test_metrics() -> None:
             "iteration_tokens_total_count",
         ):
             assert f"vllm:{name}{label}" in lines, name
+
+    run(test())
+
+
+def test_load_is_the_number_of_calls_in_progress() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            server.engine.go.clear()
+            task = asyncio.create_task(server.post(COMPLETIONS, {"prompt": "a"}))
+            await until(lambda: server.engine.live)
+            assert await server.get("/load") == (200, {"server_load": 1})
+            server.engine.go.set()
+            await task
+            await server.quiet()
+            assert await server.get("/load") == (200, {"server_load": 0})
 
     run(test())

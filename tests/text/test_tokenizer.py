@@ -40,6 +40,15 @@ def test_facts(byte_level: Tokenizer) -> None:
     assert byte_level.vocab_size == raw.get_vocab_size()
 
 
+def test_info_is_json_without_paths(byte_level: Tokenizer) -> None:
+    byte_level._hf.init_kwargs |= {"name_or_path": "/secret", "model_max_length": 10**30}
+    info = byte_level.info()
+    assert info["tokenizer_class"] and info["eos_token"] == "<|eos|>"
+    assert "secret" not in json.dumps(info)
+    assert info["model_max_length"] == 1e30
+    assert info["chat_template"] == byte_level._hf.chat_template
+
+
 def test_encode_adds_special_tokens_when_asked(byte_level: Tokenizer) -> None:
     plain = byte_level.encode("The fox", add_special_tokens=False)
     assert byte_level.encode("The fox") == [byte_level.bos_token_id, *plain]

@@ -73,7 +73,7 @@ class TokenFeed:
         stops = self.processor.process(updates, prompt_logprobs or {}, self.now)
         for stop in stops:
             assert stop.seq.status is not SequenceStatus.FINISHED, "the scheduler has it already"
-            finish(stop.seq, stop.reason, stop.stop_string)
+            finish(stop.seq, stop.reason, stop.stop_reason)
         self.now += 0.1
         return stops
 

@@ -1,0 +1,64 @@
+"""The events of one push, neighbours of a kind joined, and the calls counted and named."""
+
+from __future__ import annotations
+
+import secrets
+import string
+
+from asyncllm.formats.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+_Kind = type[Content] | type[Reasoning] | type[ToolCallArguments]
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class EventLog:
+    """`short_ids`: nine letters and digits, as Mistral's models were trained with."""
+
+    def __init__(self, short_ids: bool = False) -> None:
+        self.num_calls = 0
+        self._short_ids = short_ids
+        self._events: list[Event] = []
+        self._kind: _Kind = Content
+        self._parts: list[str] = []
+
+    def content(self, text: str) -> None:
+        self._add(Content, text)
+
+    def reasoning(self, text: str) -> None:
+        self._add(Reasoning, text)
+
+    def arguments(self, text: str) -> None:
+        """Of the call that began last."""
+        self._add(ToolCallArguments, text)
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        self._flush()
+        self._events.append(ToolCallBegin(self.num_calls, call_id or self._new_id(), name))
+        self.num_calls += 1
+
+    def drain(self) -> list[Event]:
+        self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def _new_id(self) -> str:
+        if self._short_ids:
+            return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+    def _add(self, kind: _Kind, text: str) -> None:
+        if kind is not self._kind:
+            self._flush()
+            self._kind = kind
+        if text:
+            self._parts.append(text)
+
+    def _flush(self) -> None:
+        text = "".join(self._parts)
+        self._parts.clear()
+        if not text:
+            return
+        if self._kind is ToolCallArguments:
+            self._events.append(ToolCallArguments(self.num_calls - 1, text))
+        else:
+            self._events.append(Content(text) if self._kind is Content else Reasoning(text))

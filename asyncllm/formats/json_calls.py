@@ -1,0 +1,109 @@
+"""Calls whose arguments are written as JSON: they are passed on as the model writes them."""
+
+from __future__ import annotations
+
+import re
+
+from asyncllm.formats.answer_format import JsonCall, NamedJson
+from asyncllm.formats.cursor import NO_LIMIT, Reading
+from asyncllm.formats.json_text import pass_value, read_string
+from asyncllm.formats.open_call import OpenCall
+
+# What else a bare call may hold, so that other objects are known for what they are at once.
+_KNOWN_KEYS = ("type", "id", "index")
+_NUMBER = re.compile(r":\d+$")
+
+
+def read_json_call(call: OpenCall, body: JsonCall) -> Reading[bool]:
+    """{"name": ..., "arguments": {...}}. False where it breaks off; then it may have begun."""
+    cursor = call.cursor
+    if not (yield from cursor.literals(("{",))):
+        return False
+    reader = _CallObject(call, body)
+    while True:
+        yield from cursor.spaces()
+        key = yield from read_string(cursor)
+        if key is None or not (yield from cursor.literals((":",))):
+            return False
+        yield from cursor.spaces()
+        if not (yield from reader.read_member(key)):
+            return False
+        if (yield from cursor.literals(("}",))):
+            return reader.finish()
+        if not (yield from cursor.literal(",")):
+            return False
+
+
+class _CallObject:
+    """What is known of a call from the members of its object that were read."""
+
+    def __init__(self, call: OpenCall, body: JsonCall) -> None:
+        self._call = call
+        self._body = body
+        self._name: str | None = None
+        self._early: list[str] = []  # the arguments, where they come before the name
+
+    def read_member(self, key: str) -> Reading[bool]:
+        call = self._call
+        if key in self._body.name_keys and self._name is None:
+            self._name = yield from read_string(call.cursor)
+            if self._name is None or not call.is_tool(self._name):
+                return False
+            if self._early:
+                call.begin(self._name)
+                call.arguments("".join(self._early))
+            return True
+        if key in self._body.argument_keys and not call.begun and not self._early:
+            if self._name is not None:
+                return (yield from _pass_arguments(call, self._name))
+            is_object = (yield from call.cursor.peek()) == "{"
+            return is_object and (yield from pass_value(call.cursor, self._early.append))
+        if self._body.bare and key not in _KNOWN_KEYS and not call.begun:
+            return False
+        return (yield from pass_value(call.cursor, _ignore))
+
+    def finish(self) -> bool:
+        """A call without arguments is one, but not where any object could stand."""
+        if not self._call.begun and self._name is not None and not self._body.bare:
+            self._call.begin(self._name)
+            self._call.arguments("{}")
+        return self._call.begun
+
+
+def read_named_json(call: OpenCall, body: NamedJson) -> Reading[bool]:
+    """The name, then its arguments."""
+    written = yield from call.read_name()
+    name = written.removeprefix(body.prefix)
+    if body.numbered and not call.is_tool(name):
+        name = _NUMBER.sub("", name)
+    if not call.is_tool(name) or not (yield from call.cursor.literals(body.name_end)):
+        return False
+    yield from call.cursor.spaces()
+    call_id = written if body.numbered else None
+    if not (yield from _pass_arguments(call, name, call_id)):
+        return False
+    return (yield from call.cursor.literals(body.end))
+
+
+def _pass_arguments(call: OpenCall, name: str, call_id: str | None = None) -> Reading[bool]:
+    """An object; or one as the text of a string, or null, as some models write."""
+    first = yield from call.cursor.peek()
+    if first == "{":
+        call.begin(name, call_id)
+        return (yield from pass_value(call.cursor, call.arguments))
+    if first == '"':
+        text = yield from read_string(call.cursor, NO_LIMIT)
+        if text is None or not text.lstrip().startswith("{"):
+            return False
+        call.begin(name, call_id)
+        call.arguments(text)
+        return True
+    if not (yield from call.cursor.literal("null")):
+        return False
+    call.begin(name, call_id)
+    call.arguments("{}")
+    return True
+
+
+def _ignore(text: str) -> None:
+    """Of a key that means nothing here."""

@@ -1,0 +1,186 @@
+"""Calls whose arguments are written as literals, Python's or near them: made JSON as they come.
+
+Texts stream; numbers and words are passed on whole. Commas are written before the next item, so
+that one too many does no harm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+
+from asyncllm.formats.answer_format import LiteralArguments
+from asyncllm.formats.cursor import Cursor, Emit, Reading
+from asyncllm.formats.json_text import MAX_KEY_CHARS
+from asyncllm.formats.open_call import OpenCall
+from asyncllm.formats.text_markers import text_markers
+
+MAX_WORD_CHARS = 512  # of a number
+
+_KEY = re.compile(r"[\w\-]+")
+_WORD = re.compile(r"[\w.+\-]+")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_CLOSERS = {"[": "]", "(": ")", "{": "}"}
+_PLAIN = {"'": re.compile(r"[^'\\]+"), '"': re.compile(r'[^"\\]+')}
+_ESCAPES = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
+    "\\": "\\", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+_CODES = {"x": 2, "u": 4, "U": 8}  # digits of a character's number
+
+
+def read_literal_call(call: OpenCall, body: LiteralArguments) -> Reading[bool]:
+    """False where it breaks off: what is open is closed then, unless the text has ended."""
+    cursor = call.cursor
+    name = yield from call.read_name()
+    if not call.is_tool(name) or not (yield from cursor.literal(body.open)):
+        return False
+    call.begin(name)
+    reader = _LiteralReader(cursor, body, call.arguments)
+    is_whole = yield from reader.read_arguments()
+    if not is_whole and not cursor.ended:
+        reader.close_all()
+    return is_whole
+
+
+@dataclass(slots=True)
+class _Container:
+    """What is being read: how it ends there and here, and what follows its keys, if it has keys."""
+
+    closer: str
+    json_closer: str
+    assign: str = ""
+    num_items: int = 0
+
+
+class _LiteralReader:
+    """Reads an argument list whose opening was read; writes a JSON object."""
+
+    def __init__(self, cursor: Cursor, body: LiteralArguments, emit: Emit) -> None:
+        self._cursor = cursor
+        self._body = body
+        self._emit = emit
+        self._open = [_Container(body.close, "}", body.assign)]  # innermost last
+        emit("{")
+
+    def close_all(self) -> None:
+        self._emit("".join(container.json_closer for container in reversed(self._open)))
+
+    def read_arguments(self) -> Reading[bool]:
+        """A container is opened and left open: the loop goes on inside of it."""
+        while self._open:
+            inner = self._open[-1]
+            if (yield from self._cursor.literals((inner.closer,))):
+                self._emit(self._open.pop().json_closer)
+                continue
+            if inner.num_items:
+                if not (yield from self._cursor.literal(",")):
+                    return False
+                if (yield from self._cursor.literals((inner.closer,))):
+                    self._emit(self._open.pop().json_closer)
+                    continue
+            if not (yield from self._read_item(inner)):
+                return False
+        return True
+
+    def _read_item(self, inner: _Container) -> Reading[bool]:
+        comma = ", " if inner.num_items else ""
+        inner.num_items += 1
+        if not inner.assign:
+            return (yield from self._read_value(comma))
+        key = yield from self._read_key()
+        if key is None or not (yield from self._cursor.literals((inner.assign,))):
+            return False
+        yield from self._cursor.spaces()
+        return (yield from self._read_value(f"{comma}{_quoted(key)}: "))
+
+    def _read_key(self) -> Reading[str | None]:
+        quote = yield from self._read_quote()
+        if quote is None:
+            return (yield from self._cursor.run(_KEY, MAX_KEY_CHARS)) or None
+        parts: list[str] = []
+        if not (yield from self._read_text(quote, parts.append)):
+            return None
+        text = json.loads(f'"{"".join(parts)}"')
+        assert isinstance(text, str)
+        return text
+
+    def _read_value(self, before: str) -> Reading[bool]:
+        """`before` is written with the value, so that there is none without."""
+        char = yield from self._cursor.peek()
+        if char in _CLOSERS:
+            self._cursor.take(1)
+            inner = _Container("}", "}", ":") if char == "{" else _Container(_CLOSERS[char], "]")
+            self._emit(before + ("{" if char == "{" else "["))
+            self._open.append(inner)
+            return True
+        quote = yield from self._read_quote()
+        if quote is not None:
+            self._emit(before + '"')
+            is_whole = yield from self._read_text(quote, self._emit)
+            self._emit('"' if is_whole or not self._cursor.ended else "")
+            return is_whole
+        word = yield from self._cursor.run(_WORD, MAX_WORD_CHARS)
+        value = _WORDS.get(word, word)
+        if not _is_json(value) or (self._cursor.ended and self._cursor.is_empty):
+            return False
+        self._emit(before + value)
+        return True
+
+    def _read_quote(self) -> Reading[str | None]:
+        for quote in self._body.quotes:
+            if (yield from self._cursor.literal(quote)):
+                return quote
+        return None
+
+    def _read_text(self, quote: str, emit: Emit) -> Reading[bool]:
+        """Up to the closing quote; emits the inside of a JSON string."""
+        if not self._body.escapes:
+            markers = text_markers(quote)
+            found = yield from self._cursor.until(markers, lambda t: emit(_inside(t)), 0)
+            return found is not None
+        while True:
+            yield from self._cursor.feed(_PLAIN[quote], lambda text: emit(_inside(text)))
+            if (yield from self._cursor.literal(quote)):
+                return True
+            if not (yield from self._cursor.has(2)):
+                return False
+            self._cursor.take(1)
+            emit((yield from self._read_escape(self._cursor.take(1))))
+
+    def _read_escape(self, char: str) -> Reading[str]:
+        num_digits = _CODES.get(char)
+        if num_digits is None:
+            return _inside(_ESCAPES.get(char, f"\\{char}"))
+        yield from self._cursor.has(num_digits)
+        digits = yield from self._cursor.run(_HEX_DIGITS[num_digits], 0)
+        if len(digits) != num_digits or int(digits, 16) > sys.maxunicode:
+            return _inside(f"\\{char}{digits}")
+        code = int(digits, 16)
+        # Halves of a pair stay escaped: alone they are no character.
+        return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else _inside(chr(code))
+
+
+_HEX_DIGITS = {n: re.compile(f"[0-9a-fA-F]{{{n}}}") for n in _CODES.values()}
+
+
+def _is_json(word: str) -> bool:
+    try:
+        json.loads(word, parse_constant=_refuse)
+    except ValueError:
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _inside(text: str) -> str:
+    return _quoted(text)[1:-1]

@@ -1,0 +1,60 @@
+"""A format with what a model's tokenizer adds to it: what the server asks for parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncllm.formats.answer_format import AnswerFormat, ReasoningMarks
+from asyncllm.formats.events import AnswerParser
+from asyncllm.formats.parser import FormatParser
+from asyncllm.formats.tools import Tool
+
+MAX_TAIL_CHARS = 1024  # of a prompt, in which its last marker is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormat:
+    """`special_tokens`: the texts of the tokenizer's."""
+
+    format: AnswerFormat
+    special_tokens: frozenset[str] = frozenset()
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """The text must be made with `skip_special_tokens=False`: markers are special tokens."""
+        return self.format.special
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.format.calls or self.format.channels)
+
+    @property
+    def reasoning(self) -> ReasoningMarks | None:
+        """Where reasoning begins and ends, for counting its tokens; None: it has none."""
+        return self.format.reasoning
+
+    def parser(
+        self, tools: Sequence[Tool] = (), prompt: str = "", prefix: str = ""
+    ) -> AnswerParser:
+        """A parser for one choice.
+
+        `tools`: those that may be called; without any, text that looks like a call is text.
+        `prompt`: as rendered, or its end. `prefix`: the part of it that
+        the model had written itself, where a final message is continued.
+        """
+        schemas = {tool.name: tool.parameters for tool in tools}
+        is_open = self.is_reasoning_open(prompt, prefix)
+        return FormatParser(self.format, schemas, is_open, self.special_tokens)
+
+    def is_reasoning_open(self, prompt: str, prefix: str = "") -> bool:
+        """Whether the answer goes on inside the reasoning that its prompt began."""
+        marks = self.format.reasoning
+        if marks is None:
+            return False
+        if marks.begin in prefix or marks.end in prefix:
+            return prefix.rfind(marks.begin) > prefix.rfind(marks.end)
+        end = prompt[-MAX_TAIL_CHARS:].rstrip()
+        if end.endswith(marks.begin.rstrip()):
+            return True
+        return marks.assumed and not prefix and not end.endswith(marks.end)

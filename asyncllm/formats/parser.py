@@ -1,0 +1,230 @@
+"""The one parser: an answer's text, driven by the record of its family's format.
+
+Text is content until a marker says otherwise. What begins like a call and is none, or calls a name
+that is no tool's, stays content as it was written; after a call's name is out, its arguments end
+where they stop making sense, and what follows is content again. White space beside a marker
+belongs to the marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from asyncllm.formats.answer_format import (
+    AnswerFormat,
+    CallSyntax,
+    JsonCall,
+    LiteralArguments,
+    Markers,
+    NamedJson,
+    TaggedArguments,
+)
+from asyncllm.formats.cursor import Cursor, Reading
+from asyncllm.formats.event_log import EventLog
+from asyncllm.formats.events import Content, Event, Reasoning
+from asyncllm.formats.json_calls import read_json_call, read_named_json
+from asyncllm.formats.literal_calls import read_literal_call
+from asyncllm.formats.open_call import OpenCall
+from asyncllm.formats.tagged_calls import read_tagged_call
+from asyncllm.formats.text_markers import TextMarkers
+
+MIN_STRAY_CHARS = 4
+
+
+class FormatParser:
+    """An `AnswerParser`. `tools`: the names that may be called, with their parameters' schemas.
+
+    Without tools nothing is a call. `in_reasoning`: the prompt has opened the reasoning.
+    `special_tokens`: their texts, removed where the format keeps special tokens in the text.
+    """
+
+    def __init__(
+        self,
+        answer_format: AnswerFormat,
+        tools: Mapping[str, Mapping[str, Any]],
+        in_reasoning: bool = False,
+        special_tokens: Collection[str] = (),
+    ) -> None:
+        self._format = answer_format
+        self._tools = tools
+        self._in_reasoning = in_reasoning
+        self._cursor = Cursor()
+        self._log = EventLog(answer_format.short_ids)
+        self._calls = answer_format.calls if tools else ()
+        self._triggers = {call.trigger for call in self._calls if not call.at_start}
+        # ""  # the end of a call that broke off, to be removed when it comes
+        self._noise = {*answer_format.noise, *(special_tokens if answer_format.special else ())}
+        self._noise -= self._triggers
+        ends = {word for call in self._calls for word in _ends(call)}
+        self._markers = TextMarkers(self._triggers | self._noise | ends)
+        self._strays: set[str] = set()  # ends of a call that broke off: removed where they come
+        self._blank = ""  # white space that was read where a call could begin, and none did
+        # Running text whose next piece is passed on at once if no marker begins in it.
+        self._running: tuple[TextMarkers, type[Content | Reasoning]] | None = None
+        self._run = self._answer()
+        next(self._run)
+
+    def push(self, text: str) -> list[Event]:
+        if self._running is not None and self._cursor.is_empty:
+            markers, kind = self._running
+            if markers.none_in(text):
+                return [kind(text)] if text else []
+        self._cursor.push(text)
+        next(self._run)
+        return self._log.drain()
+
+    def close(self) -> list[Event]:
+        self._cursor.ended = True
+        for _ in self._run:
+            raise AssertionError("reading waits although the text has ended")
+        return self._log.drain()
+
+    def _answer(self) -> Reading[None]:
+        trigger = yield from self._reasoning_part()
+        while True:
+            if trigger is None:
+                yield from self._unmarked_calls()
+                trigger = yield from self._content_part()
+                if trigger is None:
+                    return
+            syntaxes = [call for call in self._calls if call.trigger == trigger]
+            yield from self._read_calls(syntaxes, trigger_is_read=True)
+            trigger = None
+
+    # --- running text ------------------------------------------------------------------------
+
+    def _reasoning_part(self) -> Reading[str | None]:
+        """Up to its end; returns the trigger of a call that ended it."""
+        marks = self._format.reasoning
+        if marks is None:
+            return None
+        yield from self._read_blank()
+        if (yield from self._cursor.literal(marks.begin)):
+            self._in_reasoning = True
+        if not self._in_reasoning:
+            return None
+        self._blank = ""
+        yield from self._cursor.spaces()
+        ending = {marks.end, *(self._triggers if self._format.calls_end_reasoning else ())}
+        markers = TextMarkers(ending | self._noise)
+        while True:
+            self._running = markers, Reasoning
+            found = yield from self._cursor.until(markers, self._log.reasoning)
+            self._running = None
+            if found is None:
+                return None
+            gap, marker = found
+            if marker == marks.end:
+                yield from self._cursor.spaces()
+                return None
+            if marker in ending:
+                self._cursor.hold(gap + marker)
+                return marker
+            self._log.reasoning(gap)
+
+    def _content_part(self) -> Reading[str | None]:
+        """Up to the trigger of a call, which is returned and held; None at the text's end."""
+        while True:
+            if not self._blank:
+                self._running = self._markers, Content
+            found = yield from self._cursor.until(self._markers, self._say)
+            self._running = None
+            if found is None:
+                self._say("")
+                return None
+            gap, marker = found
+            if marker in self._triggers:
+                self._cursor.hold(self._blank + gap + marker)
+                self._blank = ""
+                return marker
+            if marker in self._noise or marker in self._strays:
+                self._strays.discard(marker)
+                self._blank += gap
+            else:
+                self._say(gap + marker)
+
+    def _say(self, text: str) -> None:
+        self._log.content(self._blank + text)
+        self._blank = ""
+
+    def _read_blank(self) -> Reading[None]:
+        self._cursor.hold(self._blank)
+        yield from self._cursor.spaces()
+        self._blank = self._cursor.let_go()
+
+    # --- calls -------------------------------------------------------------------------------
+
+    def _unmarked_calls(self) -> Reading[None]:
+        """As many as there are where content begins."""
+        syntaxes = [call for call in self._calls if call.at_start]
+        while syntaxes:
+            yield from self._read_blank()
+            self._cursor.hold(self._blank)
+            self._blank = ""
+            if not (yield from self._read_calls(syntaxes)):
+                return
+
+    def _read_calls(
+        self, syntaxes: Sequence[CallSyntax], trigger_is_read: bool = False
+    ) -> Reading[bool]:
+        """All the calls between one beginning and its end, by the first syntax that fits.
+
+        Where none does, what was read is content. A syntax that does not fit must differ from
+        the next by its first marker that is not there.
+        """
+        for syntax in syntaxes:
+            begin = (syntax.begin + syntax.call_begin)[trigger_is_read:]
+            if (yield from self._cursor.literals(begin)) and (yield from self._section(syntax)):
+                yield from self._cursor.spaces()
+                return True
+        self._say(self._cursor.let_go())
+        return False
+
+    def _section(self, syntax: CallSyntax) -> Reading[bool]:
+        """The first call and those that follow it. False if the first is none."""
+        call = self._new_call()
+        is_whole = yield from self._read_call(call, syntax)
+        if not call.begun:
+            return False
+        self._strays = set()
+        while is_whole and (syntax.end or syntax.separator):
+            if syntax.end and (yield from self._cursor.literals(syntax.end)):
+                return True
+            is_whole = yield from self._following_call(syntax)
+        if not is_whole:
+            self._strays = {*syntax.call_end, *syntax.end}
+        return True
+
+    def _following_call(self, syntax: CallSyntax) -> Reading[bool]:
+        """False if there is none, or it breaks off."""
+        self._cursor.hold()
+        separator = (syntax.separator,) if syntax.separator else ()
+        if (yield from self._cursor.literals(separator + syntax.call_begin)):
+            call = self._new_call()
+            is_whole = yield from self._read_call(call, syntax)
+            if call.begun:
+                return is_whole
+        text = self._cursor.let_go()
+        self._say(text if text.strip() else "")
+        return False
+
+    def _new_call(self) -> OpenCall:
+        return OpenCall(self._cursor, self._log, self._tools)
+
+    def _read_call(self, call: OpenCall, syntax: CallSyntax) -> Reading[bool]:
+        match syntax.body:
+            case JsonCall() as body:
+                is_whole = yield from read_json_call(call, body)
+            case NamedJson() as body:
+                is_whole = yield from read_named_json(call, body)
+            case TaggedArguments() as body:
+                is_whole = yield from read_tagged_call(call, body)
+            case LiteralArguments() as body:
+                is_whole = yield from read_literal_call(call, body)
+        return is_whole and (yield from self._cursor.literals(syntax.call_end))
+
+
+def _ends(call: CallSyntax) -> Markers:
+    """What may be left of a call that broke off; a bracket alone is anybody's."""
+    return tuple(word for word in call.call_end + call.end if len(word) >= MIN_STRAY_CHARS)

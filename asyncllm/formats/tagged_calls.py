@@ -1,0 +1,77 @@
+"""Calls whose arguments stand between tags: made JSON, by the types in the tool's schema."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from asyncllm.formats.answer_format import TaggedArguments
+from asyncllm.formats.cursor import Cursor, Emit, Reading
+from asyncllm.formats.json_text import MAX_KEY_CHARS
+from asyncllm.formats.open_call import OpenCall
+from asyncllm.formats.text_markers import TextMarkers, text_markers
+from asyncllm.formats.values import STRING, json_of, types_of
+
+_KEY = re.compile(r'[^<>"\n]+')
+
+
+def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
+    """False where it breaks off; where it has begun by then, its arguments are closed."""
+    cursor = call.cursor
+    name = yield from call.read_name()
+    if not call.is_tool(name) or not (yield from cursor.literals(body.name_end)):
+        return False
+    call.begin(name)
+    properties = call.properties(name)
+    value_end = text_markers(body.value_end)
+    opener = "{"
+    while (yield from cursor.literals((body.key_begin,))):
+        key = (yield from cursor.run(_KEY, MAX_KEY_CHARS)).strip()
+        types = types_of(properties.get(key))
+        if body.string_key_end and (yield from cursor.literals(body.string_key_end)):
+            types = STRING
+        elif not (yield from cursor.literals(body.key_end)):
+            break
+        before = f"{opener}{_quoted(key)}: "
+        opener = ", "
+        if not (yield from _pass_value(call, before, types, value_end, body.lines)):
+            return False
+    call.arguments("{}" if opener == "{" else "}")
+    return (yield from cursor.literals(body.end))
+
+
+def _pass_value(
+    call: OpenCall, before: str, types: frozenset[str], value_end: TextMarkers, lines: bool
+) -> Reading[bool]:
+    """A text streams; what has to be converted waits for its end."""
+    if types == STRING:
+        call.arguments(before + '"')
+        if not (yield from _pass_text(call.cursor, _escaping(call), value_end, lines)):
+            return False
+        call.arguments('"')
+        return True
+    parts: list[str] = []
+    if not (yield from _pass_text(call.cursor, parts.append, value_end, lines)):
+        return False
+    call.arguments(before + json_of("".join(parts), types))
+    return True
+
+
+def _pass_text(cursor: Cursor, emit: Emit, value_end: TextMarkers, lines: bool) -> Reading[bool]:
+    if lines:
+        yield from cursor.literal("\n")
+    found = yield from cursor.until(value_end, emit, max_spaces=1 if lines else 0)
+    if found is None:
+        return False
+    gap = found[0]
+    if gap != "\n":
+        emit(gap)
+    return True
+
+
+def _escaping(call: OpenCall) -> Emit:
+    return lambda text: call.arguments(_quoted(text)[1:-1])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

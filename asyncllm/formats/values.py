@@ -1,0 +1,73 @@
+"""An argument's text as JSON, by the type that the tool's schema gives it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+STRING = frozenset({"string"})
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_MAX_UNION_DEPTH = 4
+
+
+def types_of(schema: object, depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema names; empty where it says nothing."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    declared = schema.get("type")
+    found = {declared} if isinstance(declared, str) else set()
+    if isinstance(declared, list):
+        found.update(item for item in declared if isinstance(item, str))
+    if not found and isinstance(schema.get("enum"), list):
+        found.update(_type_of(item) for item in schema["enum"])
+    if schema.get("nullable") is True:
+        found.add("null")
+    for union in ("anyOf", "oneOf"):
+        choices = schema.get(union)
+        if isinstance(choices, list) and depth < _MAX_UNION_DEPTH:
+            found.update(*(types_of(choice, depth + 1) for choice in choices))
+    return frozenset(found)
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """`text` as a value of one of `types` (of any, if none is named); else as a string."""
+    if types == STRING:
+        return json.dumps(text, ensure_ascii=False)
+    stripped = text.strip()
+    try:
+        value = json.loads(_PYTHON.get(stripped, stripped), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if isinstance(value, float) and "number" not in types and value.is_integer():
+        value = int(value) if "integer" in types else value
+    if _fits(value, types):
+        return json.dumps(value, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _fits(value: Any, types: frozenset[str]) -> bool:
+    kind = _type_of(value)
+    if kind == "string":  # quoted, where a string would stand bare
+        return "string" not in types
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return not types or kind in types or (kind == "integer" and "number" in types)
+
+
+def _type_of(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"

@@ -1,0 +1,38 @@
+"""What the APIs that become a chat request share: refusing fields, errors in the client's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from asyncllm.errors import InvalidRequestError
+from asyncllm.server.errors import ApiError, bad_request
+
+# field -> whether a value asks for nothing (None always does)
+Refusals = Mapping[str, Callable[[Any], bool]]
+
+_ROOT = re.compile(r"\w+")
+
+
+def refuse(request: msgspec.Struct, table: Refusals) -> None:
+    """Raises `ApiError` 400 for the first field that asks for what is not there."""
+    for name, harmless in table.items():
+        value = getattr(request, name)
+        if value is not None and not harmless(value):
+            raise bad_request(f"{name} is not supported with this value", name)
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a field of the chat request name the field that the client sent instead."""
+    try:
+        yield
+    except (ApiError, InvalidRequestError) as error:
+        root = _ROOT.match(error.param or "")
+        if root is not None and root.group() in names:
+            error.param = names[root.group()]
+        raise

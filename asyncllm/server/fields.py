@@ -1,0 +1,272 @@
+"""What the fields of requests mean: the words, ranges and shapes that their types cannot say.
+
+A field means the same wherever it occurs, so one note serves every API; a note under "Type.field"
+wins over the one under "field". `kind` is the promise of the whole server: a field does what its
+note says, or cannot change the answer and is ignored, or is refused with a 400 naming it. Tests
+hold the notes to the request types, the ranges to `SamplingParams`, the promise to the server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from asyncllm.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
+from asyncllm.server import field_types as types
+from asyncllm.server.messages.notes import MESSAGES_NOTES
+from asyncllm.server.note import Note
+from asyncllm.server.note import between as _between
+from asyncllm.server.note import ignored as _ignored
+from asyncllm.server.note import refused as _refused
+
+NOTES: dict[str, Note] = {
+    "model": Note("A name of /v1/models; without it the first one answers."),
+    "messages": Note(
+        "The conversation so far, oldest first, as the chat template takes it.",
+        schema={"minItems": 1}, type=list[types.Message],
+    ),
+    "prompt": Note("Text, or token ids, or a list of either: one answer for each."),
+    # --- how many, how long ---
+    "n": _between(1, MAX_N, "Answers for each prompt."),
+    "best_of": _between(
+        1, MAX_N, "Answers to generate, of which the n likeliest are returned; at least n. Not "
+        "with stream. With use_beam_search: the width of the search."
+    ),
+    "use_beam_search": Note(
+        "Search for the n likeliest answers instead of drawing them; a stream brings them at the "
+        "end. What would change the scores is refused beside it."
+    ),
+    "length_penalty": _between(
+        -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY,
+        "Of a beam search: log-probability / length ** length_penalty is what counts.",
+        default=1,
+    ),
+    "early_stopping": Note(
+        "Of a beam search, as in transformers: end with the first best_of finished beams (true), "
+        "when none is likely to be better (false), when none can be (\"never\").",
+        type=bool | Literal["never"],
+    ),
+    "max_tokens": _between(
+        0, None, "Most tokens of an answer; without it as many as the context has room for."
+    ),
+    "CompletionRequest.max_tokens": _between(
+        0, None, "Most tokens of an answer; 0 together with echo scores the prompt alone.",
+        default=16,
+    ),
+    "max_completion_tokens": _between(1, None, "OpenAI's newer name of max_tokens; it wins."),
+    "min_tokens": _between(0, None, "No end of the answer before so many tokens."),
+    "truncate_prompt_tokens": _between(
+        -1, None, "Keep only the last so many tokens of the prompt; -1: as many as fit."
+    ),
+    # --- sampling ---
+    "temperature": _between(0, 100, "0 is greedy: always the likeliest token."),
+    "top_p": Note(
+        "Sample among the likeliest tokens that together have this probability.",
+        schema={"exclusiveMinimum": 0, "maximum": 1},
+    ),
+    "top_k": _between(-1, None, "Sample among so many of the likeliest tokens; 0 and -1: all."),
+    "min_p": _between(
+        0, 1, "Sample among tokens at least this share as likely as the likeliest one."
+    ),
+    "presence_penalty": _between(-2, 2, "Taken from the logit of each token already answered."),
+    "frequency_penalty": _between(
+        -2, 2, "Taken from a token's logit once for each time that it was answered."
+    ),
+    "repetition_penalty": Note(
+        "Divides the logits of tokens in prompt and answer; above 1 discourages them.",
+        schema={"exclusiveMinimum": 0, "maximum": 10},
+    ),
+    "seed": _between(
+        -MAX_SEED - 1, MAX_SEED, "Same seed, same answer, whatever else is served. -1: none."
+    ),
+    "logit_bias": Note(
+        "Token id to a number from -100 to 100 that is added to its logit.",
+        schema={"maxProperties": MAX_LOGIT_BIAS_ENTRIES},
+    ),
+    "allowed_token_ids": Note(
+        "Answer with these tokens only.", schema={"minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}
+    ),
+    "bad_words": Note("Words that the answer must not hold.", schema={"maxItems": MAX_BAD_WORDS}),
+    # --- the end ---
+    "stop": Note(
+        f"Up to {MAX_STOP_STRINGS} strings; the answer ends before the first that occurs.",
+    ),
+    "stop_token_ids": Note(
+        "The answer ends with any of these tokens.", schema={"maxItems": MAX_STOP_TOKEN_IDS}
+    ),
+    "include_stop_str_in_output": Note("Keep what ended the answer in its text."),
+    "ignore_eos": Note("Go on after the model's own end of text."),
+    "repetition_detection": Note(
+        "The answer ends where its last tokens are one pattern, min_count times in a row.",
+        type=RepetitionDetectionParams | None,
+    ),
+    "thinking_token_budget": _between(
+        -1, None, "Most tokens of reasoning; then it is ended. -1: no limit."
+    ),
+    # --- what the answer holds ---
+    "logprobs": Note("Report the log-probability of each token of the answer."),
+    "CompletionRequest.logprobs": _between(
+        0, None, "Report each token's log-probability and so many of the likeliest others'."
+    ),
+    "top_logprobs": _between(0, None, "So many of the likeliest tokens too; needs logprobs."),
+    "logprob_token_ids": Note(
+        "Report the log-probabilities of these tokens instead of the likeliest; needs logprobs.",
+        schema={"minItems": 1, "maxItems": MAX_LOGPROB_TOKEN_IDS},
+    ),
+    "prompt_logprobs": _between(
+        0, None, "Report each prompt token's, and so many of the likeliest others'; no stream."
+    ),
+    "echo": Note("Put the prompt before the answer."),
+    "skip_special_tokens": Note("Leave special tokens out of the text."),
+    "spaces_between_special_tokens": Note("Where a tokenizer puts spaces between tokens."),
+    "return_token_ids": Note("Report the ids of the prompt's and the answer's tokens."),
+    "return_tokens_as_token_ids": Note('Spell tokens in logprobs as "token_id:7".'),
+    "stream": Note("Answer with server-sent events, as the tokens come."),
+    "stream_options": Note("How a stream reports usage; needs stream."),
+    "StreamOptions.include_usage": Note("One more event at the end, with the usage of the call."),
+    "StreamOptions.continuous_usage_stats": Note("Every event has the usage so far."),
+    # --- the prompt ---
+    "add_special_tokens": Note(
+        "Whether the tokenizer puts its own special tokens around the text. Messages: not unless "
+        "asked for, since the chat template writes them."
+    ),
+    "add_generation_prompt": Note("End the prompt where the assistant's turn begins."),
+    "continue_final_message": Note("Leave the last message open, to be continued."),
+    "chat_template_kwargs": Note("Variables for the chat template."),
+    "documents": Note("For chat templates that take documents."),
+    "reasoning_effort": Note("For chat templates that take it."),
+    "tools": Note("Functions that the model may call.", type=list[types.Tool] | None),
+    "tool_choice": Note(
+        "Whether it may call none, any (auto), must call one (required), or must call this one.",
+        type=types.ToolChoice | None,
+    ),
+    # --- scheduling ---
+    "priority": Note("Lower is served earlier, with --scheduling-policy priority."),
+    "cache_salt": Note("Share cached prefixes only with requests of the same salt."),
+    # --- nothing to do here ---
+    "user": _ignored(),
+    "metadata": _ignored(),
+    "request_id": _ignored("The answer's id is the server's own."),
+    "service_tier": _ignored(),
+    "store": _ignored("Nothing is stored."),
+    "parallel_tool_calls": _ignored(),
+    "prediction": _ignored(),
+    "prompt_cache_key": _ignored("Prefixes are cached by their tokens."),
+    "prompt_cache_options": _ignored(),
+    "prompt_cache_retention": _ignored(),
+    "safety_identifier": _ignored(),
+    # --- not served ---
+    "response_format": _refused('Except {"type": "text"}.'),
+    "structured_outputs": _refused(),
+    "guided_json": _refused(),
+    "guided_regex": _refused(),
+    "guided_choice": _refused(),
+    "guided_grammar": _refused(),
+    "logits_processors": _refused(),
+    "kv_transfer_params": _refused("There is one server."),
+    "vllm_xargs": _refused(),
+    "functions": _refused("The old form of tools."),
+    "function_call": _refused("The old form of tool_choice."),
+    "audio": _refused("Text only."),
+    "modalities": _refused("Text only."),
+    "moderation": _refused(),
+    "verbosity": _refused('Except "medium".'),
+    "web_search_options": _refused(),
+    "chat_template": _refused("The server's own template is used."),
+    "mm_processor_kwargs": _refused("Text only."),
+    "media_io_kwargs": _refused("Text only."),
+    "include_reasoning": _refused(),
+    "suffix": _refused(),
+    "prompt_embeds": _refused(),
+    # --- tokens ---
+    "token_ids": Note("The prompt.", schema={"minItems": 1}),
+    "sampling_params": Note("The Python API's SamplingParams, with its names and defaults."),
+    "SamplingParams.max_tokens": _between(
+        1, None, "Most tokens of an answer; without it as many as the context has room for."
+    ),
+    "SamplingParams.logprobs": _between(
+        0, None, "Report each token's log-probability and so many of the likeliest others'."
+    ),
+    "detokenize": Note("Make text too, which nothing reports; stop strings need it."),
+    "GenerateRequest.request_id": Note("The answer carries it."),
+    "assistant_tokens_mask": _ignored(),
+    "token_offsets": _ignored(),
+    "features": _refused("Text only."),
+    "ec_transfer_params": _refused("There is one server."),
+    "TokenizeRequest.prompt": Note("Text to encode; or messages."),
+    "TokenizeRequest.messages": Note(
+        "A conversation to render with the chat template and encode.",
+        type=list[types.Message] | None,
+    ),
+    "return_token_strs": Note("The text of each token too."),
+    "tokens": Note("Ids to decode, special ones included."),
+    **MESSAGES_NOTES,
+}  # fmt: skip
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(SamplingParams)
+    if isinstance(field.default, bool | int | float)
+}
+
+
+def note_of(kind: type, name: str) -> Note | None:
+    return NOTES.get(f"{kind.__name__}.{name}") or NOTES.get(name)
+
+
+def describe_fields(requests: Iterable[type], components: dict[str, Any], ref: str) -> None:
+    """Put notes, ranges, defaults and the shapes of `Any` into the components of these types.
+
+    `ref`: the template of a reference, "#/components/schemas/{name}".
+    """
+    shapes = [note.type for note in NOTES.values() if note.type is not None]
+    schemas, parts = msgspec.json.schema_components(shapes, ref_template=ref)
+    components.update(parts)
+    shape_of = dict(zip(map(id, shapes), schemas, strict=True))
+    for kind in _with_parts(requests):
+        properties = components[kind.__name__]["properties"]
+        for name in kind.__struct_fields__:
+            if (note := note_of(kind, name)) is None:
+                continue
+            if note.type is not None:
+                properties[name] = dict(shape_of[id(note.type)])
+            if name in _DEFAULTS and note.kind == "done":
+                properties[name]["default"] = _DEFAULTS[name]
+            properties[name] |= {**note.schema, "description": note.description}
+
+
+def _with_parts(requests: Iterable[type]) -> list[Any]:
+    """The request types and the Structs within them."""
+    names: dict[str, Any] = {}
+    for part in msgspec.inspect.multi_type_info(list(requests)):
+        _collect(part, names)
+    return list(names.values())
+
+
+def _collect(part: Any, names: dict[str, Any]) -> None:
+    if isinstance(part, msgspec.inspect.StructType):
+        if part.cls.__name__ in names:
+            return
+        names[part.cls.__name__] = part.cls
+        for field in part.fields:
+            _collect(field.type, names)
+    elif isinstance(part, msgspec.inspect.UnionType):
+        for one in part.types:
+            _collect(one, names)
+    elif isinstance(part, msgspec.inspect.ListType):
+        _collect(part.item_type, names)

@@ -1,0 +1,233 @@
+"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's protocol.
+
+For clients that tokenise themselves (training loops, routers). `sampling_params` are those of the
+Python API under the same names and with the same defaults; `generation_config.json` does not change
+them. Nothing is detokenised unless stop strings ask for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from asyncllm.errors import InvalidRequestError
+from asyncllm.outputs import CompletionOutput, RequestOutput
+from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+from asyncllm.server.bodies import read_body
+from asyncllm.server.call import Call, new_id
+from asyncllm.server.collect import CollectedAnswer
+from asyncllm.server.errors import ApiError, bad_request
+from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from asyncllm.server.protocol import StreamOptions, TokenId
+from asyncllm.server.service import SERVICE, Service, answer_whole, json_response
+from asyncllm.server.sse import SSEStream
+from asyncllm.server.stream import DONE
+from asyncllm.server.usage import Usage
+
+# What JSON cannot say or this route decides itself.
+NOT_OVER_HTTP = frozenset({"output_kind", "extra_args"})
+
+if TYPE_CHECKING:
+    SamplingFields = msgspec.Struct
+else:  # one list of fields, that of SamplingParams: each as it is there, or null
+    SamplingFields = msgspec.defstruct(
+        "SamplingParams",
+        [
+            (name, hint | None, None)
+            for name, hint in get_type_hints(SamplingParams).items()
+            if name not in NOT_OVER_HTTP
+        ],
+    )
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    token_ids: list[TokenId]
+    sampling_params: SamplingFields
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    # Accepted and ignored: what a renderer knew of the prompt.
+    assistant_tokens_mask: Any = None
+    token_offsets: Any = None
+
+    # Refused where they would change the answer.
+    features: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+
+
+_REFUSED = ("features", "kv_transfer_params", "ec_transfer_params")
+
+
+async def generate(http: web.Request) -> web.StreamResponse:
+    service = http.app[SERVICE]
+    service.check_open()
+    request = await read_body(http, GenerateRequest)
+    try:
+        call = _call(request, service)
+        if request.stream:
+            return await _stream(http, service, call, request)
+        answer = await answer_whole(service, call)
+    except InvalidRequestError as error:
+        error.param = _client_name(error.param)
+        raise
+    return json_response(_body(call, request, answer, _names(service)))
+
+
+def _call(request: GenerateRequest, service: Service) -> Call:
+    service.check_model(request.model)
+    for name in _REFUSED:
+        if getattr(request, name):
+            raise bad_request(f"{name} is not supported", name)
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream=true", "stream_options")
+    params = _params(request.sampling_params)
+    if request.stream and params.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs: not with stream=true", "prompt_logprobs")
+    return Call(
+        id=new_id("generate"),
+        model=service.model_names[0],
+        prompts=[{"prompt_token_ids": request.token_ids}],
+        params=params,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        wants_outputs=True,
+    )
+
+
+def _params(fields: SamplingFields) -> SamplingParams:
+    """Raises `InvalidRequestError`. Without max_tokens: what the context has room for."""
+    given = {k: v for k, v in msgspec.structs.asdict(fields).items() if v is not None}
+    given.setdefault("max_tokens", None)
+    given.setdefault("detokenize", bool(given.get("stop")))
+    return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
+
+
+_PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def _client_name(param: str | None) -> str | None:
+    if param in _PARAM_NAMES:
+        return f"sampling_params.{param}"
+    return "token_ids" if param in ("prompt", "prompt_token_ids") else param
+
+
+def _names(service: Service) -> TokenNames:
+    """Tokens in logprobs are ids too."""
+    return TokenNames(service.engine.tokenizer, as_ids=True)
+
+
+def _body(
+    call: Call, request: GenerateRequest, answer: CollectedAnswer, names: TokenNames
+) -> dict[str, Any]:
+    wants_logprobs = call.params.num_logprobs is not None
+    return {
+        "request_id": request.request_id or call.id,
+        "model": call.model,
+        "created": call.created,
+        "choices": [
+            {
+                "index": choice.index,
+                "logprobs": (
+                    chat_logprobs(choice.logprobs, call.params, names) if wants_logprobs else None
+                ),
+                "finish_reason": choice.finish_reason,
+                "token_ids": choice.token_ids,
+            }
+            for choice in answer.choices
+        ],
+        "usage": answer.usage.as_dict(),
+        "prompt_logprobs": prompt_logprobs(answer.prompts[0].logprobs, names),
+        "kv_transfer_params": None,
+    }
+
+
+async def _stream(
+    http: web.Request, service: Service, call: Call, request: GenerateRequest
+) -> web.StreamResponse:
+    sse = SSEStream(http, service.frames)
+    answer = StreamedTokens(sse, call, request, _names(service))
+    with service.generation(call, answer) as generation:
+        await generation.submit()
+        if generation.error is not None:
+            raise generation.error
+        try:
+            await sse.open()
+            await sse.run()
+        except ConnectionError:
+            pass  # the client is gone or was dropped
+        finally:
+            if sse.too_slow:
+                generation.abort_cause = "slow_reader"
+    return sse.response
+
+
+class StreamedTokens:
+    """A `Consumer`: an event for each step of each choice that brought tokens or the end."""
+
+    def __init__(
+        self, sse: SSEStream, call: Call, request: GenerateRequest, names: TokenNames
+    ) -> None:
+        self._sse = sse
+        self._request_id = request.request_id or call.id
+        self._params = call.params
+        self._names = names
+        self._usage = Usage()
+        self._num_tokens = [0] * call.params.n
+        options = request.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._running_usage = bool(
+            self._include_usage and options and options.continuous_usage_stats
+        )
+
+    def feed(self, prompt_index: int, output: RequestOutput) -> None:
+        self._usage.count(prompt_index, output)
+        frames = [
+            self._frame(completion)
+            for completion in output.outputs
+            if completion.token_ids or completion.finish_reason is not None
+        ]
+        self._sse.push(b"".join(frames))
+
+    def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
+        raise AssertionError("this call wants outputs")
+
+    def finish(self) -> None:
+        end = DONE
+        if self._include_usage:
+            end = self._event([], self._usage.as_dict()) + DONE
+        self._sse.end(end)
+
+    def fail(self, error: ApiError) -> None:
+        """One error event, and no [DONE]."""
+        self._sse.end(b"data: " + error.body() + b"\n\n")
+
+    def _frame(self, completion: CompletionOutput) -> bytes:
+        self._num_tokens[completion.index] += len(completion.token_ids)
+        logprobs = None
+        if self._params.num_logprobs is not None and completion.logprobs:
+            logprobs = chat_logprobs(completion.logprobs, self._params, self._names)
+        choice = {
+            "index": completion.index,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "token_ids": completion.token_ids,
+        }
+        usage = None
+        if self._running_usage:
+            usage = self._usage.of_choice(0, self._num_tokens[completion.index])
+        return self._event([choice], usage)
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+        event: dict[str, Any] = {"request_id": self._request_id, "choices": choices}
+        if usage is not None:
+            event["usage"] = usage
+        return b"data: " + orjson.dumps(event) + b"\n\n"

@@ -1,0 +1,74 @@
+"""What the fields of /v1/messages mean, where they differ from the other APIs' of that name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from asyncllm.server.note import Note, between, ignored, refused
+
+
+class InputSchemaTool(Struct):
+    """`input_schema` is a JSON Schema of an object."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+MESSAGES_NOTES: dict[str, Note] = {
+    "system": Note("What the model is told before the conversation: text, or blocks of text."),
+    "InputMessage.role": Note("Whose turn it is; system is taken as the first message."),
+    "InputMessage.content": Note(
+        "Text, or blocks: text, tool_use, tool_result, thinking, redacted_thinking."
+    ),
+    "CountTokensRequest.messages": Note(
+        "The conversation so far; an answer goes on with a last assistant's text.",
+        schema={"minItems": 1},
+    ),
+    "MessagesRequest.messages": Note(
+        "The conversation so far; the answer goes on with a last assistant's text.",
+        schema={"minItems": 1},
+    ),
+    "MessagesRequest.max_tokens": between(1, None, "Most tokens of the answer."),
+    "stop_sequences": Note("As stop: the answer ends before the first that occurs."),
+    "CountTokensRequest.tools": Note(
+        "Functions that the model may call.", type=list[InputSchemaTool] | None
+    ),
+    "MessagesRequest.tools": Note(
+        "Functions that the model may call.", type=list[InputSchemaTool] | None
+    ),
+    "CountTokensRequest.tool_choice": Note("Whether it may, must or must not call one."),
+    "MessagesRequest.tool_choice": Note("Whether it may, must or must not call one."),
+    "ToolUseChoice.type": Note("any: at least one; tool: the one that is named."),
+    "ToolUseChoice.name": Note("Of the tool that must be called."),
+    "disable_parallel_tool_use": Note("At most one call."),
+    "thinking": Note("Whether the model thinks first, as its chat template lets it."),
+    "ThinkingConfig.type": Note("adaptive leaves it to the model."),
+    "budget_tokens": between(0, None, "Most tokens of thinking."),
+    "display": Note("omitted: thinking blocks come without their text."),
+    "output_config": Note("The form of the answer, and how much is thought about it."),
+    "output_format": Note("An older name of output_config.format."),
+    "effort": Note("For chat templates that take it, as reasoning_effort."),
+    "OutputConfig.format": Note("The answer is JSON of this schema."),
+    "task_budget": ignored(),
+    "JsonOutput.type": Note("json_schema"),
+    "schema": Note("A JSON Schema."),
+    "context_management": refused("Except edits that keep all."),
+    "compaction": refused(),
+    "mcp_servers": refused("Tools are the client's to run."),
+    "container": refused(),
+    "fallbacks": refused("There is one model."),
+    "thread": refused(),
+    "cache_control": ignored("Prefixes are cached by their tokens."),
+    "speed": ignored(),
+    "user_profile_id": ignored(),
+    "workspace_id": ignored(),
+    "billing_policy": ignored(),
+    "inference_geo": ignored(),
+    "diagnostics": ignored(),
+    "fallback_credit_token": ignored(),
+}

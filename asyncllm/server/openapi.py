@@ -1,0 +1,144 @@
+"""GET /openapi.json: the routes and their types as an OpenAPI 3.1 document.
+
+Schemas come from the msgspec types that requests are decoded into and answers are documented with;
+what a type cannot say (ranges, meanings, what a field typed `Any` takes) comes from fields.py. It
+names no model and no user, so it needs no key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from asyncllm.server.fields import describe_fields
+from asyncllm.server.route import Route
+
+_REF = "#/components/schemas/{name}"
+_SECURITY_SCHEME = "key"
+_ABOUT = (
+    "An LLM served by asyncllm, under the names of OpenAI's, Anthropic's and vLLM's APIs. Unknown "
+    "fields of a request are ignored; null is the same as leaving a field out."
+)
+
+
+class Document:
+    """Made when it is first asked for, and once."""
+
+    def __init__(self, routes: Iterable[Route], needs_key: bool) -> None:
+        self._routes = tuple(routes)
+        self._needs_key = needs_key
+        self._body: bytes | None = None
+
+    def body(self) -> bytes:
+        if self._body is None:
+            self._body = orjson.dumps(openapi(self._routes, self._needs_key))
+        return self._body
+
+
+DOCUMENT = web.AppKey("document", Document)
+
+
+async def show_document(http: web.Request) -> web.Response:
+    return web.Response(body=http.app[DOCUMENT].body(), content_type="application/json")
+
+
+def openapi(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
+    """`needs_key`: whether routes that are not public ask for an API key."""
+    routes = tuple(routes)
+    schemas = _Schemas(routes)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(
+            route, path, schemas, needs_key and not route.is_public
+        )
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "asyncllm", "version": version("asyncllm"), "description": _ABOUT},
+        "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes)],
+        "paths": paths,
+        "components": {"schemas": schemas.components},
+    }
+    if needs_key:
+        scheme = {"type": "http", "scheme": "bearer", "description": "one of --api-key"}
+        document["components"]["securitySchemes"] = {_SECURITY_SCHEME: scheme}
+    return document
+
+
+class _Schemas:
+    """The shared components, and references into them."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        types = [
+            kind
+            for route in routes
+            for kind in (route.request, route.answer, route.event, route.error)
+            if kind is not None
+        ]
+        types = list(dict.fromkeys(types))
+        schemas, self.components = msgspec.json.schema_components(types, ref_template=_REF)
+        self._of = dict(zip(types, schemas, strict=True))
+        requests = {route.request for route in routes if route.request is not None}
+        describe_fields(requests, self.components, _REF)
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        return self._of[kind]
+
+
+def _operation(route: Route, path: str, schemas: _Schemas, needs_key: bool) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": f"{route.method.lower()}{re.sub('[^a-zA-Z0-9]+', '_', path).rstrip('_')}",
+        "tags": [route.tag],
+        "summary": route.summary,
+        "responses": {"200": _answer(route, schemas)},
+    }
+    if names := re.findall(r"\{(\w+)\}", path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if route.request is not None:
+        body: dict[str, Any] = {"schema": schemas.of(route.request)}
+        if route.example is not None:
+            body["example"] = route.example
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+    if needs_key:
+        operation["security"] = [{_SECURITY_SCHEME: []}]
+    for status in sorted({*route.errors, *([401] if needs_key else [])}):
+        operation["responses"][str(status)] = {
+            "description": HTTPStatus(status).phrase,
+            "content": {"application/json": {"schema": schemas.of(route.error)}},
+        }
+    return operation
+
+
+def _answer(route: Route, schemas: _Schemas) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if route.answer is not None:
+        content["application/json"] = {"schema": schemas.of(route.answer)}
+    elif route.media_type is not None:
+        content[route.media_type] = {"schema": {"type": "string"}}
+    if route.event is not None:
+        content["text/event-stream"] = {"schema": _event(schemas.of(route.event), schemas, route)}
+    answer: dict[str, Any] = {"description": "OK"}
+    if content:
+        answer["content"] = content
+    return answer
+
+
+def _event(chunk: dict[str, Any], schemas: _Schemas, route: Route) -> dict[str, Any]:
+    """Of one server-sent event: a chunk, an error that ends the stream, or the mark of its end."""
+    of_json = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [chunk, schemas.of(route.error)]},
+    }
+    data = {"anyOf": [{"const": "[DONE]"}, of_json]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}

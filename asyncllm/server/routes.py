@@ -1,0 +1,136 @@
+"""Every route of the server, in the order in which its documentation lists them.
+
+One list: app.py serves it, openapi.json describes it, and it says who needs no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncllm.server import answers
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.chat import chat_completions
+from asyncllm.server.completions import completions
+from asyncllm.server.dashboard import dashboard_events
+from asyncllm.server.inference import GenerateRequest, generate
+from asyncllm.server.info import (
+    health,
+    list_models,
+    metrics,
+    show_load,
+    show_model,
+    show_version,
+)
+from asyncllm.server.messages import answer_types as anthropic
+from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
+from asyncllm.server.messages.routes import count_tokens, messages
+from asyncllm.server.openapi import show_document
+from asyncllm.server.page import page_file
+from asyncllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
+from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
+
+_HELLO = [{"role": "user", "content": "What is the capital of France?"}]
+_TEXT = "text/plain; version=1.0.0; charset=utf-8"
+
+
+def _has_page(args: ServerArgs) -> bool:
+    return not args.disable_page
+
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        "POST", "/v1/chat/completions", chat_completions, "Chat", "Answer a conversation",
+        request=ChatRequest, example={"messages": _HELLO, "max_tokens": 32},
+        answer=answers.ChatCompletion, event=answers.ChatCompletionChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/v1/completions", completions, "Completions", "Continue a text",
+        request=CompletionRequest, example={"prompt": "Once upon a time", "max_tokens": 16},
+        answer=answers.Completion, event=answers.CompletionChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/inference/v1/generate", generate, "Tokens", "Token ids in, token ids out",
+        request=GenerateRequest,
+        example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
+        answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/v1/messages", messages, "Messages", "Answer a conversation, by Anthropic's API",
+        request=MessagesRequest, example={"messages": _HELLO, "max_tokens": 32},
+        answer=anthropic.MessageBody, event=anthropic.MessageEvent, errors=GENERATES,
+        error=anthropic.AnthropicError,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", count_tokens, "Messages", "How long its prompt is",
+        request=CountTokensRequest, example={"messages": _HELLO},
+        answer=anthropic.InputTokens, errors=(404, *TAKES_A_BODY, *READS),
+        error=anthropic.AnthropicError,
+    ),
+    Route(
+        "POST", "/tokenize", tokenize, "Tokens", "Text or messages to token ids",
+        request=TokenizeRequest, example={"prompt": "Hello, world"},
+        answer=answers.Tokens, errors=(404, *TAKES_A_BODY, *READS),
+    ),
+    Route(
+        "POST", "/detokenize", detokenize, "Tokens", "Token ids to text",
+        request=DetokenizeRequest, example={"tokens": [72, 101]},
+        answer=answers.Text, errors=(404, *TAKES_A_BODY, *READS),
+    ),
+    Route(
+        "GET", "/tokenizer_info", tokenizer_info, "Tokens", "tokenizer_config.json, as it is used",
+        answer=answers.TokenizerInfo,
+        is_served=lambda args: args.enable_tokenizer_info_endpoint,
+    ),
+    Route(
+        "GET", "/v1/models", list_models, "Models", "The names that this server answers to",
+        answer=answers.ModelList,
+    ),
+    Route(
+        "GET", "/v1/models/{model:.+}", show_model, "Models",  # a name may hold slashes
+        "One of them", answer=answers.ModelCard, errors=(404, *READS),
+    ),
+    Route(
+        "GET", "/health", health, "Server", "200 while requests are served, else 503 and why",
+        media_type=None, is_public=True,
+    ),
+    Route(
+        "GET", "/ping", health, "Server", "The same, under SageMaker's name",
+        media_type=None, is_public=True,
+    ),
+    Route(
+        "POST", "/ping", health, "Server", "The same again",
+        media_type=None, is_public=True,
+    ),
+    Route("GET", "/load", show_load, "Server", "Calls in progress", answer=answers.Load),
+    Route("GET", "/version", show_version, "Server", "Of asyncllm", answer=answers.Version),
+    Route(
+        "GET", "/metrics", metrics, "Server", "Prometheus series: docs/metrics.md",
+        media_type=_TEXT,
+    ),
+    Route(
+        "GET", "/openapi.json", show_document, "Server", "This description, as OpenAPI 3.1",
+        answer=dict, is_public=True,
+    ),
+    Route(
+        "GET", "/", page_file, "Pages", "A chat and a dashboard",
+        media_type="text/html", is_public=True, is_served=_has_page,
+    ),
+    Route(
+        "GET", "/web/{name}", page_file, "Pages", "A file of a page",
+        media_type="*/*", errors=(404, *READS), is_public=True, is_served=_has_page,
+    ),
+    Route(
+        "GET", "/dashboard/events", dashboard_events, "Pages", "What the dashboard shows",
+        media_type="text/event-stream", errors=(429, *READS), is_served=_has_page,
+    ),
+)  # fmt: skip
+
+
+def served_routes(args: ServerArgs) -> Iterator[Route]:
+    return (route for route in ROUTES if route.is_served(args))

@@ -1,0 +1,118 @@
+"""What is sent is what openapi.json says, and no value of any field makes a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncLLMEngine
+from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
+from tests.server.http_harness import HELLO, run, serving
+from tests.server.scripted import script
+from tests.server.test_answers import check, check_event
+from tests.server.test_hostile import hostile_body
+
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+GOOD: dict[str, Any] = {"model": "fake", "max_tokens": 100, "messages": HELLO}
+NUM_BODIES = 150  # per route
+
+
+def test_answers_and_events_are_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch)
+
+    async def test() -> None:
+        async with serving() as server:
+            for body in (GOOD, {**GOOD, "max_tokens": 3}):
+                status, answer = await server.post(MESSAGES, body)
+                assert status == 200
+                check("POST", MESSAGES, 200, answer)
+                events = await server.named_events(MESSAGES, body)
+                assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+                for event in events:
+                    check_event(MESSAGES, event)
+            status, answer = await server.post(MESSAGES, {**GOOD, "max_tokens": 0})
+            check("POST", MESSAGES, 400, answer)
+            _, answer = await server.post(COUNT, GOOD)
+            check("POST", COUNT, 200, answer)
+            failing = {**GOOD, "system": "<fail>"}
+            for event in await server.named_events(MESSAGES, failing):
+                check_event(MESSAGES, event)
+
+    run(test())
+
+
+def test_a_call_that_is_cut_off_has_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, '<call f>{"a": 1')
+
+    async def test() -> None:
+        async with serving() as server:
+            _, answer = await server.post(MESSAGES, GOOD)
+            assert answer["content"][0]["input"] == {}
+
+    run(test())
+
+
+@pytest.mark.parametrize("blank", ["\n", " \n\n "])
+def test_an_answer_of_white_space_alone_is_kept(
+    blank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, blank)
+
+    async def test() -> None:
+        async with serving() as server:
+            _, answer = await server.post(MESSAGES, GOOD)
+            assert [block["text"] for block in answer["content"]] == [blank]
+            kinds = [event["type"] for event in await server.named_events(MESSAGES, GOOD)]
+            assert kinds[2:5] == [
+                "content_block_start",
+                "content_block_delta",
+                "content_block_stop",
+            ]
+
+    run(test())
+
+
+def test_one_write_per_step_and_few_bytes_around_the_text() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            events = await server.named_events(MESSAGES, GOOD)
+            deltas = [event for event in events if event["type"] == "content_block_delta"]
+            text = "".join(delta["delta"]["text"] for delta in deltas)
+            assert len(deltas) == len(text)  # the fake engine's step: a character
+
+    run(test())
+
+
+def test_no_field_value_makes_a_500() -> None:
+    async def test() -> None:
+        rng = random.Random(3)
+        engine = AsyncLLMEngine("tiny", max_model_len=96, max_num_seqs=8)
+        good = {"max_tokens": 8, "messages": HELLO}
+        routes = {MESSAGES: (MessagesRequest, good), COUNT: (CountTokensRequest, good)}
+        async with serving(engine) as server:
+
+            async def one(path: str, raw: bytes) -> int:
+                headers = {"Content-Type": "application/json"}
+                url = server.url + path
+                async with server.session.post(url, data=raw, headers=headers) as response:
+                    answer = await response.read()
+                assert response.status == 200 or 400 <= response.status < 500, (raw[:500], answer)
+                if response.status != 200:
+                    error = json.loads(answer)
+                    assert set(error) == {"type", "error", "request_id"}
+                    assert "Traceback" not in error["error"]["message"]
+                return response.status
+
+            statuses = []
+            for path, (shape, body) in routes.items():
+                raws = [hostile_body(rng, shape, body) for _ in range(NUM_BODIES)]
+                for start in range(0, NUM_BODIES, 16):
+                    batch = raws[start : start + 16]
+                    statuses += await asyncio.gather(*(one(path, raw) for raw in batch))
+            assert statuses.count(200) > 30 and statuses.count(400) > 50
+
+    run(test())
