@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
+    from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 
 __version__ = version("asyncllm")
 
@@ -51,12 +52,14 @@ _HOMES = {
     "Logprob": "outputs",
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
+    "ReasoningMarkers": "structured_outputs",
     "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -73,12 +76,14 @@ __all__ = [
     "Logprob",
     "ModelLoadError",
     "QueueFullError",
+    "ReasoningMarkers",
     "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

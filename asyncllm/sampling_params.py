@@ -6,12 +6,15 @@ on the vocabulary or the context window are checked by the input processor.
 
 from __future__ import annotations
 
+import inspect
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 MAX_N = 128
@@ -26,6 +29,7 @@ MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary is larger
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_REPETITION_PATTERN_SIZE = 2048
 MAX_REPETITION_COUNT = 1024
+MAX_LOGITS_PROCESSORS = 64
 MAX_SEED = 2**63 - 1
 MAX_ID_DIGITS = 18  # of a token id written out
 # What a beam search takes: its own, how the answer is shown, and what only drawing needs.
@@ -127,8 +131,10 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    logits_processors: list[Callable[..., Any]] | None = field(default=None, repr=False)
     extra_args: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -192,6 +198,12 @@ class SamplingParams:
             "min_p",
         ):
             _require_finite(name, getattr(self, name))
+        _require(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            "structured_outputs",
+            self.structured_outputs,
+            "StructuredOutputsParams",
+        )
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
@@ -255,6 +267,18 @@ class SamplingParams:
             _require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
                      word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters")  # fmt: skip
         self._check_logit_bias()
+        self._check_logits_processors()
+
+    def _check_logits_processors(self) -> None:
+        name, processors = "logits_processors", self.logits_processors or []
+        _require(isinstance(processors, list), name, processors, "a list of callables")
+        _require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
+                 f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
+        for processor in processors:
+            _require(callable(processor), name, processor, "a list of callables")
+            _require(num_positional(processor) in (2, 3), name, processor,
+                     "callables of (output_token_ids, logits) or "
+                     "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
 
     def _check_search(self) -> None:
         if self.best_of is not None:
@@ -350,6 +374,16 @@ class BeamSearchParams:
             include_stop_str_in_output=self.include_stop_str_in_output,
             early_stopping=self.early_stopping,
         )
+
+
+def num_positional(function: Callable[..., Any]) -> int | None:
+    """How many positional parameters it has; None where Python cannot tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in kinds for parameter in parameters)
 
 
 def _require(ok: bool, param: str, value: object, wanted: str, name: str = "") -> None:

@@ -22,6 +22,7 @@ class RunningSet:
         self.seqs: list[Sequence] = []
         self.forked: set[Sequence] = set()  # members that may share the page they write to
         self.rewritten: set[Sequence] = set()  # members that the host has changed: beams
+        self.jumped: list[Sequence] = []  # members that jumped since the last plan
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
         self._max_num_seqs = max_num_seqs
@@ -44,6 +45,8 @@ class RunningSet:
         self.seqs.remove(seq)
         self.forked.discard(seq)
         self.rewritten.discard(seq)
+        if seq in self.jumped:
+            self.jumped.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = PADDING_SLOT
         self._changed = True
@@ -51,6 +54,21 @@ class RunningSet:
     def set_changed(self) -> None:
         """A member's prefill is planned to its end: it decodes from the next step on."""
         self._changed = True
+
+    def jump(self, seq: Sequence) -> None:
+        """A member that decodes knows more tokens than it has computed: they are a prefill."""
+        seq.num_prefill = len(seq.token_ids)
+        self.jumped.append(seq)
+        self._changed = True
+
+    def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
+        """These members, each once, in order of service."""
+        return sorted(set(seqs), key=self._key)
+
+    def take_jumped(self) -> list[Sequence]:
+        """Once for each jump; in order of service."""
+        taken, self.jumped = self.in_order(self.jumped), []
+        return taken
 
     def prefilling(self) -> list[Sequence]:
         if not self._changed and len(self._batch) == len(self.seqs):
@@ -79,8 +97,8 @@ class RunningSet:
         seqs = [seq for seq in self.seqs if may_decode(seq)]
         self._batch = DecodeBatch.of(tuple(seqs), [seq.num_computed for seq in seqs])
         self._num_steps_left = min([_num_steps_left(seq) for seq in seqs], default=1)
-        # Who waits for its tokens in flight is in every second batch: rebuild each time.
-        self._changed = any(seq.request.needs_known_tokens for seq in self.seqs)
+        # A beam is in every second batch, or waits longer: rebuild each time.
+        self._changed = any(seq.request.sampling_params.use_beam_search for seq in self.seqs)
 
     def check_integrity(self) -> None:
         slots = [seq.slot for seq in self.seqs]
@@ -88,7 +106,8 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        assert self.forked | self.rewritten <= set(self.seqs), "one is remembered that does not run"
+        remembered = self.forked | self.rewritten | set(self.jumped)
+        assert remembered <= set(self.seqs), "a fork, beam or jump is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not self._changed and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
@@ -98,10 +117,10 @@ class RunningSet:
 
 
 def may_decode(seq: Sequence) -> bool:
-    """False for a prefill, and for a sequence that waits for tokens in flight or for siblings."""
+    """False for a prefill, and for a beam that waits for its token or for other beams."""
     if seq.num_computed < seq.num_prefill or seq.held or _num_steps_left(seq) <= 0:
         return False
-    return seq.num_in_flight == 0 or not seq.request.needs_known_tokens
+    return seq.num_in_flight == 0 or not seq.request.sampling_params.use_beam_search
 
 
 def _num_steps_left(seq: Sequence) -> int:

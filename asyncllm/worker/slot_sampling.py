@@ -27,6 +27,8 @@ class Feature(enum.IntFlag):
     EDIT = 8  # logit bias, bad words, min_tokens
     ALLOWED = 16
     LOGPROBS = 32
+    MASK = 64  # a constraint's
+    PROCESS = 128  # logits processors, of the request or of the engine
 
 
 # What the captured sampler does; logprobs are read from the logits beside it.
@@ -95,6 +97,10 @@ class SlotSampling:
             features |= Feature.ALLOWED
         if params.num_logprobs is not None:
             features |= Feature.LOGPROBS
+        if init.seq.constraint is not None:
+            features |= Feature.MASK
+        if request.batch_processors or params.logits_processors:
+            features |= Feature.PROCESS
         self._memory.pop(init.slot, None)
         if params.logit_bias or params.min_tokens or request.bad_words_ids:
             features |= Feature.EDIT
@@ -132,17 +138,18 @@ class SlotSampling:
 def _forbidden_now(seq: Sequence) -> list[int]:
     """Tokens that must not come next: stop tokens before min_tokens, ends of bad words.
 
-    Called right after the plan, so the token to be sampled is already counted as in flight.
+    The token to be sampled is already counted as in flight.
     """
     request = seq.request
     num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
     forbidden: list[int] = []
-    if num_before < request.sampling_params.min_tokens:
+    # A constraint sees to min_tokens itself: it knows whether anything else may come.
+    if num_before < request.sampling_params.min_tokens and seq.constraint is None:
         forbidden += request.stop_token_ids
     outputs = seq.token_ids[seq.num_prompt_tokens :]
     for word in request.bad_words_ids:
         start = len(word) - 1
-        # Only sequences whose tokens are all known carry longer words: needs_known_tokens.
+        # Rows with longer words are host rows: here all their tokens are known.
         if start > 0 and tuple(outputs[-start:]) == word[:-1]:
             forbidden.append(word[-1])
     return forbidden

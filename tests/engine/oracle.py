@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from asyncllm.engine.beam_search import Beam, BeamSearch
 from asyncllm.types import FinishReason, Request, Sequence
-from tests.engine.fake_device import banned_tokens, continuations, first_cell, kv_cell, next_token
+from tests.engine.automaton import Automaton
+from tests.engine.fake_device import (
+    banned_tokens,
+    continuations,
+    first_cell,
+    kv_cell,
+    masked_tokens,
+    next_token,
+)
 
 STOP_SUM = 9  # two tokens whose sum is a multiple of it are the "stop string" of some requests
 
@@ -25,10 +33,14 @@ def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
     cells = cells_of(request, [])
     output_ids: list[int] = []
     while True:
-        token_id = next_token(cells, seq.seed, banned_tokens(request, output_ids))
+        banned = banned_tokens(request, output_ids)
+        if isinstance(seq.constraint, Automaton):
+            banned = masked_tokens(banned, seq.constraint.forbidden(len(output_ids)))
+        token_id = next_token(cells, seq.seed, banned)
         output_ids.append(token_id)
         cells.append(kv_cell(token_id, cells))
-        if token_id in request.stop_token_ids and len(output_ids) >= params.min_tokens:
+        may_stop = len(output_ids) >= params.min_tokens or seq.constraint is not None
+        if may_stop and token_id in request.stop_token_ids:
             asked_for = token_id in (params.stop_token_ids or ())
             return Answer(output_ids, FinishReason.STOP, token_id if asked_for else None)
         if len(output_ids) >= request.max_tokens:
