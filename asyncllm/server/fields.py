@@ -205,8 +205,8 @@ NOTES: dict[str, Note] = {
     "guided_regex": _refused("It is structured_outputs.regex now."),
     "guided_choice": _refused("It is structured_outputs.choice now."),
     "guided_grammar": _refused("It is structured_outputs.grammar now."),
-    "length_penalty": _refused("Of beam search."),
-    "early_stopping": _refused("Of beam search."),
+    "length_penalty": Note("Of beam search."),
+    "early_stopping": Note("Of beam search."),
     "truncation_side": _refused('Except "left".'),
     "watermarking": _refused(),
     "ec_transfer_params": _refused("There is one server."),
@@ -220,6 +220,7 @@ NOTES: dict[str, Note] = {
     "web_search_options": _refused(),
     "mm_processor_kwargs": _refused("Text only."),
     "media_io_kwargs": _refused("Text only."),
+    "CompletionRequest.media_io_kwargs": _ignored(),
     "suffix": _refused(),
     "prompt_embeds": _refused(),
     # --- tokens ---
@@ -231,6 +232,7 @@ NOTES: dict[str, Note] = {
     "SamplingParams.logprobs": _between(
         0, None, "Report each token's log-probability and so many of the likeliest others'."
     ),
+    "SamplingParams.structured_outputs": Note("What the answer's text must be."),
     "detokenize": Note("Make text too, which nothing reports; stop strings need it."),
     "GenerateRequest.request_id": Note("The answer carries it."),
     "assistant_tokens_mask": _ignored(),
