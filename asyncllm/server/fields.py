@@ -235,6 +235,7 @@ NOTES: dict[str, Note] = {
     "web_search_options": _refused(),
     "mm_processor_kwargs": _refused("Text only."),
     "media_io_kwargs": _refused("Text only."),
+    "CompletionRequest.media_io_kwargs": _ignored(),
     "suffix": _refused(),
     "prompt_embeds": _refused(),
     # --- tokens ---
@@ -246,6 +247,7 @@ NOTES: dict[str, Note] = {
     "SamplingParams.logprobs": _between(
         0, None, "Report each token's log-probability and so many of the likeliest others'."
     ),
+    "SamplingParams.structured_outputs": Note("What the answer's text must be."),
     "detokenize": Note("Make text too, which nothing reports; stop strings need it."),
     "GenerateRequest.request_id": Note("The answer carries it."),
     "assistant_tokens_mask": _ignored(),
