@@ -4,13 +4,13 @@
     thread            | accept, fill, forced | launch the sampling of N+1 |
     device    ... N+1's forward pass ...                    | its sampling
 
-It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
+It runs in threads, and changes nothing but the constraints. A constraint that raises is reported
 with its sequence; its row is sampled freely, for nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,9 @@ from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, StepPlan, TokenMa
 # saves a row one step for each token but the first, which this step's row is sampled for anyway.
 JUMP_COST = 1 / 6
 
-FillMany = Callable[[list[object], np.ndarray], None]
+# llguidance fills a row of JSON in 30 us on average: less than a thread takes to wake up for one.
+MAX_FILL_THREADS = 4
+LEAST_ROWS_PER_THREAD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +43,48 @@ class MaskBuffer(Protocol):
         ...
 
 
-def constrain(plan: StepPlan, buffer: MaskBuffer) -> Constrained:
-    """For a step that is about to be sampled, all tokens before it known."""
-    failures: list[tuple[Sequence, Exception]] = []
-    rows, seqs = [], []
-    for row, seq in enumerate(plan.sampled):
-        if seq.constraint is None or seq.status is SequenceStatus.FINISHED:
-            continue
-        try:
-            _accept_known(seq)
-        except Exception as error:  # its own grammar: it ends its own request
-            failures.append((seq, error))
-        else:
-            rows.append(row)
-            seqs.append(seq)
-    if not rows:
-        return Constrained(NO_MASKS, [], failures)
-    bits = buffer.host()[: len(rows)]
-    failures += _fill(seqs, bits)
-    return Constrained(
-        TokenMasks(np.array(rows, np.int32), bits),
-        _jumps(seqs, bits, len(plan.sampled)),
-        failures,
-    )
+class Constraints:
+    """The threads that fill masks beside the one that asks; none until there are rows for two."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(MAX_FILL_THREADS - 1, "asyncllm-fill")
+
+    def constrain(self, plan: StepPlan, buffer: MaskBuffer) -> Constrained:
+        """For a step that is about to be sampled, all tokens before it known. Blocks."""
+        failures: list[tuple[Sequence, Exception]] = []
+        rows, seqs = [], []
+        for row, seq in enumerate(plan.sampled):
+            if seq.constraint is None or seq.status is SequenceStatus.FINISHED:
+                continue
+            try:
+                _accept_known(seq)
+            except Exception as error:  # its own grammar: it ends its own request
+                failures.append((seq, error))
+            else:
+                rows.append(row)
+                seqs.append(seq)
+        if not rows:
+            return Constrained(NO_MASKS, [], failures)
+        bits = buffer.host()[: len(rows)]
+        failures += self._fill(seqs, bits)
+        masks = TokenMasks(np.array(rows, np.int32), bits)
+        return Constrained(masks, _jumps(seqs, bits, len(plan.sampled)), failures)
+
+    def _fill(self, seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
+        """Each sequence's mask into its row; equal shares for each thread, this one's among them.
+
+        Libraries let go of the GIL while they fill.
+        """
+        num_shares = max(1, min(MAX_FILL_THREADS, len(seqs) // LEAST_ROWS_PER_THREAD))
+        shares = [(seqs[i::num_shares], bits[i::num_shares]) for i in range(num_shares)]
+        others = [self._threads.submit(_fill_share, *share) for share in shares[1:]]
+        failures = _fill_share(*shares[0])
+        for other in others:
+            failures += other.result()
+        return failures
+
+    def close(self) -> None:
+        self._threads.shutdown()
 
 
 def _accept_known(seq: Sequence) -> None:
@@ -73,18 +94,8 @@ def _accept_known(seq: Sequence) -> None:
         seq.num_accepted += 1
 
 
-def _fill(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
-    """Each sequence's mask into its row. What cannot be filled allows everything."""
-    kinds = {type(seq.constraint) for seq in seqs}
-    fill_many: FillMany | None = None
-    if len(kinds) == 1:
-        fill_many = getattr(kinds.pop(), "fill_many", None)
-    if fill_many is not None:
-        try:
-            fill_many([seq.constraint for seq in seqs], bits)
-            return []
-        except Exception:  # whose it was shows below
-            pass
+def _fill_share(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
+    """What cannot be filled allows everything."""
     failures: list[tuple[Sequence, Exception]] = []
     for seq, row in zip(seqs, bits, strict=True):
         assert seq.constraint is not None
@@ -116,7 +127,7 @@ def _jumps(
 def may_jump(seq: Sequence) -> bool:
     """Not whose logits somebody wants to see, or to change, at each position."""
     params = seq.request.sampling_params
-    wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
     processed = params.logits_processors or seq.request.batch_processors
     return not (wants_logprobs or processed)
 

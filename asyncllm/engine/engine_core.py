@@ -20,7 +20,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.constraints import Constrained, constrain
+from asyncllm.engine.constraints import Constrained, Constraints
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.loop_lag import LoopLag
@@ -34,7 +34,7 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRe
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
     FinishReason,
@@ -95,6 +95,7 @@ class EngineCore:
             lambda: self.scheduler.num_requests,
             lambda: str(self.scheduler.stats()),
         )
+        self._constraints = Constraints()
         self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
@@ -208,7 +209,7 @@ class EngineCore:
         self.clock.host.finish += time.monotonic() - start
 
     def _constrain(self, plan: StepPlan, launched: HostStep) -> Constrained:
-        constrained = constrain(plan, self.worker.token_masks)
+        constrained = self._constraints.constrain(plan, self.worker.token_masks)
         launched.sample(constrained.masks)
         return constrained
 
@@ -317,7 +318,9 @@ class EngineCore:
             request = seq.request
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             logger.error("request %s: %s", request.request_id, what, exc_info=error)
-            self._fail([request], f"{what}: {type(error).__name__}: {error}")
+            is_told = isinstance(error, RequestFailedError)  # made for who asked
+            told = str(error) if is_told else f"{what}: {type(error).__name__}: {error}"
+            self._fail([request], told)
 
     def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
@@ -350,6 +353,7 @@ class EngineCore:
         self.input_processor.close()
         self.watchdog.close()
         await in_own_thread(self._constrain_thread.shutdown)
+        self._constraints.close()
         await in_own_thread(self.worker.close)
 
 

@@ -39,7 +39,8 @@ def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
         token_id = next_token(cells, seq.seed, banned)
         output_ids.append(token_id)
         cells.append(kv_cell(token_id, cells))
-        if token_id in request.stop_token_ids and len(output_ids) >= params.min_tokens:
+        may_stop = len(output_ids) >= params.min_tokens or seq.constraint is not None
+        if may_stop and token_id in request.stop_token_ids:
             asked_for = token_id in (params.stop_token_ids or ())
             return Answer(output_ids, FinishReason.STOP, token_id if asked_for else None)
         if len(output_ids) >= request.max_tokens:
