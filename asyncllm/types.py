@@ -50,8 +50,10 @@ class FinishReason(enum.Enum):
 class TokenConstraint(Protocol):
     """What may come next in one sequence, by a grammar. Owned by the engine; not thread-safe.
 
-    The engine calls `accept` with each token once it is known on the host, in order, and `fill` in
-    a worker thread before the next is sampled.
+    The engine calls `accept` with each token once it is known on the host, in order, then `fill`
+    before the next is sampled, both in a worker thread. A class may have a static method
+    `fill_many(constraints, bitmasks)` beside `fill`, for int32 [rows, ceil(V / 32)]: one call that
+    lets go of the GIL once, and may spread over threads.
     """
 
     def accept(self, token_id: int) -> None:

@@ -4,28 +4,27 @@
     thread            | accept, fill, forced | launch the sampling of N+1 |
     device    ... N+1's forward pass ...                    | its sampling
 
-It runs in threads, and changes nothing but the constraints. A constraint that raises is reported
+It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
 with its sequence; its row is sampled freely, for nobody.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 
 from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, StepPlan, TokenMasks
 
-# Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode:
-# that costs all of its rows about a sixth of a step more (a prefill graph of 8B at 64 rows), and
-# saves a row one step for each token but the first, which this step's row is sampled for anyway.
+# Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
+# That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
+# step for each token but the first, for which it is in flight anyway. A stream alone jumps for two.
 JUMP_COST = 1 / 6
 
-# llguidance fills a row of JSON in 30 us on average: less than a thread takes to wake up for one.
-MAX_FILL_THREADS = 4
-LEAST_ROWS_PER_THREAD = 16
+FillMany = Callable[[list[object], np.ndarray], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,48 +42,27 @@ class MaskBuffer(Protocol):
         ...
 
 
-class Constraints:
-    """The threads that fill masks beside the one that asks; none until there are rows for two."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(MAX_FILL_THREADS - 1, "asyncllm-fill")
-
-    def constrain(self, plan: StepPlan, buffer: MaskBuffer) -> Constrained:
-        """For a step that is about to be sampled, all tokens before it known. Blocks."""
-        failures: list[tuple[Sequence, Exception]] = []
-        rows, seqs = [], []
-        for row, seq in enumerate(plan.sampled):
-            if seq.constraint is None or seq.status is SequenceStatus.FINISHED:
-                continue
-            try:
-                _accept_known(seq)
-            except Exception as error:  # its own grammar: it ends its own request
-                failures.append((seq, error))
-            else:
-                rows.append(row)
-                seqs.append(seq)
-        if not rows:
-            return Constrained(NO_MASKS, [], failures)
-        bits = buffer.host()[: len(rows)]
-        failures += self._fill(seqs, bits)
-        masks = TokenMasks(np.array(rows, np.int32), bits)
-        return Constrained(masks, _jumps(seqs, bits, len(plan.sampled)), failures)
-
-    def _fill(self, seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
-        """Each sequence's mask into its row; equal shares for each thread, this one's among them.
-
-        Libraries let go of the GIL while they fill.
-        """
-        num_shares = max(1, min(MAX_FILL_THREADS, len(seqs) // LEAST_ROWS_PER_THREAD))
-        shares = [(seqs[i::num_shares], bits[i::num_shares]) for i in range(num_shares)]
-        others = [self._threads.submit(_fill_share, *share) for share in shares[1:]]
-        failures = _fill_share(*shares[0])
-        for other in others:
-            failures += other.result()
-        return failures
-
-    def close(self) -> None:
-        self._threads.shutdown()
+def constrain(plan: StepPlan, buffer: MaskBuffer) -> Constrained:
+    """For a step that is about to be sampled, all tokens before it known."""
+    failures: list[tuple[Sequence, Exception]] = []
+    rows: list[tuple[int, Sequence]] = []
+    for row, seq in enumerate(plan.sampled):
+        if seq.constraint is None or seq.status is SequenceStatus.FINISHED:
+            continue
+        try:
+            _accept_known(seq)
+        except Exception as error:  # its own grammar: it ends its own request
+            failures.append((seq, error))
+        else:
+            rows.append((row, seq))
+    if not rows:
+        return Constrained(NO_MASKS, [], failures)
+    rows.sort(key=lambda row: id(_kind(row[1])))  # those of one class together
+    seqs = [seq for _, seq in rows]
+    bits = buffer.host()[: len(rows)]
+    failures += _fill(seqs, bits)
+    masks = TokenMasks(np.array([row for row, _ in rows], np.int32), bits)
+    return Constrained(masks, _jumps(seqs, bits, len(plan.sampled)), failures)
 
 
 def _accept_known(seq: Sequence) -> None:
@@ -94,8 +72,32 @@ def _accept_known(seq: Sequence) -> None:
         seq.num_accepted += 1
 
 
-def _fill_share(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
+def _fill(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
+    """Each sequence's mask into its row; neighbours of one class in one call."""
+    failures: list[tuple[Sequence, Exception]] = []
+    begin = 0
+    for kind, group in groupby(seqs, _kind):
+        alike = list(group)
+        failures += _fill_alike(kind, alike, bits[begin : begin + len(alike)])
+        begin += len(alike)
+    return failures
+
+
+def _kind(seq: Sequence) -> type[object]:
+    return type(seq.constraint)
+
+
+def _fill_alike(
+    kind: type[object], seqs: list[Sequence], bits: np.ndarray
+) -> list[tuple[Sequence, Exception]]:
     """What cannot be filled allows everything."""
+    fill_many: FillMany | None = getattr(kind, "fill_many", None)
+    if fill_many is not None:
+        try:
+            fill_many([seq.constraint for seq in seqs], bits)
+            return []
+        except Exception:  # whose it is shows below
+            pass
     failures: list[tuple[Sequence, Exception]] = []
     for seq, row in zip(seqs, bits, strict=True):
         assert seq.constraint is not None

@@ -21,7 +21,7 @@ from asyncllm.engine.admission import Admission
 from asyncllm.engine.best_answers import BestAnswers
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.constraints import Constrained, Constraints
+from asyncllm.engine.constraints import Constrained, constrain
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.loop_lag import LoopLag
@@ -96,7 +96,6 @@ class EngineCore:
             lambda: self.scheduler.num_requests,
             lambda: str(self.scheduler.stats()),
         )
-        self._constraints = Constraints()
         self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
@@ -217,7 +216,7 @@ class EngineCore:
         self.clock.host.finish += time.monotonic() - start
 
     def _constrain(self, plan: StepPlan, launched: HostStep) -> Constrained:
-        constrained = self._constraints.constrain(plan, self.worker.token_masks)
+        constrained = constrain(plan, self.worker.token_masks)
         launched.sample(constrained.masks)
         return constrained
 
@@ -361,7 +360,6 @@ class EngineCore:
         self.input_processor.close()
         self.watchdog.close()
         await in_own_thread(self._constrain_thread.shutdown)
-        self._constraints.close()
         await in_own_thread(self.worker.close)
 
 

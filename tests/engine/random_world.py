@@ -19,7 +19,7 @@ import pytest
 from asyncllm.engine import step_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.constraints import Constraints
+from asyncllm.engine.constraints import constrain
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.types import (
@@ -40,7 +40,6 @@ from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone, s
 
 MAX_LEN = 40  # tokens of prompt and answer
 MAX_REQUESTS = 24
-CONSTRAINTS = Constraints()  # of no thread while rows are few
 
 
 class WorldIsDone(Exception):
@@ -147,7 +146,7 @@ class World:
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
-        constrained = CONSTRAINTS.constrain(plan, self)
+        constrained = constrain(plan, self)
         assert isinstance(launched, FakeLaunched) and not constrained.failures
         launched.sample(constrained.masks)
         for _ in range(self.rng.randint(0, 2)):

@@ -7,7 +7,6 @@ step ahead or not, alone or not, with or without jumps, preempted or not; nobody
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -208,29 +207,39 @@ def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling
     asyncio.run(main())
 
 
-def test_many_rows_are_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[str] = set()
+def test_those_of_a_class_that_can_are_filled_in_one_call() -> None:
+    sizes: list[int] = []
 
-    class Noting(Automaton):
+    class Batched(Automaton):
+        @staticmethod
+        def fill_many(many: list[Batched], bitmasks: np.ndarray) -> None:
+            sizes.append(len(many))
+            assert all(isinstance(one, Batched) for one in many)
+            if any(one.num_accepted == 3 and one._seed == 30 for one in many):
+                raise RuntimeError("boom in fill_many")
+            for one, bitmask in zip(many, bitmasks, strict=True):
+                Automaton.fill(one, bitmask)
+
         def fill(self, bitmask: np.ndarray) -> None:
-            threads.add(threading.current_thread().name)
+            assert self.num_accepted == 3, "one by one, where not all can be filled at once"
+            if self._seed == 30:
+                raise RuntimeError("boom in fill")
             super().fill(bitmask)
-            if self.num_accepted == 3 and self._seed == 20:
-                raise RuntimeError("boom in a thread")
 
-    def noting(number: int, index: int) -> Noting:
-        return Noting(10 * number + index, VOCAB_SIZE)
+    def batched(number: int, index: int) -> Automaton:
+        return (Batched if number % 3 else Automaton)(10 * number + index, VOCAB_SIZE, 0.0)
 
-    params = replace(GREEDY, max_tokens=5)
-    requests = [(p, by(automaton(n), params)) for n, p in enumerate(PROMPTS)]
-    noted = [(p, by(partial(noting, n), params)) for n, p in enumerate(PROMPTS)]
-    expected = generate(requests)
-    monkeypatch.setattr(constraints, "LEAST_ROWS_PER_THREAD", 1)
-    results = generate(noted)
-    assert isinstance(results[2], RequestFailedError) and "boom in a thread" in str(results[2])
-    del results[2], expected[2]
-    assert results == expected
-    assert len(threads) > 1
+    params = replace(GREEDY, max_tokens=6)
+    prompts = [*PROMPTS, *PROMPTS]
+    plain = [(p, by(automaton(n, 0.0), params)) for n, p in enumerate(prompts)]
+    mixed = [(p, by(partial(batched, n), params)) for n, p in enumerate(prompts)]
+    assert generate(mixed) == generate(plain)
+    assert max(sizes) == 5
+    failing = [(p, by(lambda i, n=n: Batched(10 * n, VOCAB_SIZE, 0.0), params))
+               for n, p in enumerate(PROMPTS)]  # fmt: skip
+    results = generate(failing)
+    assert isinstance(results[3], RequestFailedError) and "boom in fill" in str(results[3])
+    assert results[:3] == generate(plain[:3])
 
 
 # --- the overlap ---------------------------------------------------------------------------------
