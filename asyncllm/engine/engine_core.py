@@ -35,7 +35,7 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRe
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
     FinishReason,
@@ -325,7 +325,9 @@ class EngineCore:
             request = seq.request
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             logger.error("request %s: %s", request.request_id, what, exc_info=error)
-            self._fail([request], f"{what}: {type(error).__name__}: {error}")
+            is_told = isinstance(error, RequestFailedError)  # made for who asked
+            told = str(error) if is_told else f"{what}: {type(error).__name__}: {error}"
+            self._fail([request], told)
 
     def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
