@@ -162,7 +162,8 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
         probe = matcher.deep_copy()
         probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
-        if probe.is_error():
+        forced = probe.compute_ff_tokens()
+        if probe.is_error() or not probe.consume_tokens(forced[:1]):
             raise _refusal(params, probe.get_error())
         return CompiledGrammar(matcher, executor, vocabulary.eos_ids)
 
