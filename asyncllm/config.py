@@ -7,6 +7,7 @@ frozen. Sizes that need the device (pages, context that fits) are settled by the
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
+ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -63,8 +65,11 @@ class EngineConfig:
     cuda_graph_sizes: tuple[int, ...]
     prefill_graph_sizes: tuple[int, ...]
     max_logprobs: int
+    logits_processors: tuple[Any, ...]  # subclasses of worker.logits_processors.LogitsProcessor
     generation_config: str
     chat_template: str | None
+    chat_template_content_format: ContentFormat
+    reasoning_parser: str
     max_queued_requests: int
     max_queued_tokens: int
     max_queue_seconds: float
@@ -141,11 +146,24 @@ class EngineArgs:
         default=None, metadata={"help": "tokens per step with prefills to capture; 0 for none"}
     )
     max_logprobs: int = field(default=20, metadata={"help": "most logprobs a request may ask for"})
+    logits_processors: list[str | type] | None = field(
+        default=None,
+        metadata={
+            "help": "classes of LogitsProcessor as module:Class, for requests that need them"
+        },
+    )
     generation_config: str = field(
         default="auto", metadata={"help": "auto: the model's defaults; vllm: none; or a folder"}
     )
     chat_template: str | None = field(
         default=None, metadata={"help": "Jinja template, a file or the text itself"}
+    )
+    chat_template_content_format: ContentFormat = field(
+        default="auto",
+        metadata={"help": "messages as a string or as OpenAI's parts; auto: see the template"},
+    )
+    reasoning_parser: str = field(
+        default="auto", metadata={"help": "how the model writes reasoning; auto: see its template"}
     )
     max_queued_requests: int = field(
         default=4096, metadata={"help": "requests that may wait; more are refused"}
@@ -205,8 +223,11 @@ class EngineArgs:
             cuda_graph_sizes=_graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             prefill_graph_sizes=_prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
             max_logprobs=self.max_logprobs,
+            logits_processors=tuple(map(_resolve_class, self.logits_processors or ())),
             generation_config=self.generation_config,
             chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
+            reasoning_parser=self.reasoning_parser,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
             max_queue_seconds=self.max_queue_seconds,
@@ -250,10 +271,31 @@ class EngineArgs:
             )
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("device", self.device, get_args(DeviceName))
+        _one_of(
+            "chat_template_content_format",
+            self.chat_template_content_format,
+            get_args(ContentFormat),
+        )
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _one_of("attention_backend", self.attention_backend, get_args(AttentionBackendName))
+
+
+def _resolve_class(named: str | type) -> type:
+    """A class, or what "module:Class" names. Raises `ValueError`."""
+    if not isinstance(named, str):
+        return named
+    module, colon, name = named.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"logits_processors must be module:Class, got {named!r}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"logits_processors {named}: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"logits_processors {named} is not a class")
+    return found
 
 
 def _resolve_device(name: str) -> Literal["cpu", "cuda"]:

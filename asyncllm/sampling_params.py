@@ -6,7 +6,9 @@ on the vocabulary or the context window are checked by the input processor.
 
 from __future__ import annotations
 
+import inspect
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -26,6 +28,9 @@ MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary is larger
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_REPETITION_PATTERN_SIZE = 2048
 MAX_REPETITION_COUNT = 1024
+MAX_LOGITS_PROCESSORS = 64
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
+MAX_REPETITION_PENALTY = 10
 MAX_SEED = 2**63 - 1
 MAX_ID_DIGITS = 18  # of a token id written out
 
@@ -108,6 +113,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    logits_processors: list[Callable[..., Any]] | None = field(default=None, repr=False)
     extra_args: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -175,8 +181,9 @@ class SamplingParams:
                  "between -2 and 2")  # fmt: skip
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty,
                  "between -2 and 2")  # fmt: skip
-        _require(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty,
-                 "above 0 and at most 10")  # fmt: skip
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _require(low <= self.repetition_penalty <= high, "repetition_penalty",
+                 self.repetition_penalty, f"between {low} and {high}")  # fmt: skip
         _require(0 <= self.temperature <= 100, "temperature", self.temperature,
                  "between 0 and 100")  # fmt: skip
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
@@ -231,6 +238,18 @@ class SamplingParams:
             _require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
                      word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters")  # fmt: skip
         self._check_logit_bias()
+        self._check_logits_processors()
+
+    def _check_logits_processors(self) -> None:
+        name, processors = "logits_processors", self.logits_processors or []
+        _require(isinstance(processors, list), name, processors, "a list of callables")
+        _require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
+                 f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
+        for processor in processors:
+            _require(callable(processor), name, processor, "a list of callables")
+            _require(num_positional(processor) in (2, 3), name, processor,
+                     "callables of (output_token_ids, logits) or "
+                     "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -264,6 +283,16 @@ class SamplingParams:
                  "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
         if given is not None and not given.max_pattern_size:
             self.repetition_detection = None
+
+
+def num_positional(function: Callable[..., Any]) -> int | None:
+    """How many positional parameters it has; None where Python cannot tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in kinds for parameter in parameters)
 
 
 def _require(ok: bool, param: str, value: object, wanted: str, name: str = "") -> None:

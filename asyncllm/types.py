@@ -9,9 +9,10 @@ No torch and nothing of ours but the public records. The words, used one way eve
   decode        a row whose one input token is already on the device, in its slot
   chunk         the part of a prefill that one step computes
   in flight     launched, its tokens not yet known on the host
+  host row      a row whose sampling needs the tokens before it on the host: grammars, processors
 
 A `StepPlan` is immutable. A `Sequence` is mutable and owned by the scheduler, except `token_ids`
-and `num_in_flight`, which move only in `Scheduler.finish_step`.
+and `num_in_flight`, which move only in `Scheduler.finish_step` and `Scheduler.jump`.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class FinishReason(enum.Enum):
 class TokenConstraint(Protocol):
     """What may come next in one sequence, by a grammar. Owned by the engine; not thread-safe.
 
-    The engine calls `accept` with each token once it is known on the host, in order, and `fill` in
-    a worker thread before the next is sampled.
+    The engine calls `accept` with each token once it is known on the host, in order, then `fill`
+    before the next is sampled, both in a worker thread. A class may have a static method
+    `fill_many(constraints, bitmasks)` beside `fill`, for int32 [rows, ceil(V / 32)]: one call that
+    lets go of the GIL once, and may spread over threads.
     """
 
     def accept(self, token_id: int) -> None:
@@ -66,6 +69,14 @@ class TokenConstraint(Protocol):
         ...
 
 
+class TokenForcer(Protocol):
+    """Decides some of one sequence's tokens instead of the model. Not thread-safe."""
+
+    def next_token(self, token_ids: list[int]) -> int | None:
+        """The token that must follow all these; None where the model decides."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A validated, tokenised request.
@@ -73,7 +84,8 @@ class Request:
     `max_tokens` is resolved (never None) and prompt + max_tokens fits the window. `stop_token_ids`
     are those that end a sequence, EOS included unless ignored. `bad_words_ids` are token sequences.
     `cache_key` separates prefix caches: by salt, and by the prompt's length where KV depends on it
-    (dynamic RoPE past its window).
+    (dynamic RoPE past its window). `batch_processors`: which of the engine's logits processors it
+    needs.
     """
 
     request_id: str
@@ -86,12 +98,16 @@ class Request:
     priority: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     cache_key: bytes = b""
+    batch_processors: tuple[int, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
-    def needs_known_tokens(self) -> bool:
-        """Its next sampling depends on output tokens on the host, so it cannot run a step ahead."""
-        return bool(self.bad_words_ids) and any(len(word) > 1 for word in self.bad_words_ids)
+    def needs_host(self) -> bool:
+        """Each of its samplings depends on the output tokens before it, known on the host."""
+        params = self.sampling_params
+        processed = bool(self.batch_processors or params.logits_processors)
+        may_be_forced = params.thinking_token_budget is not None
+        return processed or may_be_forced or any(len(word) > 1 for word in self.bad_words_ids)
 
     @property
     def finished(self) -> bool:
@@ -106,7 +122,10 @@ class Sequence:
     num_in_flight  output tokens sampled by launched steps, not yet known on the host (0 or 1
                    between turns, one more while a step is planned ahead)
     num_computed   positions whose KV is written by launched steps
-    num_prefill    tokens known when it was admitted: it decodes once num_computed has reached them
+    num_prefill    tokens known when it was admitted, or jumped to: it decodes once num_computed has
+                   reached them
+    num_to_drop    of the samples in flight, those whose token is known already
+    num_accepted   output tokens that the constraint has been told; its thread's own
     """
 
     seq_id: int
@@ -123,6 +142,14 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     constraint: TokenConstraint | None = None
+    forcer: TokenForcer | None = None  # only with a request that needs_host
+    num_to_drop: int = 0
+    num_accepted: int = 0
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its rows are host rows."""
+        return self.constraint is not None or self.request.needs_host
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -202,11 +229,13 @@ class DecodeBatch:
     seqs: tuple[Sequence, ...]
     slots: np.ndarray  # int32 [rows], read-only
     positions: np.ndarray  # int32 [rows], read-only
+    needs_host: bool = False  # some row does
 
     @classmethod
     def of(cls, seqs: tuple[Sequence, ...], positions: list[int]) -> DecodeBatch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
-        rows = cls(seqs, slots, np.array(positions, np.int32))
+        needs_host = any(seq.needs_host for seq in seqs)
+        rows = cls(seqs, slots, np.array(positions, np.int32), needs_host)
         rows.slots.flags.writeable = rows.positions.flags.writeable = False
         return rows
 
@@ -214,7 +243,7 @@ class DecodeBatch:
         """The same sequences, each one position on."""
         positions = self.positions + 1
         positions.flags.writeable = False
-        return DecodeBatch(self.seqs, self.slots, positions)
+        return DecodeBatch(self.seqs, self.slots, positions, self.needs_host)
 
     def plus(self, seq: Sequence, position: int) -> DecodeBatch:
         """And one token of `seq`."""
@@ -262,10 +291,28 @@ class StepPlan:
         return len(self.decodes) + sum(len(row.token_ids) for row in self.prefills)
 
     @property
+    def needs_host(self) -> bool:
+        """Whether its sampling is launched by itself, after the tokens of the step before."""
+        if self.decodes.needs_host:
+            return True
+        return any(seq.needs_host for row in self.prefills for seq in row.samples)
+
+    @property
     def sampled(self) -> tuple[Sequence, ...]:
         if not self.prefills:
             return self.decodes.seqs
         return self.decodes.seqs + tuple(seq for row in self.prefills for seq in row.samples)
+
+
+@dataclass(slots=True, frozen=True)
+class TokenMasks:
+    """What may come next in some rows of a step, as `TokenConstraint.fill` writes it."""
+
+    rows: np.ndarray  # int32 [masked], places in `plan.sampled`
+    bits: np.ndarray  # int32 [masked, ceil(V / 32)]
+
+
+NO_MASKS = TokenMasks(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
 
 
 @dataclass(slots=True, frozen=True)
@@ -287,12 +334,14 @@ class StepResult:
 
     `logprobs[i]` is None for a row that did not ask. `prompt_logprobs[seq_id]` holds, for a
     prefill row that asked, one entry per prompt position start+1 .. start+len that is inside the
-    prompt (the logprob of that position's token given all before it).
+    prompt (the logprob of that position's token given all before it). `failures[i]`: what the
+    logits processors of row i raised; its token means nothing.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failures: dict[int, Exception] = field(default_factory=dict)
 
 
 class TokenUpdate(NamedTuple):

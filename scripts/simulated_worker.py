@@ -76,6 +76,9 @@ class SimulatedWorker:
         self._free_s = 0.0  # when the device will be
         self._waiter = EventWaiter()
 
+    def processors_for(self, params: object) -> tuple[int, ...]:
+        return ()
+
     def launch(self, plan: StepPlan) -> SimulatedStep:
         num_rows = len(self.builder.build(plan).plan.sampled)
         self._next = (self._next + 997) % (len(self._tokens) - num_rows)

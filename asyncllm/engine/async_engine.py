@@ -268,7 +268,9 @@ def _load_text(config: EngineConfig) -> tuple[Tokenizer | None, Vocabulary | Non
     """The tokenizer, and what grammars need of it, which is no work for the first request."""
     if config.tokenizer_path is None:
         return None, None
-    tokenizer = Tokenizer.from_folder(config.tokenizer_path, config.chat_template)
+    tokenizer = Tokenizer.from_folder(
+        config.tokenizer_path, config.chat_template, config.chat_template_content_format
+    )
     try:
         ends = end_of_text_ids(config, tokenizer)
         return tokenizer, Vocabulary(tokenizer, config.model.vocab_size, ends)

@@ -20,6 +20,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
+from asyncllm.engine.constraints import Constrained, constrain
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.loop_lag import LoopLag
@@ -35,7 +36,17 @@ from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import FinishReason, Request, StepPlan, StepResult
+from asyncllm.types import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenUpdate,
+)
+from asyncllm.worker.model_runner import HostStep
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -84,6 +95,7 @@ class EngineCore:
             lambda: self.scheduler.num_requests,
             lambda: str(self.scheduler.stats()),
         )
+        self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
         self._planning = False  # left true by a plan that raised
@@ -107,11 +119,21 @@ class EngineCore:
         )
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
+        request.batch_processors = self._processors_for(params)
         self.admission.enter(request)
         self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
         self._work.set()
         return request
+
+    def _processors_for(self, params: SamplingParams) -> tuple[int, ...]:
+        """Raises `InvalidRequestError` where one of the engine's refuses the request."""
+        try:
+            return self.worker.processors_for(params)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"a logits processor: {error}", "logits_processors"
+            ) from error
 
     def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         if self.dead is not None:
@@ -168,6 +190,28 @@ class EngineCore:
         self._plan_time.planned(now - self._plan_started)
         return launched
 
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+        """Let grammars and processors speak, off the loop, and launch the sampling with it."""
+        assert isinstance(launched, HostStep)
+        constrained = await asyncio.get_running_loop().run_in_executor(
+            self._constrain_thread, self._constrain, plan, launched
+        )
+        start = time.monotonic()
+        for seq, error in constrained.failures:
+            self._fail_sequence(seq, "its grammar failed", error)
+        updates: list[TokenUpdate] = []
+        for seq, token_ids in constrained.jumps:
+            if seq.status is SequenceStatus.RUNNING:  # it may have been aborted meanwhile
+                updates += self.scheduler.jump(seq, token_ids)
+        if updates:
+            self._tell(updates, {})
+        self.clock.host.finish += time.monotonic() - start
+
+    def _constrain(self, plan: StepPlan, launched: HostStep) -> Constrained:
+        constrained = constrain(plan, self.worker.token_masks)
+        launched.sample(constrained.masks)
+        return constrained
+
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         """Take the step's tokens, then tell the clients."""
         start = time.monotonic()
@@ -177,17 +221,24 @@ class EngineCore:
         if bad := non_finite_requests(plan, result):
             self.worker.clear_pages(evict(self.scheduler, bad))
             self._fail(bad, "its logits are not finite")
-        updates = self.scheduler.finish_step(plan, result)
+        for row, error in result.failures.items():
+            self._fail_sequence(plan.sampled[row], "its logits processor failed", error)
+        self._tell(self.scheduler.finish_step(plan, result), result.prompt_logprobs)
+        self._record(step)
+        self._lag.watch()
+        self.clock.host.finish += time.monotonic() - start
+
+    def _tell(
+        self, updates: list[TokenUpdate], prompt_logprobs: dict[int, list[TokenLogprobs]]
+    ) -> None:
+        """Give clients their news, and end what ends by it."""
         self._aborts_while_emitting = []
-        stops = self.outputs.process(updates, result.prompt_logprobs, time.monotonic())
+        stops = self.outputs.process(updates, prompt_logprobs, time.monotonic())
         aborts, self._aborts_while_emitting = self._aborts_while_emitting, None
         for stop in stops:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
         for request_id, cause in aborts:
             self.abort(request_id, cause)
-        self._record(step)
-        self._lag.watch()
-        self.clock.host.finish += time.monotonic() - start
 
     def _record(self, step: StepRecord | None) -> None:
         """Tell the observers what came since the last time."""
@@ -260,6 +311,14 @@ class EngineCore:
             self.admission.leave(request)
             self.outputs.fail(request, message, time.monotonic())
 
+    def _fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
+        """End the request of `seq`, if it is live, for what it brought with it raised."""
+        if seq.status is not SequenceStatus.FINISHED:
+            request = seq.request
+            self.scheduler.abort(request.request_id, FinishReason.ERROR)
+            logger.error("request %s: %s", request.request_id, what, exc_info=error)
+            self._fail([request], f"{what}: {type(error).__name__}: {error}")
+
     def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
         blocks = BlockManager(
@@ -290,6 +349,7 @@ class EngineCore:
         self._lag.close()
         self.input_processor.close()
         self.watchdog.close()
+        await in_own_thread(self._constrain_thread.shutdown)
         await in_own_thread(self.worker.close)
 
 

@@ -23,6 +23,7 @@ from asyncllm.engine.prompt import ParsedPrompt, PromptInput, TextPrompt, Tokens
 from asyncllm.engine.prompt_encoder import PromptEncoder
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
+from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
 from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.outputs import RequestMetrics
@@ -65,6 +66,7 @@ class InputProcessor:
         self.grammars = GrammarCompiler(
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
         )
+        self._reasoning = reasoning_tokens(config, tokenizer)
         self._seq_ids = seq_ids or itertools.count(1)
         self._seeds = random.Random(config.seed)
         self._threads: ThreadPoolExecutor | None = None
@@ -171,13 +173,17 @@ class InputProcessor:
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
         params, seed = request.sampling_params, request.sampling_params.seed
+        budget, forcer = params.thinking_token_budget, None
+        if budget is not None and self._reasoning is not None:
+            forcer = ThinkingBudget(self._reasoning, budget, request.prompt_token_ids)
         return Sequence(
             seq_id=next(self._seq_ids),
             request=request,
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
             token_ids=list(request.prompt_token_ids),
-            constraint=grammar and grammar.constraint(params.ignore_eos),
+            constraint=None if grammar is None else grammar.constraint(params.ignore_eos),
+            forcer=forcer,
         )
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
@@ -237,7 +243,7 @@ class InputProcessor:
             self._encoder.check_ids(getattr(params, name) or (), name)
         if params.detokenize:
             self._encoder.tokenizer_for("detokenize")
-        if params.thinking_token_budget is not None:
+        if params.thinking_token_budget is not None and self._reasoning is None:
             raise InvalidRequestError(
                 "thinking_token_budget: it is not known how this model marks its reasoning",
                 "thinking_token_budget",

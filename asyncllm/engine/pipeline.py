@@ -4,8 +4,14 @@
                   device |             step N             |          step N+1                  | N+2
 
 `run_ahead` launches step N+1 before step N's tokens are known on the host, so the device never
-waits for Python; `run_synchronous`, its twin, finishes each step before it plans the next. They
-must give the same tokens. Both are tested with a fake device.
+waits for Python. Where rows of step N+1 need those tokens to be sampled (`plan.needs_host`), only
+its forward pass is launched ahead; its sampling follows, prepared while the forward runs:
+
+    host   | plan N+1 | forward N+1 | wait N | finish N | constrain N+1 | linger | plan N+2 | ...
+    device |       step N           |      forward N+1                  | sample |  forward N+2
+
+`run_synchronous`, its twin, finishes each step before it plans the next. They must give the same
+tokens. Both are tested with a fake device.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from asyncllm.types import StepPlan, StepResult
 
 
 class Launched(Protocol):
-    """A step that the device has been given."""
+    """A step that the device has been given, all of it or its forward pass."""
 
     async def wait(self) -> StepResult:
         """Its tokens. Never blocks the event loop; raises what the device raised."""
@@ -32,7 +38,14 @@ class Steps(Protocol):
         ...
 
     def plan(self) -> StepPlan | None: ...
-    def launch(self, plan: StepPlan) -> Launched: ...
+    def launch(self, plan: StepPlan) -> Launched:
+        """Give the step to the device; without its sampling if it `needs_host`."""
+        ...
+
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+        """Launch the sampling of a step that `needs_host`; all steps before are finished."""
+        ...
+
     def finish(self, plan: StepPlan, result: StepResult) -> None: ...
     async def idle(self) -> None:
         """Return when there may be something to plan."""
@@ -52,6 +65,8 @@ async def run_ahead(steps: Steps) -> None:
             steps.finish(before, await device_work.wait())
         elif launched is None:
             await steps.idle()
+        if launched is not None and launched[0].needs_host:
+            await steps.constrain(*launched)
         in_flight = launched
         await asyncio.sleep(0)  # even where the device is never behind, HTTP gets its turn
 
@@ -61,7 +76,10 @@ async def run_synchronous(steps: Steps) -> None:
     while True:
         plan = steps.plan()
         if plan is not None:
-            steps.finish(plan, await steps.launch(plan).wait())
+            launched = steps.launch(plan)
+            if plan.needs_host:
+                await steps.constrain(plan, launched)
+            steps.finish(plan, await launched.wait())
         else:
             await steps.idle()
         await asyncio.sleep(0)

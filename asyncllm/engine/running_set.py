@@ -21,6 +21,7 @@ class RunningSet:
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
         self.forked: set[Sequence] = set()  # members that may share the page they write to
+        self.jumped: list[Sequence] = []  # members that jumped since the last plan
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
         self._max_num_seqs = max_num_seqs
@@ -42,6 +43,8 @@ class RunningSet:
         """`seq` gives its slot back; its new status is the caller's to set."""
         self.seqs.remove(seq)
         self.forked.discard(seq)
+        if seq in self.jumped:
+            self.jumped.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = PADDING_SLOT
         self._changed = True
@@ -49,6 +52,21 @@ class RunningSet:
     def set_changed(self) -> None:
         """A member's prefill is planned to its end: it decodes from the next step on."""
         self._changed = True
+
+    def jump(self, seq: Sequence) -> None:
+        """A member that decodes knows more tokens than it has computed: they are a prefill."""
+        seq.num_prefill = len(seq.token_ids)
+        self.jumped.append(seq)
+        self._changed = True
+
+    def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
+        """These members, each once, in order of service."""
+        return sorted(set(seqs), key=self._key)
+
+    def take_jumped(self) -> list[Sequence]:
+        """Once for each jump; in order of service."""
+        taken, self.jumped = self.in_order(self.jumped), []
+        return taken
 
     def prefilling(self) -> list[Sequence]:
         if not self._changed and len(self._batch) == len(self.seqs):
@@ -77,8 +95,7 @@ class RunningSet:
         seqs = [seq for seq in self.seqs if may_decode(seq)]
         self._batch = DecodeBatch.of(tuple(seqs), [seq.num_computed for seq in seqs])
         self._num_steps_left = min([_num_steps_left(seq) for seq in seqs], default=1)
-        # Who waits for its tokens in flight is in every second batch: rebuild each time.
-        self._changed = any(seq.request.needs_known_tokens for seq in self.seqs)
+        self._changed = False
 
     def check_integrity(self) -> None:
         slots = [seq.slot for seq in self.seqs]
@@ -87,6 +104,7 @@ class RunningSet:
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
         assert self.forked <= set(self.seqs), "a fork is remembered that does not run"
+        assert set(self.jumped) <= set(self.seqs), "a jump is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not self._changed and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
@@ -97,9 +115,7 @@ class RunningSet:
 
 def may_decode(seq: Sequence) -> bool:
     """False for a prefill, and for a sequence that only waits for tokens in flight."""
-    if seq.num_computed < seq.num_prefill or _num_steps_left(seq) <= 0:
-        return False
-    return seq.num_in_flight == 0 or not seq.request.needs_known_tokens
+    return seq.num_computed >= seq.num_prefill and _num_steps_left(seq) > 0
 
 
 def _num_steps_left(seq: Sequence) -> int:

@@ -120,7 +120,7 @@ class Scheduler:
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take a finished step's tokens. Sequences that are over are finished and freed here.
 
-        Rows of sequences that ended while the step was in flight are dropped.
+        Rows of sequences that ended or jumped while the step was in flight are dropped.
         """
         for seq, num_complete in plan.decodes.full_blocks(self.blocks.block_size):
             if seq.status is SequenceStatus.RUNNING:
@@ -129,11 +129,33 @@ class Scheduler:
         sampled, finished = plan.sampled, SequenceStatus.FINISHED
         rows = zip(sampled, result.token_ids, result.logprobs or [None] * len(sampled), strict=True)
         for seq, token_id, logprobs in rows:
-            if seq.status is not finished:
-                seq.num_in_flight -= 1
-                seq.token_ids.append(token_id)
-                self._check_stop(seq, token_id)
-                updates.append(TokenUpdate(seq, token_id, logprobs))
+            if seq.status is finished:
+                continue
+            if seq.num_to_drop:
+                seq.num_to_drop -= 1
+                continue
+            seq.num_in_flight -= 1
+            seq.token_ids.append(token_id)
+            self._check_stop(seq, token_id)
+            updates.append(TokenUpdate(seq, token_id, logprobs))
+        return updates
+
+    def jump(self, seq: Sequence, token_ids: list[int]) -> list[TokenUpdate]:
+        """Append tokens that must come, the first of them for the one sample in flight.
+
+        That sample will be dropped; the tokens are computed as a prefill of the next plans. Fewer
+        than `token_ids` where the sequence ends by one of them.
+        """
+        assert seq.num_in_flight == 1, f"sequence {seq.seq_id}: {seq.num_in_flight} in flight"
+        seq.num_in_flight, seq.num_to_drop = 0, seq.num_to_drop + 1
+        updates: list[TokenUpdate] = []
+        for token_id in token_ids:
+            seq.token_ids.append(token_id)
+            self._check_stop(seq, token_id)
+            updates.append(TokenUpdate(seq, token_id, None))
+            if seq.status is SequenceStatus.FINISHED:
+                return updates
+        self.running.jump(seq)
         return updates
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:

@@ -5,7 +5,8 @@ sequence, which is known without the token. What `plan` decides, in this order:
 
   1. one token for each running sequence that decodes, by priority and age; where no page is left,
      the youngest is preempted (swapped or recomputed)
-  2. prompts, as far as the step's budget goes: those that have begun, then, if nobody was
+  2. tokens that running sequences have jumped to: known, to be computed in one go
+  3. prompts, as far as the step's budget goes: those that have begun, then, if nobody was
      preempted, those that wait, as long as slots and pages last
 
 Beside decodes the budget is a chunk (chunk_policy.py), so that no token waits long for a
@@ -57,6 +58,7 @@ class StepPlanner:
         """The next step, its sequences advanced as if it were done; None where there is nothing."""
         draft = StepDraft()
         self._plan_decodes(draft)
+        self._plan_jumps(draft)
         self._plan_prefills(draft)
         if draft.empty:
             return None
@@ -70,15 +72,25 @@ class StepPlanner:
         blocks, batch = self._blocks, self._running.next_batch()
         # A page is full, or (right after a fork) shared: the rest of the rows need no look.
         seqs = batch.seqs if self._running.forked else batch.at_block_start(blocks.block_size)
+        if self._running.jumped:
+            seqs = self._running.in_order([*seqs, *self._running.jumped])
         for seq in seqs:
-            if seq.status is SequenceStatus.RUNNING and blocks.needs_page(seq, seq.num_computed):
-                self._take_page(seq, draft)
+            for position in self._next_positions(seq):
+                if seq.status is SequenceStatus.RUNNING and blocks.needs_page(seq, position):
+                    self._take_page(seq, position, draft)
         draft.decodes = self._running.take_batch()
         self._running.forked.difference_update(draft.decodes.seqs)
 
-    def _take_page(self, seq: Sequence, draft: StepDraft) -> None:
-        """A page for the next token of `seq`, or its own preemption where it is the youngest."""
-        blocks, position = self._blocks, seq.num_computed
+    def _next_positions(self, seq: Sequence) -> list[int]:
+        """Of what comes next, the first and whichever begin a block."""
+        first, size = seq.num_computed, self._blocks.block_size
+        if seq.num_prefill <= first + 1:
+            return [first]
+        return [first, *range((first // size + 1) * size, seq.num_prefill, size)]
+
+    def _take_page(self, seq: Sequence, position: int, draft: StepDraft) -> None:
+        """A page for `position` of `seq`, or its own preemption where it is the youngest."""
+        blocks = self._blocks
         while blocks.device.num_free == 0:
             victim = self._running.seqs[-1]
             self._preempt(victim, draft)
@@ -89,10 +101,20 @@ class StepPlanner:
         if copy is not None:
             draft.page_copies.append(copy)
 
+    def _plan_jumps(self, draft: StepDraft) -> None:
+        """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
+        draft.budget = self._max_num_batched_tokens - len(draft.decodes)
+        for seq in self._running.take_jumped():
+            if _counts_tokens(seq):  # as the device does, of what it samples: count anew
+                draft.page_appends = [a for a in draft.page_appends if a.slot != seq.slot]
+                self._init_slot(seq, draft)
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
+
     def _plan_prefills(self, draft: StepDraft) -> None:
         num_decodes = len(draft.decodes)
         draft.budget = min(
-            self._max_num_batched_tokens - num_decodes,
+            draft.budget,
             self._chunk_policy.most_prompt_tokens(num_decodes, self._num_startable_tokens()),
         )
         started = self._running.prefilling()
@@ -205,7 +227,7 @@ class StepPlanner:
             self._prefill_chunk(seq, draft)
         elif may_decode(seq):
             if self._blocks.needs_page(seq, seq.num_computed):
-                self._take_page(seq, draft)
+                self._take_page(seq, seq.num_computed, draft)
             draft.decodes = draft.decodes.plus(seq, seq.num_computed)
             draft.budget -= 1
             seq.num_computed += 1
@@ -218,6 +240,9 @@ class StepPlanner:
 
     def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
         self._running.add(seq)
+        self._init_slot(seq, draft)
+
+    def _init_slot(self, seq: Sequence, draft: StepDraft) -> None:
         pages = self._blocks.pages_of(seq)
         draft.slot_inits.append(
             SlotInit(seq, seq.slot, pages, seq.num_computed, list(seq.token_ids))
@@ -250,3 +275,10 @@ class StepPlanner:
         num_pages = self._blocks.num_blocks(seq.num_computed)
         recompute = self._blocks.num_uncached_tokens(seq) * cost.seconds_per_token
         return 2 * num_pages * cost.seconds_per_page < recompute
+
+
+def _counts_tokens(seq: Sequence) -> bool:
+    """Whether what it has said changes its logits."""
+    params = seq.request.sampling_params
+    penalties = params.presence_penalty or params.frequency_penalty
+    return bool(penalties) or params.repetition_penalty != 1

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from asyncllm.server import answers
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.batch import BatchChatRequest, chat_completions_batch
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.dashboard import dashboard_events
@@ -25,12 +26,22 @@ from asyncllm.server.messages import answer_types as anthropic
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from asyncllm.server.messages.routes import count_tokens, messages
 from asyncllm.server.openapi import show_document
-from asyncllm.server.page import page_file
+from asyncllm.server.page import docs_page, page_file
 from asyncllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+)
+from asyncllm.server.responses import answer_types as responses
+from asyncllm.server.responses.protocol import ResponsesRequest
+from asyncllm.server.responses.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    list_input_items,
+    show_response,
 )
 from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
 from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
@@ -50,15 +61,43 @@ ROUTES: tuple[Route, ...] = (
         answer=answers.ChatCompletion, event=answers.ChatCompletionChunk, errors=GENERATES,
     ),
     Route(
+        "POST", "/v1/chat/completions/batch", chat_completions_batch, "Chat",
+        "Answer many conversations at once", request=BatchChatRequest,
+        example={"messages": [_HELLO, _HELLO], "max_tokens": 32},
+        answer=answers.ChatCompletion, errors=GENERATES,
+    ),
+    Route(
         "POST", "/v1/completions", completions, "Completions", "Continue a text",
         request=CompletionRequest, example={"prompt": "Once upon a time", "max_tokens": 16},
         answer=answers.Completion, event=answers.CompletionChunk, errors=GENERATES,
     ),
     Route(
-        "POST", "/inference/v1/generate", generate, "Tokens", "Token ids in, token ids out",
-        request=GenerateRequest,
-        example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
-        answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
+        "POST", "/v1/responses", create_response, "Responses", "Answer text or a conversation",
+        request=ResponsesRequest, example={"input": "What is the capital of France?"},
+        answer=responses.ResponseBody, event=responses.ResponseEvent, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/v1/responses/input_tokens", count_input_tokens, "Responses",
+        "How long its prompt is", request=ResponsesRequest, example={"input": "Hello"},
+        answer=responses.InputTokenCount, errors=(404, *TAKES_A_BODY, *READS),
+    ),
+    Route(
+        "GET", "/v1/responses/{response_id}", show_response, "Responses", "One that is kept",
+        answer=responses.ResponseBody, errors=(400, 404, *READS),
+    ),
+    Route(
+        "DELETE", "/v1/responses/{response_id}", delete_response, "Responses", "Forget it",
+        answer=responses.ResponseDeleted, errors=(404, *READS),
+    ),
+    Route(
+        "GET", "/v1/responses/{response_id}/input_items", list_input_items, "Responses",
+        "What went into it: order, after, limit",
+        answer=responses.InputItemList, errors=(400, 404, *READS),
+    ),
+    Route(
+        "POST", "/v1/responses/{response_id}/cancel", cancel_response, "Responses",
+        "Refused: none runs in the background",
+        answer=responses.ResponseBody, errors=(400, 404, *READS),
     ),
     Route(
         "POST", "/v1/messages", messages, "Messages", "Answer a conversation, by Anthropic's API",
@@ -71,6 +110,12 @@ ROUTES: tuple[Route, ...] = (
         request=CountTokensRequest, example={"messages": _HELLO},
         answer=anthropic.InputTokens, errors=(404, *TAKES_A_BODY, *READS),
         error=anthropic.AnthropicError,
+    ),
+    Route(
+        "POST", "/inference/v1/generate", generate, "Tokens", "Token ids in, token ids out",
+        request=GenerateRequest,
+        example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
+        answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
     ),
     Route(
         "POST", "/tokenize", tokenize, "Tokens", "Text or messages to token ids",
@@ -116,6 +161,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "GET", "/openapi.json", show_document, "Server", "This description, as OpenAPI 3.1",
         answer=dict, is_public=True,
+    ),
+    Route(
+        "GET", "/docs", docs_page, "Pages", "This description, to read and to try",
+        media_type="text/html", is_public=True, is_served=_has_page,
     ),
     Route(
         "GET", "/", page_file, "Pages", "A chat and a dashboard",

@@ -2,7 +2,8 @@
 
 `submit(work)` gives the device one step. `work()` does it and returns `collect`, which reads the
 results once the device is done. Steps run in the order of their submission, always: that order
-is what makes slots and pages reusable at once (see scheduler.py).
+is what makes slots and pages reusable at once (see scheduler.py). `begin(first)` gives it the first
+part of a step, whose `end(rest)` may come later and from another thread, before anything else.
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
   StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread
@@ -14,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 
 Collect = Callable[[], StepResult]
 Work = Callable[[], Collect]
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class LaunchedStep(Protocol):
@@ -34,8 +37,18 @@ class LaunchedStep(Protocol):
         ...
 
 
+class BegunStep(Protocol[T_co]):
+    """A step that the device has the first part of."""
+
+    def end(self, rest: Callable[[T_co], Collect]) -> LaunchedStep:
+        """Give it the rest, which gets what the first part returned."""
+        ...
+
+
 class Executor(Protocol):
     def submit(self, work: Work) -> LaunchedStep: ...
+
+    def begin(self, first: Callable[[], T]) -> BegunStep[T]: ...
 
     def drain(self) -> None:
         """Block until everything submitted is done; raises what a lost device raises."""
@@ -57,6 +70,16 @@ class _ThreadStep:
         return self._times
 
 
+class _ThreadBegun(Generic[T]):
+    def __init__(self, thread: ThreadPoolExecutor, first: Callable[[], T]) -> None:
+        self._thread, self._times = thread, DeviceTimes()
+        self._first = thread.submit(_begin, first, self._times)
+
+    def end(self, rest: Callable[[T], Collect]) -> LaunchedStep:
+        future = self._thread.submit(_end, self._first, rest, self._times)
+        return _ThreadStep(future, self._times)
+
+
 class ThreadExecutor:
     """The CPU as a device with one stream."""
 
@@ -66,6 +89,9 @@ class ThreadExecutor:
     def submit(self, work: Work) -> LaunchedStep:
         times = DeviceTimes()
         return _ThreadStep(self._thread.submit(_run, work, times), times)
+
+    def begin(self, first: Callable[[], T]) -> BegunStep[T]:
+        return _ThreadBegun(self._thread, first)
 
     def drain(self) -> None:
         self._thread.submit(lambda: None).result()
@@ -82,15 +108,28 @@ def _run(work: Work, times: DeviceTimes) -> StepResult:
     return result
 
 
+@torch.inference_mode()
+def _begin(first: Callable[[], T], times: DeviceTimes) -> T:
+    times.started = time.monotonic()
+    return first()
+
+
+@torch.inference_mode()
+def _end(first: Future[T], rest: Callable[[T], Collect], times: DeviceTimes) -> StepResult:
+    result = rest(first.result())()  # done: it was this thread's job before; raises what it raised
+    times.ended = time.monotonic()
+    return result
+
+
 class EventStep:
-    """A step that `done` ends. Made right after its work was enqueued."""
+    """A step that `done` ends. Made right after the last of its work was enqueued."""
 
     def __init__(
         self, done: torch.cuda.Event, collect: Collect, waiter: EventWaiter, timer: StepTimer
     ) -> None:
         self._done, self._collect, self._waiter = done, collect, waiter
         self._timer = timer
-        self._submitted_s = time.perf_counter()
+        self._submitted_s = timer.submitted_s
 
     async def wait(self) -> StepResult:
         await self._waiter.wait(self._done, self._submitted_s)
@@ -106,6 +145,16 @@ class EventStep:
 _idle_streams: list[torch.cuda.Stream] = []
 
 
+class _StreamBegun(Generic[T]):
+    def __init__(self, executor: StreamExecutor, timer: StepTimer, value: T) -> None:
+        self._executor, self._timer, self._value = executor, timer, value
+
+    @torch.inference_mode()
+    def end(self, rest: Callable[[T], Collect]) -> LaunchedStep:
+        with torch.cuda.stream(self._executor.stream):
+            return self._executor.close_step(self._timer, rest(self._value))
+
+
 class StreamExecutor:
     """One CUDA stream, and its waiter."""
 
@@ -117,11 +166,17 @@ class StreamExecutor:
     @torch.inference_mode()
     def submit(self, work: Work) -> LaunchedStep:
         with torch.cuda.stream(self.stream):
-            timer = StepTimer(self._clock)
-            collect = work()
-            # Who waits for it sleeps in the driver.
-            done = torch.cuda.Event(enable_timing=True, blocking=True)
-            done.record(self.stream)
+            return self.close_step(StepTimer(self._clock), work())
+
+    @torch.inference_mode()
+    def begin(self, first: Callable[[], T]) -> BegunStep[T]:
+        with torch.cuda.stream(self.stream):
+            return _StreamBegun(self, StepTimer(self._clock), first())
+
+    def close_step(self, timer: StepTimer, collect: Collect) -> EventStep:
+        """The end of a step, on the current stream."""
+        done = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits sleeps in the driver
+        done.record(self.stream)
         return EventStep(done, collect, self._waiter, timer)
 
     def drain(self) -> None:

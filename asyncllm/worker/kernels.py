@@ -12,6 +12,7 @@ from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.decode_ends import DecodeEnds, TorchDecodeEnds
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import PlainSample, TopKTopP, plain_sample_torch, top_k_top_p_torch
+from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +21,29 @@ class Kernels:
     plain_sample: PlainSample
     top_k_top_p: TopKTopP
     decode_ends: DecodeEnds
+    apply_masks: ApplyMasks
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """FlashInfer and Triton kernels on CUDA in half precision, plain torch elsewhere."""
     fast = device.type == "cuda" and dtype != torch.float32
     if not fast or importlib.util.find_spec("flashinfer") is None:
-        return Kernels(TorchOps(), plain_sample_torch, top_k_top_p_torch, TorchDecodeEnds())
+        return Kernels(
+            TorchOps(), plain_sample_torch, top_k_top_p_torch, TorchDecodeEnds(), apply_masks_torch
+        )
     # Optional packages, slow to import: only where they are used.
     from asyncllm.models.layers.flashinfer_ops import FlashInferOps
     from asyncllm.worker.decode_kernels import TritonDecodeEnds
+    from asyncllm.worker.mask_kernel import apply_masks_triton
     from asyncllm.worker.sampling_kernels import plain_sample_triton, top_k_top_p_flashinfer
 
-    return Kernels(FlashInferOps(), plain_sample_triton, top_k_top_p_flashinfer, TritonDecodeEnds())
+    return Kernels(
+        FlashInferOps(device),
+        plain_sample_triton,
+        top_k_top_p_flashinfer,
+        TritonDecodeEnds(),
+        apply_masks_triton,
+    )
 
 
 def make_executor(device: torch.device) -> Executor:

@@ -1,11 +1,15 @@
 """One step on the device: a `StepPlan` in, launched work out.
 
-`launch` packs the plan on the host and submits `_run` to the executor, which enqueues, in order:
-page moves, state changes, forward pass, sampling, the copies back. Nothing in `_run` waits for the
-device. A step of decodes only is `decode_step`, eager or from a graph: the same function.
+`launch` packs the plan on the host and gives the executor `_forward` (page moves, state changes,
+forward pass) and `_sample` (sampling, the copies back); they only enqueue. A step of decodes only
+is `decode_step`, eager or from a graph: the same function. Where rows need the host, `launch` gives
+only `_forward`, and `HostStep.sample` the rest; what the graph sampled meanwhile is overwritten.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,21 +18,57 @@ from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.types import PADDING_PAGE, StepPlan, StepResult
+from asyncllm.types import PADDING_PAGE, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_forward import MixedForward
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
-from asyncllm.worker.slot_sampling import PLAIN, Arrays
+from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
 from asyncllm.worker.step_results import Sampled, fetch
+from asyncllm.worker.step_timer import DeviceTimes
+from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What the forward pass leaves for sampling, on the device."""
+
+    logits: torch.Tensor  # [rows, V], raw
+    slots: torch.Tensor  # int32 [rows]
+    positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: as the slots say
+    tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
+    tensors: Tensors  # the step's uploaded arrays
+    prompt_logprobs: list[LogprobTensors]
+
+
+class HostStep:
+    """A step whose forward pass is launched. `sample`, once, launches the rest; then `wait`."""
+
+    def __init__(self, end: Callable[[TokenMasks], LaunchedStep]) -> None:
+        self._end = end
+        self._whole: LaunchedStep | None = None
+
+    def sample(self, masks: TokenMasks) -> None:
+        """From any thread, all steps before being finished, and before any other launch."""
+        assert self._whole is None, "a step is sampled twice"
+        self._whole = self._end(masks)
+
+    async def wait(self) -> StepResult:
+        assert self._whole is not None, "a step is awaited that nobody samples"
+        return await self._whole.wait()
+
+    def device_times(self) -> DeviceTimes:
+        assert self._whole is not None
+        return self._whole.device_times()
 
 
 class ModelRunner:
@@ -43,6 +83,8 @@ class ModelRunner:
         decode_ends: DecodeEnds,
         executor: Executor,
         builder: StepBuilder,
+        processors: LogitsProcessors,
+        masks: TokenMaskBuffer,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -53,6 +95,8 @@ class ModelRunner:
         self._decode_ends = decode_ends
         self._executor = executor
         self._builder = builder
+        self._processors = processors
+        self.masks = masks
         self._staging = Staging(device)
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
@@ -60,9 +104,20 @@ class ModelRunner:
         self.mixed_forward = MixedForward(model, attention, cache, state)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Give the step to the device. The plan's effects are as if it were done already."""
+        """Give the step to the device, a `HostStep` where the plan `needs_host`.
+
+        The plan's effects are as if it were done already.
+        """
         inputs = self._builder.build(plan)
-        return self._executor.submit(lambda: self._run(inputs))
+        if not plan.needs_host:
+            return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)))
+        begun = self._executor.begin(lambda: self._forward(inputs))
+
+        def end(masks: TokenMasks) -> LaunchedStep:
+            later = self._builder.build_sampling(inputs, masks)  # now: the tokens will move on
+            return begun.end(lambda forwarded: self._sample(inputs, forwarded, later))
+
+        return HostStep(end)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -102,20 +157,38 @@ class ModelRunner:
 
     # --- on the stream -----------------------------------------------------------------------
 
-    def _run(self, inputs: StepInputs) -> Collect:
+    def _forward(self, inputs: StepInputs) -> Forwarded | None:
+        """None for swaps alone."""
         plan = inputs.plan
         self._cache.swap_out(plan.swap_out)
         self._cache.copy_pages(plan.page_copies)
         self._cache.swap_in(plan.swap_in)
         if inputs.prefills is not None:
-            sampled, prompt_logprobs = self._mixed_step(inputs)
-        elif plan.decodes:
-            sampled, prompt_logprobs = self._decode_only(inputs), []
-        else:  # swaps alone
-            return lambda: StepResult([])
-        return fetch(inputs, sampled, prompt_logprobs, self._results)
+            return self._mixed_step(inputs)
+        return self._decode_only(inputs) if plan.decodes else None
 
-    def _decode_only(self, inputs: StepInputs) -> Sampled:
+    def _sample(
+        self, inputs: StepInputs, forwarded: Forwarded | None, later: Arrays | None = None
+    ) -> Collect:
+        """`later`: what a step that `needs_host` is told after its forward pass was launched."""
+        if forwarded is None:
+            return lambda: StepResult([])
+        tokens = forwarded.tokens
+        failures: dict[int, Exception] = {}
+        if inputs.features & ~PLAIN:
+            tokens, failures = self._sample_full(inputs, forwarded, later)
+        elif tokens is None:
+            tokens = self._sample_plain(forwarded)
+        sampled = Sampled(
+            tokens,
+            forwarded.logits,
+            forwarded.tensors.get("logprob_ids"),
+            forwarded.prompt_logprobs,
+            failures,
+        )
+        return fetch(inputs, sampled, self._results)
+
+    def _decode_only(self, inputs: StepInputs) -> Forwarded:
         graphs, num_rows = self.graphs, len(inputs.decode_slots)
         padded = graphs.padded_slots(inputs.decode_slots) if graphs is not None else None
         self.work.ran("decode", num_rows, None if padded is None else len(padded))
@@ -132,10 +205,7 @@ class ModelRunner:
                 graphs.set_slots(padded, tensors["decode_slots"])
             tokens, logits = (output[:num_rows] for output in graphs.replay(padded))
             slots = graphs.slots[:num_rows]
-        if inputs.features & ~PLAIN:
-            positions = self._state.positions[slots]  # decode_step moved them to the new tokens
-            tokens = self._sample_full(inputs, tensors, logits, slots, positions)
-        return Sampled(tokens, logits, tensors.get("logprob_ids"))
+        return Forwarded(logits, slots, None, tokens, tensors, [])
 
     def decode_step(
         self, slots: torch.Tensor, max_len: int | None = None
@@ -153,7 +223,7 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden)
         return self._decode_ends.finish(state, slots, rows, logits), logits
 
-    def _mixed_step(self, inputs: StepInputs) -> tuple[Sampled, list[LogprobTensors]]:
+    def _mixed_step(self, inputs: StepInputs) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         assert inputs.prefills is not None
         num_tokens = inputs.plan.num_tokens
@@ -174,26 +244,42 @@ class ModelRunner:
         ]
         logits = self._model.compute_logits(hidden[tensors["sample_tokens"]])
         slots, positions = tensors["sample_slots"], tensors["sample_positions"]
-        if not len(logits):  # no prefill reached its last chunk
-            return Sampled(slots, logits), prompt_logprobs
-        if inputs.features & ~PLAIN:
-            tokens = self._sample_full(inputs, tensors, logits, slots, positions)
-        else:
-            tokens = self._sampler.plain(logits, slots, positions)
-            self._state.advance(slots, tokens, positions)
-        return Sampled(tokens, logits, tensors.get("logprob_ids")), prompt_logprobs
+        # Where no prefill reached its last chunk, there is nothing to sample.
+        tokens = None if len(logits) else slots
+        return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
 
-    def _sample_full(
-        self,
-        inputs: StepInputs,
-        tensors: Tensors,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        tokens = self._sampler.full(logits, slots, positions, inputs.features, tensors)
+    def _sample_plain(self, forwarded: Forwarded) -> torch.Tensor:
+        slots, positions = forwarded.slots, forwarded.positions
+        assert positions is not None
+        tokens = self._sampler.plain(forwarded.logits, slots, positions)
         self._state.advance(slots, tokens, positions)
         return tokens
+
+    def _sample_full(
+        self, inputs: StepInputs, forwarded: Forwarded, later: Arrays | None
+    ) -> tuple[torch.Tensor, dict[int, Exception]]:
+        """Tokens int32 [rows], and what processors raised, by row."""
+        slots, positions = forwarded.slots, forwarded.positions
+        if positions is None:
+            positions = self._state.positions[slots]  # decode_step moved them to the new tokens
+        edits = forwarded.tensors if later is None else self._staging.upload(later)
+        if "mask_rows" in edits:
+            edits["mask_bits"] = self.masks.upload(len(edits["mask_rows"]))
+        failures: dict[int, Exception] = {}
+
+        def process(logits: torch.Tensor) -> None:
+            failures.update(self._processors.apply(logits, inputs.plan.sampled))
+
+        tokens = self._sampler.full(
+            forwarded.logits,
+            slots,
+            positions,
+            inputs.features,
+            edits,
+            process if inputs.features & Feature.PROCESS else None,
+        )
+        self._state.advance(slots, tokens, positions)
+        return tokens, failures
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, wanted: PromptLogprobs, tensors: Tensors

@@ -3,7 +3,7 @@
 Two ways, by what the step's rows need (known on the host):
 
   plain  greedy and temperature: one argmax over logits / T + Gumbel noise, no sort, capturable
-  full   raw logprobs, logit edits, allowed tokens, penalties, temperature, min-p, top-k, top-p
+  full   processors, allowed tokens, edits, masks, penalties, temperature, min-p, top-k, top-p
 
 Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
 seeded request samples the same tokens whatever else is in its batch, and after any preemption.
@@ -20,6 +20,7 @@ import torch
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.token_masks import ApplyMasks
 
 MASK32 = 0xFFFFFFFF
 
@@ -27,6 +28,7 @@ MASK32 = 0xFFFFFFFF
 PlainSample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (logits f32 [rows, V], top_ks int32, top_ps f32 [rows]) -> logits with the filtered at -inf
 TopKTopP = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Process = Callable[[torch.Tensor], None]  # logits f32 [rows, V], in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,17 @@ class LogprobTensors:
 
 
 class Sampler:
-    def __init__(self, state: DeviceState, plain: PlainSample, top_k_top_p: TopKTopP) -> None:
+    def __init__(
+        self,
+        state: DeviceState,
+        plain: PlainSample,
+        top_k_top_p: TopKTopP,
+        apply_masks: ApplyMasks,
+    ) -> None:
         self._state = state
         self._plain = plain
         self._top_k_top_p = top_k_top_p
+        self._apply_masks = apply_masks
 
     def plain(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
@@ -60,10 +69,13 @@ class Sampler:
         positions: torch.Tensor,
         features: Feature,
         edits: Mapping[str, torch.Tensor],
+        process: Process | None = None,
     ) -> torch.Tensor:
         """int32 [rows], with every feature that any row of the step asks for."""
         state = self._state
         logits = logits.float().clone()
+        if process is not None:
+            process(logits)
         # Filters may search for ever in what is not finite: such rows go through them as zeros.
         bad = (logits.isnan() | (logits == float("inf"))).any(dim=1)
         logits.masked_fill_(bad.unsqueeze(1), 0.0)
@@ -72,6 +84,8 @@ class Sampler:
         if features & Feature.EDIT:
             where = (edits["edit_rows"], edits["edit_tokens"])
             logits.index_put_(where, edits["edit_values"], accumulate=True)
+        if "mask_rows" in edits:
+            self._apply_masks(logits, edits["mask_rows"], edits["mask_bits"])
         if features & Feature.PENALTY:
             logits = self._penalise(logits, slots)
         temperatures = state.temperatures[slots]
@@ -83,6 +97,8 @@ class Sampler:
             logits = torch.where(random.unsqueeze(1), filtered, logits)
             temperatures = random.float()
         tokens = self._plain(logits, temperatures, state.seeds[slots], positions)
+        if "forced_rows" in edits:
+            tokens.index_put_((edits["forced_rows"],), edits["forced_tokens"].int())
         tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import PrefillRow, SlotInit, StepPlan
+from asyncllm.types import PrefillRow, SlotInit, StepPlan, TokenMasks
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
 
@@ -37,6 +37,7 @@ class StepInputs:
     plan: StepPlan
     arrays: Arrays
     decode_slots: np.ndarray  # int32 [decodes]
+    sampled_slots: np.ndarray  # int32 [rows that sample]
     max_decode_len: int
     prefills: PrefillRows | None
     features: Feature
@@ -62,7 +63,7 @@ class StepBuilder:
         if plan.prefills:
             sampled_slots = int32([seq.slot for seq in plan.sampled])
             features = self._sampling.features(sampled_slots)
-        if features & Feature.EDIT:
+        if features & Feature.EDIT and not plan.needs_host:
             self._sampling.add_logit_edits(sampled_slots, arrays)
         wants: tuple[SamplingParams, ...] = ()
         if features & Feature.LOGPROBS:
@@ -72,12 +73,22 @@ class StepBuilder:
             plan=plan,
             arrays=arrays,
             decode_slots=slots,
+            sampled_slots=sampled_slots,
             max_decode_len=int(plan.decodes.positions.max()) + 1 if len(slots) else 0,
             prefills=prefills,
             features=features,
             wants_logprobs=wants,
             prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
         )
+
+    def build_sampling(self, inputs: StepInputs, masks: TokenMasks) -> Arrays:
+        """What a step that `needs_host` is told later, all tokens before its own being known."""
+        arrays: Arrays = {}
+        if inputs.features & Feature.EDIT:
+            self._sampling.add_logit_edits(inputs.sampled_slots, arrays)
+        if len(masks.rows):
+            arrays["mask_rows"] = masks.rows
+        return arrays
 
     def _features_of_decodes(self, plan: StepPlan) -> Feature:
         """Known already where the same sequences decode: their array of slots is the same too."""

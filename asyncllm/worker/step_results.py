@@ -24,16 +24,12 @@ class Sampled:
 
     tokens: torch.Tensor  # int32 [rows]
     logits: torch.Tensor  # [rows, V], raw
-    logprob_ids: torch.Tensor | None = None  # int32 [rows, ids]: named for logprobs
+    logprob_ids: torch.Tensor | None  # int32 [rows, ids]: named for logprobs
+    prompt_logprobs: SequenceOf[LogprobTensors]  # the pieces of all rows that want them, in order
+    failures: dict[int, Exception]  # of logits processors, by row
 
 
-def fetch(
-    inputs: StepInputs,
-    sampled: Sampled,
-    prompt_logprobs: SequenceOf[LogprobTensors],
-    buffers: ResultBuffers,
-) -> Collect:
-    """prompt_logprobs: the pieces of all rows that want them, in order."""
+def fetch(inputs: StepInputs, sampled: Sampled, buffers: ResultBuffers) -> Collect:
     token_ids = buffers.fetch(sampled.tokens)
     logprobs = None
     if inputs.wants_logprobs:
@@ -43,13 +39,14 @@ def fetch(
         )
         tensors = gather_logprobs(sampled.logits, sampled.tokens, num_top, sampled.logprob_ids)
         logprobs = _logprobs_to_host(tensors)
-    prompt = [_logprobs_to_host(tensors) for tensors in prompt_logprobs]
+    prompt = [_logprobs_to_host(tensors) for tensors in sampled.prompt_logprobs]
 
     def collect() -> StepResult:
         return StepResult(
             token_ids(),
             _sample_logprobs(inputs, logprobs) if logprobs is not None else None,
             _split_prompt_logprobs(inputs, prompt),
+            sampled.failures,
         )
 
     return collect

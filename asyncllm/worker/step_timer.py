@@ -48,6 +48,7 @@ class StepTimer:
 
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
+        self.submitted_s = time.perf_counter()
         self._start = torch.cuda.Event(enable_timing=True)
         self._start.record()
         self._seen: float | None = None

@@ -27,15 +27,18 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import StepCost, StepPlan, SwapCost
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernels import make_executor, select_kernels
+from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
@@ -75,6 +78,10 @@ class Worker:
             state = DeviceState(
                 config.num_slots, pages_per_sequence, config.model.vocab_size, self.device
             )
+            self.token_masks = TokenMaskBuffer(
+                config.num_slots, config.model.vocab_size, self.device
+            )
+        self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
         self.runner = ModelRunner(
@@ -82,10 +89,12 @@ class Worker:
             cache=cache,
             attention=attention,
             state=state,
-            sampler=Sampler(state, kernels.plain_sample, kernels.top_k_top_p),
+            sampler=Sampler(state, kernels.plain_sample, kernels.top_k_top_p, kernels.apply_masks),
             decode_ends=kernels.decode_ends,
             executor=self._executor,
             builder=StepBuilder(config.num_slots, config.block_size),
+            processors=self._processors,
+            masks=self.token_masks,
             device=self.device,
         )
         with self._phase("warm_up"), self._on_stream():
@@ -124,7 +133,12 @@ class Worker:
             logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
             self._pending.clear()
 
+    def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
+        """Which of the engine's logits processors a request needs. Raises what they raise."""
+        return self._processors.needed_by(params)
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
+        """All of it, or (`HostStep`) its forward pass where it `needs_host`."""
         return self.runner.launch(plan)
 
     def clear_pages(self, pages: list[int]) -> None:

@@ -18,13 +18,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from zlib import crc32
 
+import numpy as np
+
 from asyncllm.types import (
+    NO_MASKS,
     PADDING_PAGE,
     PADDING_SLOT,
     Request,
     Sequence,
+    SequenceStatus,
     StepPlan,
     StepResult,
+    TokenMasks,
 )
 
 VOCAB_SIZE = 64
@@ -58,6 +63,13 @@ def banned_tokens(request: Request, output_ids: list[int]) -> frozenset[int]:
     )
 
 
+def masked_tokens(banned: frozenset[int], masked: Iterable[int]) -> frozenset[int]:
+    """What must not come where a grammar forbids `masked`: it wins over other bans."""
+    masked = frozenset(masked)
+    together = banned | masked
+    return masked if len(together) == VOCAB_SIZE else together
+
+
 @dataclass(slots=True)
 class _Slot:
     seed: int = 0
@@ -77,13 +89,28 @@ class FakeLaunched:
         self._turns = turns
         # What a runner packs at launch, because the host moves on: slots and masks.
         self.sample_slots = [seq.slot for seq in plan.sampled]
-        self.banned = [self._banned(seq) for seq in plan.sampled]
+        self.banned: list[frozenset[int]] | None = None
+        if not plan.needs_host:
+            self.banned = [self._banned(seq, None) for seq in plan.sampled]
+
+    def sample(self, masks: TokenMasks = NO_MASKS) -> None:
+        """The second launch of a step with host rows: what they must know is known."""
+        assert self.banned is None and self.plan.needs_host
+        bits = dict(zip(masks.rows.tolist(), masks.bits, strict=True))
+        self.banned = [self._banned(seq, bits.get(i)) for i, seq in enumerate(self.plan.sampled)]
+        if not self._device.lazy:
+            self._device.run_until(self)
 
     @staticmethod
-    def _banned(seq: Sequence) -> frozenset[int]:
-        if seq.request.needs_known_tokens:
+    def _banned(seq: Sequence, mask: np.ndarray | None) -> frozenset[int]:
+        if seq.needs_host and seq.status is not SequenceStatus.FINISHED:
             assert seq.num_in_flight == 1, f"{seq.seq_id}: its mask needs a token in flight"
-        return banned_tokens(seq.request, seq.token_ids[seq.num_prompt_tokens :])
+        outputs = seq.token_ids[seq.num_prompt_tokens :]
+        banned = banned_tokens(seq.request, outputs)
+        if mask is None:
+            return banned
+        masked = {i for i in range(VOCAB_SIZE) if not int(mask[i // 32]) >> (i % 32) & 1}
+        return masked_tokens(banned, masked)
 
     async def wait(self) -> StepResult:
         for _ in range(self._turns):
@@ -110,7 +137,7 @@ class FakeDevice:
         self.block_size = block_size
         self.num_executed = 0
         self._rng = rng
-        self._lazy = lazy
+        self.lazy = lazy
         self._max_turns = max_turns
         self._pages = [self._garbage() for _ in range(PADDING_PAGE + 1 + num_pages)]
         self._host_pages = [self._garbage() for _ in range(num_host_pages)]
@@ -121,7 +148,7 @@ class FakeDevice:
         check_plan(plan)
         launched = FakeLaunched(self, plan, self._rng.randint(0, self._max_turns))
         self._queue.append(launched)
-        if not self._lazy:
+        if not self.lazy and not plan.needs_host:
             self.run_until(launched)
         return launched
 
@@ -184,6 +211,7 @@ class FakeDevice:
 
     def _sample(self, step: FakeLaunched, contexts: list[list[int]]) -> list[int]:
         token_ids = []
+        assert step.banned is not None, "a step is run that nobody sampled"
         rows = zip(step.sample_slots, contexts, step.banned, strict=True)
         for slot_id, context, banned in rows:
             slot = self._slots[slot_id]

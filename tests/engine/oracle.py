@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncllm.types import FinishReason, Sequence
-from tests.engine.fake_device import banned_tokens, first_cell, kv_cell, next_token
+from tests.engine.automaton import Automaton
+from tests.engine.fake_device import (
+    banned_tokens,
+    first_cell,
+    kv_cell,
+    masked_tokens,
+    next_token,
+)
 
 STOP_SUM = 9  # two tokens whose sum is a multiple of it are the "stop string" of some requests
 
@@ -26,7 +33,10 @@ def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
         cells.append(kv_cell(token_id, cells))
     output_ids: list[int] = []
     while True:
-        token_id = next_token(cells, seq.seed, banned_tokens(request, output_ids))
+        banned = banned_tokens(request, output_ids)
+        if isinstance(seq.constraint, Automaton):
+            banned = masked_tokens(banned, seq.constraint.forbidden(len(output_ids)))
+        token_id = next_token(cells, seq.seed, banned)
         output_ids.append(token_id)
         cells.append(kv_cell(token_id, cells))
         if token_id in request.stop_token_ids and len(output_ids) >= params.min_tokens:

@@ -13,12 +13,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from asyncllm.engine import step_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.pipeline import run_ahead, run_synchronous
+from asyncllm.engine.constraints import constrain
+from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.types import (
     PADDING_SLOT,
@@ -29,7 +31,9 @@ from asyncllm.types import (
     StepPlan,
     StepResult,
     SwapCost,
+    TokenUpdate,
 )
+from tests.engine.automaton import Automaton
 from tests.engine.builders import make_request
 from tests.engine.fake_device import VOCAB_SIZE, FakeDevice, FakeLaunched
 from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone
@@ -54,6 +58,7 @@ class World:
     stop_strings: set[str] = field(default_factory=set)  # request ids that have one
     steps_at_add: dict[str, int] = field(default_factory=dict)
     finished_texts: list[tuple[list[int], int]] = field(default_factory=list)  # and prompt lengths
+    cut: dict[int, int] = field(default_factory=dict)  # seq_id -> tokens up to its stop string
     followed: dict[str, int] = field(default_factory=dict)  # request -> prompt length before it
 
     def __post_init__(self) -> None:
@@ -91,6 +96,7 @@ class World:
         self.num_to_come = rng.randint(4, 16)
         self.rush = rng.choice([0, 0, 1, 6])  # most event loop turns between two arrivals
         self.abort_rate = rng.choice([0.0, 0.02, 0.1, 0.2])
+        self.masks = np.zeros((max_num_seqs, VOCAB_SIZE // 32), np.int32)
         self.bases = [[rng.randint(0, 2) for _ in range(12)] for _ in range(2)]
 
     # --- the verbs of the pipeline ---
@@ -99,8 +105,13 @@ class World:
         swapped = [s for s in self.scheduler.waiting if s.status is SequenceStatus.SWAPPED]
         on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
         prefilling = [s for s in self.scheduler.running.seqs if s.num_computed < s.num_prefill]
+        self.jumped = {id(seq) for seq in self.scheduler.running.jumped}
         plan = self.scheduler.plan()
         self._check_sequences()
+        self.seen["preemption of a jump"] += sum(
+            id(seq) in self.jumped and seq.status is not SequenceStatus.RUNNING
+            for seq in self.scheduler.waiting
+        )
         self.seen["preemption of a prefill"] += sum(
             seq.status is not SequenceStatus.RUNNING for seq in prefilling
         )
@@ -114,10 +125,12 @@ class World:
 
     def _check_chunk(self, plan: StepPlan) -> None:
         """Prompt tokens beside decodes are few; those of who just came back do not count."""
-        back = {id(init.seq) for init in plan.slot_inits}
+        back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.jumped}
         num_decodes = sum(id(row.seq) not in back for row in plan.decodes)
         if num_decodes and self.chunk.chunk_tokens is not None:
+            jumped = [row for row in plan.prefills if id(row.seq) in self.jumped]
             num_prompt_tokens = plan.num_tokens - len(plan.decodes)
+            num_prompt_tokens -= sum(len(row.token_ids) for row in jumped)
             num_waited = sum(len(request.prompt_token_ids) for request in self.requests)
             assert num_prompt_tokens <= self.chunk.most_prompt_tokens(num_decodes, num_waited)
             self.seen["chunk beside decodes"] += num_prompt_tokens == self.chunk.chunk_tokens
@@ -125,28 +138,56 @@ class World:
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
 
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+        for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
+            await asyncio.sleep(0)
+        constrained = constrain(plan, self)
+        assert isinstance(launched, FakeLaunched) and not constrained.failures
+        launched.sample(constrained.masks)
+        for _ in range(self.rng.randint(0, 2)):
+            await asyncio.sleep(0)
+        for seq, token_ids in constrained.jumps:
+            if seq.status is SequenceStatus.RUNNING:
+                self.seen["jump"] += 1
+                self._take(self.scheduler.jump(seq, token_ids))
+        self.scheduler.check_integrity()
+
+    def host(self) -> np.ndarray:
+        """As a mask buffer."""
+        return self.masks
+
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.seen["wasted row"] += sum(
             s.status is SequenceStatus.FINISHED and s.finish_reason is not FinishReason.ABORT
             for s in plan.sampled
         )
-        for update in self.scheduler.finish_step(plan, result):
-            seq = update.seq
-            output_ids = seq.token_ids[seq.num_prompt_tokens :]
-            has_stop_string = seq.request.request_id in self.stop_strings
-            if seq.status is SequenceStatus.FINISHED:
-                self._note_finish(seq)
-            elif has_stop_string and ends_with_stop_string(output_ids):
-                if seq.status is not SequenceStatus.RUNNING:
-                    self.seen["finished while preempted"] += 1
-                self.scheduler.finish(seq, FinishReason.STOP, "string")
-                self.seen["finish by the output processor"] += 1
-                self._note_finish(seq)
+        self._take(self.scheduler.finish_step(plan, result))
         self._check_sequences()
         work = sum(self._work(request) for request in self.requests)
         for request in self.scheduler.requests():
             age = self.num_steps - self.steps_at_add[request.request_id]
             assert age <= 4 * work, f"{request.request_id} has waited for {age} steps"
+
+    def _take(self, updates: list[TokenUpdate]) -> None:
+        """As the output processor: ends by text, after the scheduler's own."""
+        for seq in dict.fromkeys(update.seq for update in updates):
+            num_new = sum(update.seq is seq for update in updates)
+            output_ids = seq.token_ids[seq.num_prompt_tokens :]
+            end = None
+            if seq.request.request_id in self.stop_strings:
+                ends = range(len(output_ids) - num_new + 1, len(output_ids) + 1)
+                end = next((i for i in ends if ends_with_stop_string(output_ids[:i])), None)
+            if end is not None and end < len(output_ids):
+                self.seen["stop string amid a jump"] += 1
+                self.cut[seq.seq_id] = end
+            if seq.status is SequenceStatus.FINISHED:
+                self._note_finish(seq)
+            elif end is not None:
+                if seq.status is not SequenceStatus.RUNNING:
+                    self.seen["finished while preempted"] += 1
+                self.scheduler.finish(seq, FinishReason.STOP, "string")
+                self.seen["finish by the output processor"] += 1
+                self._note_finish(seq)
 
     def _check_sequences(self) -> None:
         self.scheduler.check_integrity()
@@ -203,6 +244,10 @@ class World:
             stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 3])),
             prompt_logprobs=rng.choice([None, None, None, None, None, 0]),
         )
+        if rng.random() < 0.3:
+            for seq in request.sequences:
+                share = rng.choice([0.0, 0.5, 0.8])
+                seq.constraint = Automaton(rng.randint(0, 9), VOCAB_SIZE, share)
         if rng.random() < 0.3:
             self.stop_strings.add(request.request_id)
         return request
@@ -309,6 +354,9 @@ class World:
     def _check_answer(self, seq: Sequence) -> None:
         right = generate_alone(seq, seq.request.request_id in self.stop_strings)
         output_ids = seq.token_ids[seq.num_prompt_tokens :]
+        if seq.seq_id in self.cut:
+            assert right == Answer(output_ids[: self.cut[seq.seq_id]], FinishReason.STOP, "string")
+            return
         what = f"{seq.request.request_id}, sequence {seq.index}"
         if seq.finish_reason is FinishReason.ABORT:
             assert output_ids == right.output_ids[: len(output_ids)], what

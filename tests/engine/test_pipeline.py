@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from asyncllm.engine.pipeline import Steps, run_ahead, run_synchronous
+from asyncllm.engine.pipeline import Launched, Steps, run_ahead, run_synchronous
 from asyncllm.types import NO_DECODES, Sequence, StepPlan, StepResult
 from tests.engine.builders import make_request, make_scheduler
 from tests.engine.fake_device import FakeDevice, FakeLaunched
@@ -29,10 +30,18 @@ class Boom(Exception):
 class Script:
     """Plans steps 1, 2, ... as written (None: nothing to plan) and notes each verb in `log`."""
 
-    def __init__(self, steps: list[int | None], *, wait_turns: int = 0, fail_at: str = "") -> None:
+    def __init__(
+        self,
+        steps: list[int | None],
+        *,
+        wait_turns: int = 0,
+        fail_at: str = "",
+        host_steps: tuple[int, ...] = (),
+    ) -> None:
         self.log: list[str] = []
         self.wait_turns = wait_turns
         self._steps = list(steps)
+        self._host_steps = host_steps
         self._fail_at = fail_at
 
     def note(self, event: str) -> None:
@@ -45,11 +54,16 @@ class Script:
         if step_id is None:
             return None
         self.note(f"plan {step_id}")
-        return StepPlan(step_id=step_id, decodes=NO_DECODES, prefills=())
+        decodes = replace(NO_DECODES, needs_host=step_id in self._host_steps)
+        return StepPlan(step_id=step_id, decodes=decodes, prefills=())
 
     def launch(self, plan: StepPlan) -> ScriptLaunched:
         self.note(f"launch {plan.step_id}")
         return ScriptLaunched(self, plan.step_id)
+
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+        await asyncio.sleep(0)
+        self.note(f"constrain {plan.step_id}")
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         assert result.token_ids == [plan.step_id], "the result of another step"
@@ -105,6 +119,22 @@ def test_it_lingers_only_while_a_step_is_in_flight() -> None:
         "linger", "wait 2", "finish 2",
         "plan 3", "launch 3",
         "linger", "wait 3", "finish 3",
+        "idle",
+    ]  # fmt: skip
+
+
+def test_a_step_with_host_rows_is_sampled_when_the_one_before_is_known() -> None:
+    assert run(run_ahead, Script([1, 2, 3, 4, None], host_steps=(1, 3, 4))) == [
+        "plan 1", "launch 1", "constrain 1",
+        "plan 2", "launch 2", "wait 1", "finish 1",
+        "plan 3", "launch 3", "wait 2", "finish 2", "constrain 3",
+        "plan 4", "launch 4", "wait 3", "finish 3", "constrain 4",
+        "wait 4", "finish 4",
+        "idle",
+    ]  # fmt: skip
+    assert run(run_synchronous, Script([1, 2], host_steps=(2,))) == [
+        "plan 1", "launch 1", "wait 1", "finish 1",
+        "plan 2", "launch 2", "constrain 2", "wait 2", "finish 2",
         "idle",
     ]  # fmt: skip
 
@@ -177,9 +207,11 @@ def test_an_idle_that_returns_at_once_does_not_lock_others_out(pipeline: Pipelin
 
 
 @BOTH
-@pytest.mark.parametrize("verb", ["plan 2", "launch 2", "wait 2", "finish 2", "idle"])
+@pytest.mark.parametrize(
+    "verb", ["plan 2", "launch 2", "constrain 2", "wait 2", "finish 2", "idle"]
+)
 def test_what_a_verb_raises_comes_out(pipeline: Pipeline, verb: str) -> None:
-    script = Script([1, 2, 3], fail_at=verb)
+    script = Script([1, 2, 3], fail_at=verb, host_steps=(2,))
     with pytest.raises(Boom, match=verb):
         asyncio.run(pipeline(script))
     assert script.log[-1] == verb, "nothing is done after it"
@@ -224,6 +256,10 @@ class SmallEngine:
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.scheduler.finish_step(plan, result)
+
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+        assert isinstance(launched, FakeLaunched)
+        launched.sample()
 
     async def linger(self) -> None:
         pass

@@ -202,15 +202,77 @@ def test_a_decode_is_planned_before_its_input_token_is_known() -> None:
     scheduler.check_empty()
 
 
-def test_a_request_that_needs_its_tokens_waits_for_them() -> None:
+def test_a_request_that_needs_its_tokens_is_in_every_step_and_says_so() -> None:
     scheduler = make_scheduler()
-    add(scheduler, make_request(1, range(4), bad_words_ids=((1, 2),)))
+    seq = add(scheduler, make_request(1, range(4), bad_words_ids=((1, 2),)))
     add(scheduler, make_request(2, range(4), bad_words_ids=((1,), (2,))))
-    first = scheduler.plan()
-    second = scheduler.plan()
-    assert decoding(second) == ["r2"]
+    first, second = scheduler.plan(), scheduler.plan()
+    assert first is not None and first.needs_host
+    assert second is not None and second.needs_host
+    assert decoding(second) == ["r1", "r2"]
     finish(scheduler, first)
-    assert decoding(scheduler.plan()) == ["r1", "r2"]
+    third = scheduler.plan()
+    assert decoding(third) == ["r1", "r2"]
+    scheduler.finish(seq, FinishReason.ABORT)
+    fourth = scheduler.plan()
+    assert fourth is not None and not fourth.needs_host
+
+
+def test_a_jump_is_a_prefill_of_the_next_plan_and_drops_the_sample_in_flight() -> None:
+    scheduler = make_scheduler(block_size=4)
+    seq = add(scheduler, make_request(1, range(4), max_tokens=9, stop_token_ids=[9]))
+    before, ahead = scheduler.plan(), scheduler.plan()
+    finish(scheduler, before, 5)
+    updates = scheduler.jump(seq, [6, 7, 8])
+    assert [update.token_id for update in updates] == [6, 7, 8]
+    scheduler.check_integrity()
+    after = scheduler.plan()
+    assert prefilling(after) == [("r1", 5, 3)] and decoding(after) == []
+    assert after is not None and after.prefills[0].token_ids == [6, 7, 8]
+    assert finish(scheduler, ahead, 6) == [], "the sample that the first of them stood for"
+    assert decoding(scheduler.plan()) == ["r1"], "one ahead of it, as ever"
+    assert [update.token_id for update in finish(scheduler, after, 1)] == [1]
+    assert seq.token_ids[4:] == [5, 6, 7, 8, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said", "reason"),
+    [([6, 9, 7], [5, 6, 9], FinishReason.STOP), ([6, 7, 8, 4], [5, 6, 7, 8], FinishReason.LENGTH)],
+)
+def test_a_jump_ends_where_its_sequence_does(
+    tokens: list[int], said: list[int], reason: FinishReason
+) -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, make_request(1, range(4), max_tokens=4, stop_token_ids=[9]))
+    before, ahead = scheduler.plan(), scheduler.plan()
+    finish(scheduler, before, 5)
+    scheduler.jump(seq, tokens)
+    assert seq.token_ids[4:] == said and seq.finish_reason is reason
+    scheduler.check_empty()
+    assert finish(scheduler, ahead) == []
+
+
+def test_a_jump_beside_a_long_prompt_does_not_wait_for_it() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    add(scheduler, make_request(1, range(40), max_tokens=1))
+    scheduler.plan()
+    seq = add(scheduler, make_request(2, [1, 2, 3], max_tokens=9))
+    plan = scheduler.plan()
+    assert plan is not None and plan.sampled == (seq,)
+    scheduler.jump(seq, [6, 7, 8])
+    assert prefilling(scheduler.plan()) == [("r2", 3, 3), ("r1", 17, 7)]
+
+
+def test_a_jump_of_a_penalised_sequence_tells_the_device_all_it_has_said() -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, make_request(1, range(3), presence_penalty=1.0))
+    scheduler.plan()
+    scheduler.jump(seq, [6, 7])
+    after = scheduler.plan()
+    assert after is not None and not after.page_appends
+    (init,) = after.slot_inits
+    assert init.token_ids == [0, 1, 2, 6, 7] and init.slot == seq.slot
+    assert init.block_ids == scheduler.blocks.pages_of(seq) and len(init.block_ids) == 2
 
 
 def test_the_row_of_a_sequence_that_stopped_is_dropped() -> None:

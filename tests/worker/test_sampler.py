@@ -10,7 +10,7 @@ import torch
 
 from asyncllm import SamplingParams
 from asyncllm.outputs import RequestMetrics
-from asyncllm.types import DecodeBatch, Request, Sequence, SlotInit, StepPlan
+from asyncllm.types import NO_MASKS, DecodeBatch, Request, Sequence, SlotInit, StepPlan
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.sampler import (
     Sampler,
@@ -22,6 +22,7 @@ from asyncllm.worker.sampler import (
 from asyncllm.worker.slot_sampling import PLAIN
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.token_masks import apply_masks_torch
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ class Rig:
     def __init__(self, *params: SamplingParams, outputs: list[int] | None = None) -> None:
         self.builder = StepBuilder(num_slots=len(params) + 1, block_size=4)
         self.state = DeviceState(len(params) + 1, 8, VOCAB, CPU)
-        self.sampler = Sampler(self.state, plain_sample_torch, top_k_top_p_torch)
+        self.sampler = Sampler(self.state, plain_sample_torch, top_k_top_p_torch, apply_masks_torch)
         self.seqs = [self._sequence(i, p, outputs or []) for i, p in enumerate(params)]
         self.inits = tuple(
             SlotInit(s, s.slot, [1], len(s.token_ids) - 1, list(s.token_ids)) for s in self.seqs
@@ -52,8 +53,10 @@ class Rig:
 
     def sample(self, logits: torch.Tensor) -> list[int]:
         rows = DecodeBatch.of(tuple(self.seqs), [len(s.token_ids) - 1 for s in self.seqs])
-        inputs = self.builder.build(StepPlan(1, rows, (), slot_inits=self.inits))
-        tensors = Staging(CPU).upload(inputs.arrays)
+        plan = StepPlan(1, rows, (), slot_inits=self.inits)
+        inputs = self.builder.build(plan)
+        later = self.builder.build_sampling(inputs, NO_MASKS) if plan.needs_host else {}
+        tensors = Staging(CPU).upload({**inputs.arrays, **later})
         self.state.apply(tensors)
         self.inits = ()
         slots = torch.tensor([s.slot for s in self.seqs])

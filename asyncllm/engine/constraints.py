@@ -1,0 +1,125 @@
+"""What the constraints of a step's rows say: masks, and tokens that must come whatever is sampled.
+
+    loop     finish N | awaits ........................ | jump, plan N+2 ...
+    thread            | accept, fill, forced | launch the sampling of N+1 |
+    device    ... N+1's forward pass ...                    | its sampling
+
+It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
+with its sequence; its row is sampled freely, for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, StepPlan, TokenMasks
+
+# Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode:
+# that costs all of its rows about a sixth of a step more (a prefill graph of 8B at 64 rows), and
+# saves a row one step for each token but the first, which this step's row is sampled for anyway.
+JUMP_COST = 1 / 6
+
+FillMany = Callable[[list[object], np.ndarray], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """`jumps`: tokens that follow the known ones of a sequence, to be appended unsampled."""
+
+    masks: TokenMasks
+    jumps: list[tuple[Sequence, list[int]]]
+    failures: list[tuple[Sequence, Exception]]
+
+
+class MaskBuffer(Protocol):
+    def host(self) -> np.ndarray:
+        """int32 [rows or more, ceil(V / 32)], to be overwritten."""
+        ...
+
+
+def constrain(plan: StepPlan, buffer: MaskBuffer) -> Constrained:
+    """For a step that is about to be sampled, all tokens before it known."""
+    failures: list[tuple[Sequence, Exception]] = []
+    rows, seqs = [], []
+    for row, seq in enumerate(plan.sampled):
+        if seq.constraint is None or seq.status is SequenceStatus.FINISHED:
+            continue
+        try:
+            _accept_known(seq)
+        except Exception as error:  # its own grammar: it ends its own request
+            failures.append((seq, error))
+        else:
+            rows.append(row)
+            seqs.append(seq)
+    if not rows:
+        return Constrained(NO_MASKS, [], failures)
+    bits = buffer.host()[: len(rows)]
+    failures += _fill(seqs, bits)
+    return Constrained(
+        TokenMasks(np.array(rows, np.int32), bits),
+        _jumps(seqs, bits, len(plan.sampled)),
+        failures,
+    )
+
+
+def _accept_known(seq: Sequence) -> None:
+    assert seq.constraint is not None
+    for token_id in seq.token_ids[seq.num_prompt_tokens + seq.num_accepted :]:
+        seq.constraint.accept(token_id)
+        seq.num_accepted += 1
+
+
+def _fill(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
+    """Each sequence's mask into its row. What cannot be filled allows everything."""
+    kinds = {type(seq.constraint) for seq in seqs}
+    fill_many: FillMany | None = None
+    if len(kinds) == 1:
+        fill_many = getattr(kinds.pop(), "fill_many", None)
+    if fill_many is not None:
+        try:
+            fill_many([seq.constraint for seq in seqs], bits)
+            return []
+        except Exception:  # whose it was shows below
+            pass
+    failures: list[tuple[Sequence, Exception]] = []
+    for seq, row in zip(seqs, bits, strict=True):
+        assert seq.constraint is not None
+        try:
+            seq.constraint.fill(row)
+        except Exception as error:
+            row.fill(-1)
+            failures.append((seq, error))
+    return failures
+
+
+def _jumps(
+    seqs: list[Sequence], bits: np.ndarray, num_rows: int
+) -> list[tuple[Sequence, list[int]]]:
+    """None where together they save less than a mixed step costs."""
+    # Who has one token to come has one word that is not 0: few are asked for more.
+    candidates = np.flatnonzero(np.count_nonzero(bits, axis=1) == 1).tolist()
+    jumps: list[tuple[Sequence, list[int]]] = []
+    for seq in (seqs[i] for i in candidates):
+        if may_jump(seq):
+            assert seq.constraint is not None
+            forced = seq.constraint.forced_tokens()[: _num_tokens_left(seq)]
+            if len(forced) > 1:
+                jumps.append((seq, forced))
+    num_saved = sum(len(forced) - 1 for _, forced in jumps)
+    return jumps if num_saved >= JUMP_COST * num_rows else []
+
+
+def may_jump(seq: Sequence) -> bool:
+    """Not whose logits somebody wants to see, or to change, at each position."""
+    params = seq.request.sampling_params
+    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
+    processed = params.logits_processors or seq.request.batch_processors
+    return not (wants_logprobs or processed)
+
+
+def _num_tokens_left(seq: Sequence) -> int:
+    return seq.request.max_tokens - seq.num_output_tokens

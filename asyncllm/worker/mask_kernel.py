@@ -1,0 +1,38 @@
+"""The CUDA kernel of token masks: `apply_masks_torch` in one pass over the masked rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from asyncllm.worker.token_masks import LEAST_LOGIT
+
+BLOCK = 4096  # logits per program
+
+
+@triton.jit
+def _mask_block(
+    logits_ptr, rows_ptr, bits_ptr, vocab_size, row_stride, bits_stride,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one masked row."""
+    mask_row = tl.program_id(0)
+    row = tl.load(rows_ptr + mask_row).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    words = tl.load(bits_ptr + mask_row.to(tl.int64) * bits_stride + token // 32, inside, other=0)
+    allowed = ((words >> (token % 32)) & 1) != 0
+    place = logits_ptr + row * row_stride + token
+    x = tl.load(place, inside, other=0.0)
+    x = tl.where(x < LEAST, LEAST, x)  # keeps a NaN
+    tl.store(place, tl.where(allowed, x, float("-inf")), inside)
+
+
+def apply_masks_triton(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """`ApplyMasks`."""
+    num_blocks = triton.cdiv(logits.shape[1], BLOCK)
+    _mask_block[(len(rows), num_blocks)](
+        logits, rows, bits, logits.shape[1], logits.stride(0), bits.stride(0),
+        LEAST=LEAST_LOGIT, BLOCK=BLOCK,
+    )  # fmt: skip
