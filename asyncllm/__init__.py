@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
+    from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 
 __version__ = version("asyncllm")
 
@@ -40,12 +41,14 @@ _HOMES = {
     "Logprob": "outputs",
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
+    "ReasoningMarkers": "structured_outputs",
     "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -59,12 +62,14 @@ __all__ = [
     "Logprob",
     "ModelLoadError",
     "QueueFullError",
+    "ReasoningMarkers",
     "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

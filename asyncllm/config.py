@@ -21,6 +21,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
+ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -67,6 +68,7 @@ class EngineConfig:
     logits_processors: tuple[Any, ...]  # subclasses of worker.logits_processors.LogitsProcessor
     generation_config: str
     chat_template: str | None
+    chat_template_content_format: ContentFormat
     reasoning_parser: str
     max_queued_requests: int
     max_queued_tokens: int
@@ -156,6 +158,10 @@ class EngineArgs:
     chat_template: str | None = field(
         default=None, metadata={"help": "Jinja template, a file or the text itself"}
     )
+    chat_template_content_format: ContentFormat = field(
+        default="auto",
+        metadata={"help": "messages as a string or as OpenAI's parts; auto: see the template"},
+    )
     reasoning_parser: str = field(
         default="auto", metadata={"help": "how the model writes reasoning; auto: see its template"}
     )
@@ -220,6 +226,7 @@ class EngineArgs:
             logits_processors=tuple(map(_resolve_class, self.logits_processors or ())),
             generation_config=self.generation_config,
             chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
             reasoning_parser=self.reasoning_parser,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
@@ -264,6 +271,11 @@ class EngineArgs:
             )
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("device", self.device, get_args(DeviceName))
+        _one_of(
+            "chat_template_content_format",
+            self.chat_template_content_format,
+            get_args(ContentFormat),
+        )
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 MAX_N = 128
@@ -107,6 +108,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     logits_processors: list[Callable[..., Any]] | None = field(default=None, repr=False)
@@ -164,6 +166,12 @@ class SamplingParams:
             "min_p",
         ):
             _require_finite(name, getattr(self, name))
+        _require(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            "structured_outputs",
+            self.structured_outputs,
+            "StructuredOutputsParams",
+        )
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")

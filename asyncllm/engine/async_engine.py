@@ -263,4 +263,6 @@ class AsyncLLMEngine:
 def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if config.tokenizer_path is None:
         return None
-    return Tokenizer.from_folder(config.tokenizer_path, config.chat_template)
+    return Tokenizer.from_folder(
+        config.tokenizer_path, config.chat_template, config.chat_template_content_format
+    )

@@ -1,7 +1,8 @@
 """OpenAI chat messages made ready for a chat template.
 
-Templates are written for plain data: content as one string, tool arguments as an object. This turns
-what clients send into that and refuses what a text model cannot take. It never changes its input.
+Templates are written for plain data: content as one string (some: as a list of parts), tool
+arguments as an object. This turns what clients send into that and refuses what a text model cannot
+take. It never changes its input.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ MAX_MESSAGES = 2048  # a template runs on the event loop: 10 us a message, with 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def normalize_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Copies with string content and parsed tool arguments. Raises `InvalidRequestError`."""
+def normalize_messages(messages: list[ChatMessage], as_parts: bool = False) -> list[ChatMessage]:
+    """Copies with parsed tool arguments and content as a string, or as a list of text parts.
+
+    Raises `InvalidRequestError`.
+    """
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", PARAM)
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(f"{len(messages)} messages, at most {MAX_MESSAGES}", PARAM)
-    return [_normalize(message, index) for index, message in enumerate(messages)]
+    return [_normalize(message, index, as_parts) for index, message in enumerate(messages)]
 
 
-def _normalize(message: ChatMessage, index: int) -> ChatMessage:
+def _normalize(message: ChatMessage, index: int, as_parts: bool) -> ChatMessage:
     if not isinstance(message, dict):
         raise _error(index, f"must be an object, got {type(message).__name__}")
     role = message.get("role")
@@ -36,22 +40,34 @@ def _normalize(message: ChatMessage, index: int) -> ChatMessage:
         raise _error(index, "role must be a non-empty string")
     # Many templates print a None or fail on it, and take a missing key well.
     result = {key: value for key, value in message.items() if value is not None}
-    result["content"] = _flatten(message.get("content"), index)
+    texts = _texts(message.get("content"), index)
+    if as_parts:
+        result["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        result["content"] = "\n".join(texts)  # as vLLM does
     tool_calls = result.pop("tool_calls", None)
+    function_call = result.pop("function_call", None)  # the deprecated form
+    if tool_calls is None and function_call is not None:
+        tool_calls = [{"type": "function", "function": function_call}]
     if tool_calls:
         result["tool_calls"] = _parse_tool_calls(tool_calls, index)
+    if role == "function":
+        result["role"] = "tool"
+    # Clients say either, and so do templates.
+    reasoning = result.get("reasoning") or result.get("reasoning_content")
+    if reasoning is not None:
+        result["reasoning"] = result["reasoning_content"] = reasoning
     return result
 
 
-def _flatten(content: object, index: int) -> str:
-    """One string; text parts are joined by newlines, as vLLM does."""
+def _texts(content: object, index: int) -> list[str]:
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise _error(index, f"content must be a string or a list, got {type(content).__name__}")
-    return "\n".join(_part_text(part, index) for part in content)
+    return [_part_text(part, index) for part in content]
 
 
 def _part_text(part: object, index: int) -> str:

@@ -21,6 +21,8 @@ from asyncllm.engine.bad_words import bad_words_ids
 from asyncllm.engine.generation_defaults import read_generation_defaults
 from asyncllm.engine.prompt import ParsedPrompt, PromptInput, TextPrompt, TokensPrompt, parse_prompt
 from asyncllm.engine.prompt_encoder import PromptEncoder
+from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
+from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
 from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
@@ -62,6 +64,9 @@ class InputProcessor:
         self._rope_window = _dynamic_rope_window(config)
         self._eos_token_ids = self._collect_eos_ids(config)
         self._reasoning = reasoning_tokens(config, tokenizer)
+        self.grammars = GrammarCompiler(
+            lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
+        )
         self._seq_ids = seq_ids or itertools.count(1)
         self._seeds = random.Random(config.seed)
         self._threads: ThreadPoolExecutor | None = None
@@ -91,8 +96,10 @@ class InputProcessor:
         parsed = parse_prompt(prompt)
         text = self._encoder.text(parsed)
         ids = self._encoder.token_ids(parsed, text, params)
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else self.grammars.compile(wanted)
         return self._build(
-            request_id, parsed, text, ids, params, arrival_time, priority, cache_salt
+            request_id, parsed, text, ids, params, grammar, arrival_time, priority, cache_salt
         )
 
     async def process_async(
@@ -104,7 +111,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """`process`, but a large text is encoded in a thread: the library lets go of the GIL."""
+        """`process`, but large texts and grammars are for threads: the libraries drop the GIL."""
         parsed = parse_prompt(prompt)
         text = self._encoder.text(parsed)
         if parsed.token_ids is None and text is not None and len(text) >= LARGE_TEXT_CHARS:
@@ -113,8 +120,10 @@ class InputProcessor:
             )
         else:
             ids = self._encoder.token_ids(parsed, text, params)
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else await self.grammars.compile_async(wanted)
         return self._build(
-            request_id, parsed, text, ids, params, arrival_time, priority, cache_salt
+            request_id, parsed, text, ids, params, grammar, arrival_time, priority, cache_salt
         )
 
     def close(self) -> None:
@@ -137,6 +146,7 @@ class InputProcessor:
         text: str | None,
         ids: list[int],
         params: SamplingParams,
+        grammar: CompiledGrammar | None,
         arrival_time: float,
         priority: int,
         cache_salt: str | None,
@@ -158,21 +168,25 @@ class InputProcessor:
             bad_words_ids=bad_words_ids(params, self._encoder),
             cache_key=self._cache_key(salt, len(ids)),
         )
-        request.sequences = [self._sequence(request, index) for index in range(params.n)]
+        request.sequences = [self._sequence(request, i, grammar) for i in range(params.n)]
         return request
 
-    def _sequence(self, request: Request, index: int) -> Sequence:
-        seed = request.sampling_params.seed
-        budget = request.sampling_params.thinking_token_budget
+    def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
+        params, seed = request.sampling_params, request.sampling_params.seed
         forcer = None
-        if budget is not None and self._reasoning is not None:
-            forcer = ThinkingBudget(self._reasoning, budget, request.prompt_token_ids)
+        if params.thinking_token_budget is not None and self._reasoning is not None:
+            forcer = ThinkingBudget(
+                self._reasoning, params.thinking_token_budget, request.prompt_token_ids
+            )
         return Sequence(
             seq_id=next(self._seq_ids),
             request=request,
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
             token_ids=list(request.prompt_token_ids),
+            constraint=None
+            if grammar is None
+            else grammar.constraint(request.stop_token_ids, params),
             forcer=forcer,
         )
 
@@ -240,8 +254,10 @@ class InputProcessor:
             )
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""
         own = frozenset(params.stop_token_ids or ())
-        return own if params.ignore_eos else own | self._eos_token_ids
+        is_ignored = params.ignore_eos and params.structured_outputs is None
+        return own if is_ignored else own | self._eos_token_ids
 
     def _collect_eos_ids(self, config: EngineConfig) -> frozenset[int]:
         """What ends a text, by all that speak of it; ids that the model has not are left out."""

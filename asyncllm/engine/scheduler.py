@@ -161,7 +161,8 @@ class Scheduler:
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         request = seq.request
         num_output = len(seq.token_ids) - len(request.prompt_token_ids)
-        if token_id in request.stop_token_ids and num_output >= request.sampling_params.min_tokens:
+        may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None
+        if may_stop and token_id in request.stop_token_ids:
             is_eos = token_id not in (request.sampling_params.stop_token_ids or ())
             self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
         elif num_output >= request.max_tokens:

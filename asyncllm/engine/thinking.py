@@ -106,13 +106,10 @@ class _Marker:
         self.ids = ids
         self._borders = [0, 0]  # for each number of ids matched, the next shorter match
         for token_id in ids[1:]:
-            self._borders.append(self._match(self._borders[-1], token_id))
+            self._borders.append(self.advance(self._borders[-1], token_id))
 
-    def advance(self, num_matched: int, token_id: int) -> int:
-        """How many of its ids the stream ends with after `token_id`; all are fewer before it."""
-        return self._match(num_matched, token_id)
-
-    def _match(self, num: int, token_id: int) -> int:
+    def advance(self, num: int, token_id: int) -> int:
+        """How many of its ids the stream ends with after `token_id`; before, `num` but not all."""
         while num and self.ids[num] != token_id:
             num = self._borders[num]
         return num + 1 if self.ids[num] == token_id else num

@@ -18,8 +18,10 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerBase
 
+from asyncllm.config import ContentFormat
 from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
 from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
+from asyncllm.engine.content_format import detect_content_format
 from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
 from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
@@ -44,13 +46,19 @@ LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets
 class Tokenizer:
     """One tokenizer, shared by all requests. Immutable and safe to encode with in threads."""
 
-    def __init__(self, hf: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        content_format: ContentFormat = "auto",
+    ) -> None:
         raw: RawTokenizer = hf.backend_tokenizer
         raw.no_padding()  # a tokenizer.json may ask for either; requests never do
         raw.no_truncation()
         self._hf = hf
         self._raw = raw
         self._chat_template = chat_template
+        self._content_format = content_format
         self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self._tokens = _tokens_by_id(raw, self._added)
         self.vocab_size = len(self._tokens)  # highest id + 1: there may be holes
@@ -75,7 +83,12 @@ class Tokenizer:
         return frozenset(self._added[i] for i in self.special_ids)
 
     @classmethod
-    def from_folder(cls, path: Path | str, chat_template: str | None = None) -> Tokenizer:
+    def from_folder(
+        cls,
+        path: Path | str,
+        chat_template: str | None = None,
+        content_format: ContentFormat = "auto",
+    ) -> Tokenizer:
         """Load a folder. `chat_template` (a file or the text) replaces the folder's own.
 
         Raises `ModelLoadError` naming the file.
@@ -90,7 +103,7 @@ class Tokenizer:
             raise ModelLoadError(f"{_blamed_file(path)}: {one_line(error)}") from error
         if not hf.is_fast:
             raise ModelLoadError(f"{_vocabulary_file(path)}: no fast tokenizer for {type(hf)}")
-        tokenizer = cls(hf, template)
+        tokenizer = cls(hf, template, content_format)
         if template is not None:
             tokenizer._check_template_compiles()
         return tokenizer
@@ -139,6 +152,11 @@ class Tokenizer:
             return self._raw.decode([token_id], skip_special_tokens=False)
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    @property
+    def has_token_bytes(self) -> bool:
+        """Whether the text of tokens is their bytes, joined."""
+        return self._pieces is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         if self._pieces is None:
             return self.token_text(token_id).encode()
@@ -176,8 +194,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> str:
-        """The prompt as the chat template writes it. Raises `InvalidRequestError`."""
+        """The prompt as the chat template writes it. Raises `InvalidRequestError`.
+
+        `chat_template` replaces the tokenizer's: a program, only from those who are trusted.
+        """
         kwargs = template_kwargs or {}
         reserved = sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys())
         if reserved:
@@ -189,19 +211,20 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other",
                 "continue_final_message",
             )
-        if self._chat_template is None and self._hf.chat_template is None:
+        template = chat_template or self._chat_template
+        if template is None and self._hf.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; start with --chat-template, or send a prompt",
                 MESSAGES_PARAM,
             )
         if tools and len(tools) > MAX_TOOLS:
             raise InvalidRequestError(f"{len(tools)} tools, at most {MAX_TOOLS}", "tools")
-        conversation = normalize_messages(messages)
+        conversation = normalize_messages(messages, self._takes_parts(chat_template))
         try:
             return self._hf.apply_chat_template(
                 conversation,
                 tools=tools or None,
-                chat_template=self._chat_template,
+                chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
@@ -212,6 +235,11 @@ class Tokenizer:
                 f"the chat template does not accept these messages: {error!s:.{MAX_ERROR_CHARS}}",
                 MESSAGES_PARAM,
             ) from error
+
+    def _takes_parts(self, chat_template: str | None) -> bool:
+        if self._content_format == "auto":
+            return detect_content_format(chat_template or self.chat_template) == "openai"
+        return self._content_format == "openai"
 
 
 # What `render_chat` sets itself, and what would make transformers do more than render. Documents

@@ -7,7 +7,7 @@ without white space between them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Markers = tuple[str, ...]
 
@@ -29,25 +29,29 @@ class ReasoningMarks:
 class JsonCall:
     """A JSON object that holds the name and the arguments, in any order.
 
-    `bare`: no marker says that it is a call, so it is none if other keys are in it.
+    `bare`: no marker says that it is a call, so it is none if other keys are in it, and its brace
+    stands in `call_begin`. `name_is_key`: it is {name: arguments}.
     """
 
     name_keys: Markers = ("name",)
     argument_keys: Markers = ("arguments", "parameters")
     bare: bool = False
+    name_is_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NamedJson:
     """The name, then the arguments as a JSON object.
 
-    `prefix` is written before the name. `numbered`: ":0" follows it and counts the calls, and
-    prefix, name and number together are the call's id.
+    `name_end` may be missing where the object follows at once. `prefix` is written before the
+    name. `numbered`: ":0" follows it and counts the calls, and prefix, name and number together
+    are the call's id. `id_begin`: the call's id may be written after this.
     """
 
     name_end: Markers = ()
     prefix: str = ""
     numbered: bool = False
+    id_begin: str = ""
     end: Markers = ()
 
 
@@ -64,9 +68,9 @@ class TaggedArguments:
     key_begin: str
     key_end: Markers
     value_end: str
+    end: Markers
     string_key_end: Markers = ()
     lines: bool = False
-    end: Markers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ CallBody = JsonCall | NamedJson | TaggedArguments | LiteralArguments
 class CallSyntax:
     """begin (call_begin BODY call_end) separator (...) end.
 
-    With no marker at all in `begin` and `call_begin`, or one that is a plain bracket, calls are
-    looked for only where the answer begins: `at_start`.
+    `at_start`: its first marker is a mere bracket, so calls are looked for only where an answer
+    begins. A separator may be missing where `call_begin` says that a call follows.
     """
 
     body: CallBody
@@ -100,9 +104,21 @@ class CallSyntax:
     at_start: bool = False
 
     @property
-    def trigger(self) -> str:
-        """The first thing that is written; "" where that is the body's own."""
-        return next(iter(self.begin + self.call_begin), "")
+    def beginnings(self) -> tuple[Markers, ...]:
+        """What may be written before the first body; some models forget `begin`."""
+        whole = self.begin + self.call_begin
+        return (whole, self.call_begin) if self.begin and self.call_begin else (whole,)
+
+    @property
+    def ends(self) -> Markers:
+        """What may be left to come of a call that broke off."""
+        body = self.body
+        inner = body.end if isinstance(body, NamedJson | TaggedArguments) else ()
+        return inner + self.call_end + self.end
+
+    @property
+    def markers(self) -> Markers:
+        return (*self.begin, *self.call_begin, *self.ends, self.separator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +134,31 @@ class ChannelSyntax:
     reasoning: str  # this channel's messages are reasoning
     recipient: str  # before the name of the tool that a message calls
 
+    @property
+    def markers(self) -> Markers:
+        return (*self.begins, self.message, *self.ends)
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """`calls` are the ways that a parser reads; a grammar writes the first of them.
 
-    `special`: some markers are special tokens, so the text must keep those
-    (skip_special_tokens=False); the parser removes what is left of them.
-    `noise`: further markers that mean nothing and are removed.
+    `noise`: further markers, which mean nothing and are removed.
     """
 
     reasoning: ReasoningMarks | None = None
     calls: tuple[CallSyntax, ...] = ()
     channels: ChannelSyntax | None = None
-    special: bool = False
     noise: Markers = ()
     calls_end_reasoning: bool = False
-    short_ids: bool = field(default=False, kw_only=True)  # nine letters and digits (Mistral)
+    short_ids: bool = False  # nine letters and digits (Mistral)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """All that may be special tokens of a tokenizer, or hold them."""
+        found = [marker for call in self.calls for marker in call.markers]
+        if self.reasoning is not None:
+            found += [self.reasoning.begin, self.reasoning.end]
+        if self.channels is not None:
+            found += self.channels.markers
+        return frozenset(found) - {""}

@@ -113,11 +113,16 @@ class Cursor:
         return True
 
     def until(
-        self, markers: TextMarkers, emit: Emit, max_spaces: int = MAX_HELD_SPACES
+        self,
+        markers: TextMarkers,
+        emit: Emit,
+        max_spaces: int = MAX_HELD_SPACES,
+        keeps_half: bool = True,
     ) -> Reading[tuple[str, str] | None]:
         """Passes text on until a marker: returns the white space before it and the marker.
 
-        None at the end of the text, when all was passed on.
+        None at the end of the text, when all was passed on, with half a marker at its end if that
+        is kept.
         """
         while True:
             search = markers.search_last if self.ended else markers.search
@@ -128,7 +133,9 @@ class Cursor:
                 gap = self.take(match.start() - end)
                 return gap, self.take(len(match.group()))
             if self.ended:
-                self._pass_on(len(self._text), emit)
+                half = markers.safe_end(self._text, self._at, max_spaces)
+                self._pass_on(len(self._text) if keeps_half else half, emit)
+                self.take(len(self._text) - self._at)
                 return None
             self._pass_on(markers.safe_end(self._text, self._at, max_spaces), emit)
             yield

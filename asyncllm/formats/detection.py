@@ -16,12 +16,50 @@ AUTO = "auto"
 NONE = "none"
 
 # What is in a template -> the parser; the first line that is all there decides.
-_TOOL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+_Signs = tuple[tuple[tuple[str, ...], str], ...]
+_TOOL_SIGNS: _Signs = (
+    (("<|channel|>", "<|message|>"), "openai"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<｜DSML｜", "tool_calls>"), "deepseek_v4"),
+    (("<｜DSML｜",), "deepseek_v32"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<｜tool_calls_begin｜>",), "step3"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<tool_sep>", "<arg_key>"), "hy_v3"),
     (("<tool_call>", "<arg_key>"), "glm45"),
     (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<|tool_call:start|>",), "solar_open2"),
+    (("<|tool_call>", "<tool_call|>"), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<function_calls>",), "olmo3"),
+    (("<|action_start|>",), "internlm"),
+    (("<|function_call|>",), "gigachat3"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_calls>",), "jamba"),
+    (('<function name="', '<param name="'), "minicpm5"),
+    (("functools[",), "phi4_mini_json"),
+    (("[TOOL_CALLS]",), "mistral"),
     (("<tool_call>",), "hermes"),
+    (("[func_name1(",), "llama4_pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters": dictionary of argument name',), "llama3_json"),
 )
-_REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = ((("</think>",), "qwen3"),)
+_REASONING_SIGNS: _Signs = (
+    (("<|channel|>", "<|message|>"), "openai_gptoss"),
+    (("<|channel>thought",), "gemma4"),
+    (("<seed:think>",), "seed_oss"),
+    (("<|START_THINKING|>",), "cohere_command3"),
+    (("<|think:start|>",), "solar_open2"),
+    (("[THINK]",), "mistral"),
+    (("</think>", "<answer>"), "hunyuan_a13b"),
+    (("</think>",), "qwen3"),
+)
 
 
 def resolve(
@@ -40,13 +78,15 @@ def resolve(
     )
     if calls is None and reasoning is None:
         return None
-    return ModelFormat(_joined(calls, reasoning), frozenset(special_tokens))
+    found = _joined(calls, reasoning)
+    is_marked = any(token in marker for marker in found.markers for token in special_tokens)
+    return ModelFormat(found, frozenset(special_tokens) if is_marked else frozenset())
 
 
 def _find(
     name: str,
     parsers: dict[str, AnswerFormat],
-    signs: tuple[tuple[tuple[str, ...], str], ...],
+    signs: _Signs,
     chat_template: str | None,
     kind: str,
 ) -> AnswerFormat | None:
@@ -72,6 +112,5 @@ def _joined(calls: AnswerFormat | None, reasoning: AnswerFormat | None) -> Answe
         calls,
         reasoning=reasoning.reasoning,
         channels=calls.channels or reasoning.channels,
-        special=calls.special or reasoning.special,
         noise=(*calls.noise, *reasoning.noise),
     )

@@ -1,101 +1,346 @@
-"""The formats of the families of models, and vLLM's names for them.
+"""The formats of the families of models, under the names that vLLM gave them.
 
-Facts from the models' chat templates. vLLM has a parser for reasoning and one for tool calls, and
-a user may combine any two: so there are two tables here too, and `detection.py` joins the halves.
+Facts from the models' chat templates and cards. vLLM has a parser for reasoning and one for tool
+calls, and a user may combine any two: so there are two tables here, and `detection.py` joins the
+halves. Not here, because one pass over flat arguments cannot read them: kimi_k3 and minimax_m3
+(arguments as nested tags), inkling, and minimax_m2_append_think (reasoning left in the content).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from asyncllm.formats.answer_format import (
     AnswerFormat,
     CallSyntax,
+    ChannelSyntax,
     JsonCall,
     LiteralArguments,
+    Markers,
     NamedJson,
     ReasoningMarks,
     TaggedArguments,
 )
 
-THINK = ReasoningMarks("<think>", "</think>")
-THINK_ASSUMED = replace(THINK, assumed=True)
 
-_HERMES = CallSyntax(JsonCall(), call_begin=("<tool_call>",), call_end=("</tool_call>",))
-_BARE_JSON = CallSyntax(JsonCall(bare=True), separator=";", at_start=True)
-_PYTHONIC = CallSyntax(LiteralArguments(), begin=("[",), separator=",", end=("]",), at_start=True)
+def _between(begin: str, end: str) -> CallSyntax:
+    """A JSON object between two markers, for each call."""
+    return CallSyntax(JsonCall(), call_begin=(begin,), call_end=(end,))
 
 
-def _json_list(begin: str, *end: str, at_start: bool = False) -> CallSyntax:
+def _json_list(begin: Markers, end: Markers = (), body: JsonCall | None = None) -> CallSyntax:
     """A JSON list of calls behind a marker."""
-    begins = (begin, "[") if begin else ("[",)
-    body = JsonCall(bare=not begin)
-    return CallSyntax(body, begin=begins, separator=",", end=("]", *end), at_start=at_start)
+    return CallSyntax(body or JsonCall(), begin=(*begin, "["), separator=",", end=("]", *end))
 
 
-def _xml(begin: str, end: str) -> CallSyntax:
-    """Qwen3-Coder's, with the tag that is around a call."""
+def _function_tags(begin: Markers, end: Markers) -> CallSyntax:
+    """<function=name><parameter=key>value</parameter></function>, as in Qwen3-Coder."""
     body = TaggedArguments(
-        (">",), "<parameter=", (">",), "</parameter>", lines=True, end=("</function>",)
+        (">",), "<parameter=", (">",), "</parameter>", ("</function>",), lines=True
     )
-    return CallSyntax(body, call_begin=(begin, "<function="), call_end=(end,))
+    return CallSyntax(body, call_begin=(*begin, "<function="), call_end=end)
 
 
-def _invoke(begin: str, end: str, prefix: str = "", flagged: bool = False) -> CallSyntax:
-    """<invoke name="..."><parameter name="...">; `flagged`: arguments say if they are strings."""
+def _invoke_tags(
+    begin: Markers,
+    end: Markers,
+    *,
+    prefix: str = "",
+    tells_strings: bool = False,
+    call_begin: Markers = (),
+    call_end: Markers = (),
+    separator: str = "",
+) -> CallSyntax:
+    """<invoke name="..."><parameter name="...">; arguments may tell whether they are strings."""
     body = TaggedArguments(
         name_end=('">',),
         key_begin=f'<{prefix}parameter name="',
-        key_end=('" string="false">',) if flagged else ('">',),
-        string_key_end=('" string="true">',) if flagged else (),
+        key_end=('" string="false">',) if tells_strings else ('">',),
+        string_key_end=('" string="true">',) if tells_strings else (),
         value_end=f"</{prefix}parameter>",
         end=(f"</{prefix}invoke>",),
     )
-    return CallSyntax(body, begin=(begin,), call_begin=(f'<{prefix}invoke name="',), end=(end,))
+    call_begin = (*call_begin, f'<{prefix}invoke name="')
+    return CallSyntax(body, begin, call_begin, call_end, separator, end)
 
 
-_GLM = CallSyntax(
-    TaggedArguments((), "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
-    call_begin=("<tool_call>",),
-    call_end=("</tool_call>",),
+def _python_list(begin: Markers = (), end: Markers = ()) -> CallSyntax:
+    """[name(key='value'), ...]"""
+    return CallSyntax(
+        LiteralArguments(),
+        begin=(*begin, "["),
+        separator=",",
+        end=("]", *end),
+        at_start=not begin,
+    )
+
+
+def _gemma(begin: str, end: str, quote: str) -> CallSyntax:
+    """call:name{key:<quote>value<quote>}"""
+    body = LiteralArguments("{", ":", "}", (quote,), escapes=False)
+    return CallSyntax(body, call_begin=(begin, "call:"), call_end=(end,))
+
+
+def _deepseek(call_begin: Markers, name_end: Markers, end: Markers = ()) -> AnswerFormat:
+    syntax = CallSyntax(
+        NamedJson(name_end=name_end, end=end),
+        begin=("<｜tool▁calls▁begin｜>",),
+        call_begin=("<｜tool▁call▁begin｜>", *call_begin),
+        call_end=("<｜tool▁call▁end｜>",),
+        end=("<｜tool▁calls▁end｜>",),
+    )
+    return AnswerFormat(calls=(syntax,))
+
+
+_HERMES = AnswerFormat(calls=(_between("<tool_call>", "</tool_call>"),))
+_QWEN3_CODER = AnswerFormat(
+    calls=(
+        _function_tags(("<tool_call>",), ("</tool_call>",)),
+        _function_tags((), ()),  # the outer tag is forgotten now and then
+    )
 )
-_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",)
-_DEEPSEEK_V3 = CallSyntax(
-    NamedJson(name_end=("```json",), end=("```",)),
-    begin=_DEEPSEEK_SECTION[0],
-    call_begin=("<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>"),
-    call_end=("<｜tool▁call▁end｜>",),
-    end=_DEEPSEEK_SECTION[1],
+_GLM = AnswerFormat(
+    calls=(
+        CallSyntax(
+            TaggedArguments(
+                (),
+                "<arg_key>",
+                ("</arg_key>", "<arg_value>"),
+                "</arg_value>",
+                ("</tool_call>",),
+            ),
+            call_begin=("<tool_call>",),
+        ),
+    )
 )
-_DEEPSEEK_V31 = CallSyntax(
-    NamedJson(name_end=("<｜tool▁sep｜>",)),
-    begin=_DEEPSEEK_SECTION[0],
-    call_begin=("<｜tool▁call▁begin｜>",),
-    call_end=("<｜tool▁call▁end｜>",),
-    end=_DEEPSEEK_SECTION[1],
+_LLAMA_CALL = JsonCall(argument_keys=("parameters", "arguments"), bare=True)
+_LLAMA_JSON = AnswerFormat(
+    calls=(
+        CallSyntax(_LLAMA_CALL, call_begin=("{",), separator=";"),
+        CallSyntax(_LLAMA_CALL, ("<|python_tag|>",), ("{",), separator=";"),
+        CallSyntax(_LLAMA_CALL, ("<|python_start|>",), ("{",), separator=";"),
+    ),
+    noise=("<|python_end|>",),
 )
-_KIMI_K2 = CallSyntax(
-    NamedJson(("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
-    begin=("<|tool_calls_section_begin|>",),
-    call_begin=("<|tool_call_begin|>",),
-    call_end=("<|tool_call_end|>",),
-    end=("<|tool_calls_section_end|>",),
+_DSML = "｜DSML｜"
+HARMONY = ChannelSyntax(
+    begins=("<|start|>", "<|channel|>"),
+    message="<|message|>",
+    ends=("<|end|>", "<|return|>", "<|call|>"),
+    reasoning="analysis",
+    recipient="to=functions.",
+)
+_HARMONY = AnswerFormat(
+    ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"), channels=HARMONY
+)
+_COHERE = AnswerFormat(
+    ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    (
+        _json_list(
+            ("<|START_ACTION|>",),
+            ("<|END_ACTION|>",),
+            JsonCall(name_keys=("tool_name",), argument_keys=("parameters",)),
+        ),
+    ),
+    noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )
 
 # vLLM's --tool-call-parser -> how calls are written
 TOOL_PARSERS: dict[str, AnswerFormat] = {
-    "hermes": AnswerFormat(calls=(_HERMES,)),
-    "qwen3_coder": AnswerFormat(calls=(_xml("<tool_call>", "</tool_call>"),)),
-    "glm45": AnswerFormat(calls=(_GLM,)),
-    "deepseek_v3": AnswerFormat(calls=(_DEEPSEEK_V3,), special=True),
-    "deepseek_v31": AnswerFormat(calls=(_DEEPSEEK_V31,), special=True),
-    "kimi_k2": AnswerFormat(calls=(_KIMI_K2,), special=True, calls_end_reasoning=True),
-    "llama3_json": AnswerFormat(calls=(_BARE_JSON,)),
-    "pythonic": AnswerFormat(calls=(_PYTHONIC,)),
+    "apertus": AnswerFormat(
+        calls=(
+            _json_list(("<|tools_prefix|>",), ("<|tools_suffix|>",), JsonCall(name_is_key=True)),
+        )
+    ),
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "deepseek_v3": _deepseek(("function", "<｜tool▁sep｜>"), ("```json",), ("```",)),
+    "deepseek_v31": _deepseek((), ("<｜tool▁sep｜>",)),
+    "deepseek_v32": AnswerFormat(
+        calls=(
+            _invoke_tags(
+                (f"<{_DSML}function_calls>",),
+                (f"</{_DSML}function_calls>",),
+                prefix=_DSML,
+                tells_strings=True,
+            ),
+        )
+    ),
+    "deepseek_v4": AnswerFormat(
+        calls=(
+            _invoke_tags(
+                (f"<{_DSML}tool_calls>",),
+                (f"</{_DSML}tool_calls>",),
+                prefix=_DSML,
+                tells_strings=True,
+            ),
+        )
+    ),
+    "ernie45": _HERMES,
+    "functiongemma": AnswerFormat(
+        calls=(_gemma("<start_function_call>", "<end_function_call>", "<escape>"),)
+    ),
+    "gemma4": AnswerFormat(calls=(_gemma("<|tool_call>", "<tool_call|>", '<|"|>'),)),
+    "gigachat3": AnswerFormat(
+        calls=(
+            CallSyntax(JsonCall(), call_begin=("<|function_call|>",)),
+            CallSyntax(JsonCall(), call_begin=("function call<|role_sep|>",)),
+        ),
+        noise=("<|message_sep|>",),
+    ),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "granite": AnswerFormat(calls=(_json_list(("<|tool_call|>",)), _json_list(("<tool_call>",)))),
+    "granite-20b-fc": AnswerFormat(
+        calls=(CallSyntax(JsonCall(), call_begin=("<function_call>",)),)
+    ),
+    "granite4": _HERMES,
+    "hermes": _HERMES,
+    "hunyuan_a13b": AnswerFormat(calls=(_json_list(("<tool_calls>",), ("</tool_calls>",)),)),
+    "hy_v3": AnswerFormat(
+        calls=(
+            CallSyntax(
+                TaggedArguments(
+                    ("<tool_sep>",),
+                    "<arg_key>",
+                    ("</arg_key>", "<arg_value>"),
+                    "</arg_value>",
+                    ("</tool_call>",),
+                ),
+                ("<tool_calls>",),
+                ("<tool_call>",),
+                end=("</tool_calls>",),
+            ),
+        )
+    ),
+    "internlm": AnswerFormat(
+        calls=(
+            CallSyntax(
+                JsonCall(argument_keys=("parameters", "arguments")),
+                call_begin=("<|action_start|>", "<|plugin|>"),
+                call_end=("<|action_end|>",),
+            ),
+        )
+    ),
+    "jamba": AnswerFormat(calls=(_json_list(("<tool_calls>",), ("</tool_calls>",)),)),
+    "kimi_k2": AnswerFormat(
+        calls=(
+            CallSyntax(
+                NamedJson(("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
+                ("<|tool_calls_section_begin|>",),
+                ("<|tool_call_begin|>",),
+                ("<|tool_call_end|>",),
+                end=("<|tool_calls_section_end|>",),
+            ),
+        ),
+        calls_end_reasoning=True,
+    ),
+    "lfm2": AnswerFormat(calls=(_python_list(("<|tool_call_start|>",), ("<|tool_call_end|>",)),)),
+    "llama3_json": _LLAMA_JSON,
+    "llama4_json": _LLAMA_JSON,
+    "llama4_pythonic": AnswerFormat(
+        calls=(_python_list(), _python_list(("<|python_start|>",), ("<|python_end|>",)))
+    ),
+    "longcat": AnswerFormat(calls=(_between("<longcat_tool_call>", "</longcat_tool_call>"),)),
+    "mimo": _QWEN3_CODER,
+    "minicpm5": AnswerFormat(
+        calls=(
+            CallSyntax(
+                TaggedArguments(('">',), '<param name="', ('">',), "</param>", ("</function>",)),
+                call_begin=('<function name="',),
+            ),
+        )
+    ),
+    "minimax_m2": AnswerFormat(
+        calls=(_invoke_tags(("<minimax:tool_call>",), ("</minimax:tool_call>",)),)
+    ),
+    "mistral": AnswerFormat(
+        calls=(
+            _json_list(("[TOOL_CALLS]",)),
+            CallSyntax(NamedJson(("[ARGS]",), id_begin="[CALL_ID]"), call_begin=("[TOOL_CALLS]",)),
+        ),
+        short_ids=True,
+    ),
+    "olmo3": AnswerFormat(
+        calls=(
+            CallSyntax(LiteralArguments(), begin=("<function_calls>",), end=("</function_calls>",)),
+        )
+    ),
+    "openai": _HARMONY,
+    "phi4_mini_json": AnswerFormat(calls=(_json_list(("functools",)),)),
+    "poolside_v1": _GLM,
+    "pythonic": AnswerFormat(calls=(_python_list(),)),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "seed_oss": AnswerFormat(
+        calls=(_function_tags(("<seed:tool_call>",), ("</seed:tool_call>",)),)
+    ),
+    "solar_open2": AnswerFormat(
+        calls=(
+            CallSyntax(
+                TaggedArguments(
+                    (),
+                    "<|tool_arg:start|>",
+                    ("<|tool_arg:value|>",),
+                    "<|tool_arg:end|>",
+                    ("<|tool_call:end|>",),
+                ),
+                call_begin=("<|tool_call:start|>",),
+            ),
+        ),
+        calls_end_reasoning=True,
+    ),
+    "step3": AnswerFormat(
+        calls=tuple(
+            _invoke_tags(
+                ("<｜tool_calls_begin｜>",),
+                ("<｜tool_calls_end｜>",),
+                prefix="steptml:",
+                call_begin=("<｜tool_call_begin｜>", *kind),
+                call_end=("<｜tool_call_end｜>",),
+                separator="<｜tool_sep｜>",
+            )
+            for kind in (("function", "<｜tool_sep｜>"), ())
+        )
+    ),
+    "step3p5": _QWEN3_CODER,
+    "xlam": AnswerFormat(
+        calls=(
+            CallSyntax(JsonCall(bare=True), ("[",), ("{",), separator=",", end=("]",)),
+            _json_list(("[TOOL_CALLS]",)),
+            _json_list(("<tool_call>",), ("</tool_call>",)),
+            _json_list(("```json",), ("```",)),
+        )
+    ),
 }
+
+_THINK = AnswerFormat(ReasoningMarks("<think>", "</think>"))
+_THINK_ASSUMED = AnswerFormat(ReasoningMarks("<think>", "</think>", assumed=True))
 
 # vLLM's --reasoning-parser -> what is around reasoning
 REASONING_PARSERS: dict[str, AnswerFormat] = {
-    "deepseek_r1": AnswerFormat(THINK_ASSUMED),
-    "qwen3": AnswerFormat(THINK),
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "deepseek_r1": _THINK_ASSUMED,
+    "deepseek_v3": _THINK,
+    "deepseek_v4": _THINK,
+    "ernie45": AnswerFormat(_THINK_ASSUMED.reasoning, noise=("<response>", "</response>")),
+    "gemma4": AnswerFormat(ReasoningMarks("<|channel>thought", "<channel|>")),
+    "glm45": _THINK,
+    "glm47": _THINK,
+    "granite": AnswerFormat(ReasoningMarks("Here is my thought process:", "Here is my response:")),
+    "holo2": _THINK,
+    "hunyuan_a13b": AnswerFormat(_THINK.reasoning, noise=("<answer>", "</answer>")),
+    "hy_v3": _THINK,
+    "kimi_k2": _THINK,
+    "mimo": _THINK,
+    "minimax_m2": _THINK_ASSUMED,
+    "mistral": AnswerFormat(ReasoningMarks("[THINK]", "[/THINK]")),
+    "nemotron_v3": _THINK,
+    "olmo3": _THINK_ASSUMED,
+    "openai_gptoss": _HARMONY,
+    "poolside_v1": _THINK,
+    "qwen3": _THINK,
+    "seed_oss": AnswerFormat(ReasoningMarks("<seed:think>", "</seed:think>")),
+    "solar_open2": AnswerFormat(ReasoningMarks("<|think:start|>", "<|think:end|>")),
+    "step3": _THINK_ASSUMED,
+    "step3p5": _THINK_ASSUMED,
 }

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r":\d+$")
 def read_json_call(call: OpenCall, body: JsonCall) -> Reading[bool]:
     """{"name": ..., "arguments": {...}}. False where it breaks off; then it may have begun."""
     cursor = call.cursor
-    if not (yield from cursor.literals(("{",))):
+    if not body.bare and not (yield from cursor.literals(("{",))):
         return False
     reader = _CallObject(call, body)
     while True:
@@ -45,6 +45,8 @@ class _CallObject:
 
     def read_member(self, key: str) -> Reading[bool]:
         call = self._call
+        if self._body.name_is_key and not call.begun:
+            return call.is_tool(key) and (yield from pass_arguments(call, key))
         if key in self._body.name_keys and self._name is None:
             self._name = yield from read_string(call.cursor)
             if self._name is None or not call.is_tool(self._name):
@@ -55,7 +57,7 @@ class _CallObject:
             return True
         if key in self._body.argument_keys and not call.begun and not self._early:
             if self._name is not None:
-                return (yield from _pass_arguments(call, self._name))
+                return (yield from pass_arguments(call, self._name))
             is_object = (yield from call.cursor.peek()) == "{"
             return is_object and (yield from pass_value(call.cursor, self._early.append))
         if self._body.bare and key not in _KNOWN_KEYS and not call.begun:
@@ -76,16 +78,21 @@ def read_named_json(call: OpenCall, body: NamedJson) -> Reading[bool]:
     name = written.removeprefix(body.prefix)
     if body.numbered and not call.is_tool(name):
         name = _NUMBER.sub("", name)
-    if not call.is_tool(name) or not (yield from call.cursor.literals(body.name_end)):
+    if not call.is_tool(name):
         return False
-    yield from call.cursor.spaces()
     call_id = written if body.numbered else None
-    if not (yield from _pass_arguments(call, name, call_id)):
+    if body.id_begin and (yield from call.cursor.literals((body.id_begin,))):
+        call_id = yield from call.read_name()
+    has_end = yield from call.cursor.literals(body.name_end)
+    yield from call.cursor.spaces()
+    if not has_end and (yield from call.cursor.peek()) != "{":
+        return False
+    if not (yield from pass_arguments(call, name, call_id)):
         return False
     return (yield from call.cursor.literals(body.end))
 
 
-def _pass_arguments(call: OpenCall, name: str, call_id: str | None = None) -> Reading[bool]:
+def pass_arguments(call: OpenCall, name: str, call_id: str | None = None) -> Reading[bool]:
     """An object; or one as the text of a string, or null, as some models write."""
     first = yield from call.cursor.peek()
     if first == "{":

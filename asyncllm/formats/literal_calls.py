@@ -139,7 +139,9 @@ class _LiteralReader:
         """Up to the closing quote; emits the inside of a JSON string."""
         if not self._body.escapes:
             markers = text_markers(quote)
-            found = yield from self._cursor.until(markers, lambda t: emit(_inside(t)), 0)
+            found = yield from self._cursor.until(
+                markers, lambda text: emit(_inside(text)), max_spaces=0, keeps_half=False
+            )
             return found is not None
         while True:
             yield from self._cursor.feed(_PLAIN[quote], lambda text: emit(_inside(text)))

@@ -15,15 +15,18 @@ MAX_TAIL_CHARS = 1024  # of a prompt, in which its last marker is looked for
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """`special_tokens`: the texts of the tokenizer's."""
+    """`special_tokens`: the texts of the tokenizer's, if markers of the format are among them.
+
+    Then the text must be made with `skip_special_tokens=False` (`keeps_special_tokens`); the
+    parser removes those that are no markers.
+    """
 
     format: AnswerFormat
     special_tokens: frozenset[str] = frozenset()
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """The text must be made with `skip_special_tokens=False`: markers are special tokens."""
-        return self.format.special
+        return bool(self.special_tokens)
 
     @property
     def reads_calls(self) -> bool:

@@ -20,6 +20,7 @@ from asyncllm.formats.answer_format import (
     NamedJson,
     TaggedArguments,
 )
+from asyncllm.formats.channel_messages import ChannelReader
 from asyncllm.formats.cursor import Cursor, Reading
 from asyncllm.formats.event_log import EventLog
 from asyncllm.formats.events import Content, Event, Reasoning
@@ -31,12 +32,14 @@ from asyncllm.formats.text_markers import TextMarkers
 
 MIN_STRAY_CHARS = 4
 
+_Beginning = tuple[Markers, CallSyntax]
+
 
 class FormatParser:
     """An `AnswerParser`. `tools`: the names that may be called, with their parameters' schemas.
 
     Without tools nothing is a call. `in_reasoning`: the prompt has opened the reasoning.
-    `special_tokens`: their texts, removed where the format keeps special tokens in the text.
+    `special_tokens`: the texts of those that are left in the text, to be removed.
     """
 
     def __init__(
@@ -52,10 +55,10 @@ class FormatParser:
         self._cursor = Cursor()
         self._log = EventLog(answer_format.short_ids)
         self._calls = answer_format.calls if tools else ()
-        self._triggers = {call.trigger for call in self._calls if not call.at_start}
+        marked = [call for call in self._calls if not call.at_start]
+        self._triggers = {words[0] for call in marked for words in call.beginnings}
         # ""  # the end of a call that broke off, to be removed when it comes
-        self._noise = {*answer_format.noise, *(special_tokens if answer_format.special else ())}
-        self._noise -= self._triggers
+        self._noise = {*answer_format.noise, *special_tokens} - self._triggers
         ends = {word for call in self._calls for word in _ends(call)}
         self._markers = TextMarkers(self._triggers | self._noise | ends)
         self._strays: set[str] = set()  # ends of a call that broke off: removed where they come
@@ -81,6 +84,12 @@ class FormatParser:
         return self._log.drain()
 
     def _answer(self) -> Reading[None]:
+        if self._format.channels is not None:
+            reader = ChannelReader(
+                self._format.channels, self._cursor, self._log, self._new_call, self._noise
+            )
+            yield from reader.read_answer()
+            return
         trigger = yield from self._reasoning_part()
         while True:
             if trigger is None:
@@ -88,8 +97,7 @@ class FormatParser:
                 trigger = yield from self._content_part()
                 if trigger is None:
                     return
-            syntaxes = [call for call in self._calls if call.trigger == trigger]
-            yield from self._read_calls(syntaxes, trigger_is_read=True)
+            yield from self._read_calls(_beginning_with(trigger, self._calls), (trigger,))
             trigger = None
 
     # --- running text ------------------------------------------------------------------------
@@ -138,7 +146,9 @@ class FormatParser:
                 self._cursor.hold(self._blank + gap + marker)
                 self._blank = ""
                 return marker
-            if marker in self._noise or marker in self._strays:
+            if marker in self._format.noise:
+                yield from self._cursor.spaces()
+            elif marker in self._noise or marker in self._strays:
                 self._strays.discard(marker)
                 self._blank += gap
             else:
@@ -147,6 +157,10 @@ class FormatParser:
     def _say(self, text: str) -> None:
         self._log.content(self._blank + text)
         self._blank = ""
+
+    def _say_unless_blank(self, text: str) -> None:
+        if text.strip():
+            self._say(text)
 
     def _read_blank(self) -> Reading[None]:
         self._cursor.hold(self._blank)
@@ -157,25 +171,27 @@ class FormatParser:
 
     def _unmarked_calls(self) -> Reading[None]:
         """As many as there are where content begins."""
-        syntaxes = [call for call in self._calls if call.at_start]
-        while syntaxes:
+        beginnings = [(call.beginnings[0], call) for call in self._calls if call.at_start]
+        while beginnings:
             yield from self._read_blank()
             self._cursor.hold(self._blank)
             self._blank = ""
-            if not (yield from self._read_calls(syntaxes)):
+            if not (yield from self._read_calls(beginnings)):
                 return
 
-    def _read_calls(
-        self, syntaxes: Sequence[CallSyntax], trigger_is_read: bool = False
-    ) -> Reading[bool]:
-        """All the calls between one beginning and its end, by the first syntax that fits.
+    def _read_calls(self, beginnings: list[_Beginning], read: Markers = ()) -> Reading[bool]:
+        """All the calls between one beginning, of which `read` was read, and its end.
 
-        Where none does, what was read is content. A syntax that does not fit must differ from
-        the next by its first marker that is not there.
+        By the first syntax that fits; where none does, what was read is content.
         """
-        for syntax in syntaxes:
-            begin = (syntax.begin + syntax.call_begin)[trigger_is_read:]
-            if (yield from self._cursor.literals(begin)) and (yield from self._section(syntax)):
+        for words, syntax in beginnings:
+            if words[: len(read)] != read:
+                continue
+            while len(read) < len(words) and (
+                yield from self._cursor.literals((words[len(read)],))
+            ):
+                read = words[: len(read) + 1]
+            if read == words and (yield from self._section(syntax)):
                 yield from self._cursor.spaces()
                 return True
         self._say(self._cursor.let_go())
@@ -189,25 +205,29 @@ class FormatParser:
             return False
         self._strays = set()
         while is_whole and (syntax.end or syntax.separator):
+            self._cursor.hold()
+            goes_on = yield from self._read_separator(syntax)
             if syntax.end and (yield from self._cursor.literals(syntax.end)):
+                self._cursor.let_go()
                 return True
-            is_whole = yield from self._following_call(syntax)
+            is_whole = goes_on and (yield from self._following_call(syntax))
+            self._say_unless_blank(self._cursor.let_go())
         if not is_whole:
-            self._strays = {*syntax.call_end, *syntax.end}
+            self._strays = set(_ends(syntax))
         return True
+
+    def _read_separator(self, syntax: CallSyntax) -> Reading[bool]:
+        """Whether a call may follow: one that has a marker of its own needs no separator."""
+        if syntax.separator and (yield from self._cursor.literals((syntax.separator,))):
+            return True
+        return not syntax.separator or bool(syntax.end and syntax.call_begin)
 
     def _following_call(self, syntax: CallSyntax) -> Reading[bool]:
         """False if there is none, or it breaks off."""
-        self._cursor.hold()
-        separator = (syntax.separator,) if syntax.separator else ()
-        if (yield from self._cursor.literals(separator + syntax.call_begin)):
-            call = self._new_call()
-            is_whole = yield from self._read_call(call, syntax)
-            if call.begun:
-                return is_whole
-        text = self._cursor.let_go()
-        self._say(text if text.strip() else "")
-        return False
+        if not (yield from self._cursor.literals(syntax.call_begin)):
+            return False
+        call = self._new_call()
+        return (yield from self._read_call(call, syntax)) and call.begun
 
     def _new_call(self) -> OpenCall:
         return OpenCall(self._cursor, self._log, self._tools)
@@ -225,6 +245,11 @@ class FormatParser:
         return is_whole and (yield from self._cursor.literals(syntax.call_end))
 
 
+def _beginning_with(trigger: str, calls: Sequence[CallSyntax]) -> list[_Beginning]:
+    beginnings = [(words, call) for call in calls for words in call.beginnings]
+    return [beginning for beginning in beginnings if beginning[0][0] == trigger]
+
+
 def _ends(call: CallSyntax) -> Markers:
     """What may be left of a call that broke off; a bracket alone is anybody's."""
-    return tuple(word for word in call.call_end + call.end if len(word) >= MIN_STRAY_CHARS)
+    return tuple(word for word in call.ends if len(word) >= MIN_STRAY_CHARS)

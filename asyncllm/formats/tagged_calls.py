@@ -16,7 +16,7 @@ _KEY = re.compile(r'[^<>"\n]+')
 
 
 def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
-    """False where it breaks off; where it has begun by then, its arguments are closed."""
+    """False where it breaks off: its arguments are closed then, unless the text has ended."""
     cursor = call.cursor
     name = yield from call.read_name()
     if not call.is_tool(name) or not (yield from cursor.literals(body.name_end)):
@@ -36,8 +36,10 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
         opener = ", "
         if not (yield from _pass_value(call, before, types, value_end, body.lines)):
             return False
-    call.arguments("{}" if opener == "{" else "}")
-    return (yield from cursor.literals(body.end))
+    is_whole = yield from cursor.literals(body.end)
+    if is_whole or not cursor.ended:
+        call.arguments("{}" if opener == "{" else "}")
+    return is_whole
 
 
 def _pass_value(
@@ -60,7 +62,7 @@ def _pass_value(
 def _pass_text(cursor: Cursor, emit: Emit, value_end: TextMarkers, lines: bool) -> Reading[bool]:
     if lines:
         yield from cursor.literal("\n")
-    found = yield from cursor.until(value_end, emit, max_spaces=1 if lines else 0)
+    found = yield from cursor.until(value_end, emit, 1 if lines else 0, keeps_half=False)
     if found is None:
         return False
     gap = found[0]

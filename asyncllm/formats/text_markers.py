@@ -26,10 +26,10 @@ class TextMarkers:
         self._longest = max(map(len, ordered), default=1)
 
     def search(self, text: str, at: int) -> re.Match[str] | None:
-        """The first marker that no further text could lengthen; none behind such a one."""
+        """The first marker that no further text could make a longer one; none behind such a one."""
         match = self._pattern.search(text, at)
-        if match and match.end() == len(text) and match.group() in self._heads:
-            return None
+        if match and len(text) - match.start() < self._longest:
+            return None if text[match.start() :] in self._heads else match
         return match
 
     def search_last(self, text: str, at: int) -> re.Match[str] | None:

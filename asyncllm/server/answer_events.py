@@ -48,18 +48,34 @@ class AnswerSink(Protocol):
     def fail(self, error: ApiError) -> None: ...
 
 
+class PlainParser:
+    """For a format with nothing to find: all of it is content."""
+
+    def push(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def close(self) -> list[Event]:
+        return []
+
+
 class ParsedAnswer:
     """A `Consumer`. `new_parser` makes the parser of one choice."""
 
     def __init__(
-        self, call: Call, new_parser: Callable[[], AnswerParser], sink: AnswerSink
+        self,
+        call: Call,
+        new_parser: Callable[[], AnswerParser],
+        sink: AnswerSink,
+        usage: Usage | None = None,
     ) -> None:
-        self.usage = Usage()
+        """`usage`: to count in, for a sink that reads it on the way."""
+        self.usage = usage or Usage(call.shows_cached)
         self._n = call.params.n
         self._sink = sink
         self._parsers = [new_parser() for _ in range(call.num_choices)]
         self._opened = [False] * call.num_choices
         self._called = [False] * call.num_choices
+        self._is_thinking = [False] * call.num_choices
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self.usage.count(prompt_index, output)
@@ -71,7 +87,7 @@ class ParsedAnswer:
             events = self._parsers[choice].push(completion.text)
             if completion.finish_reason is not None:
                 events += self._parsers[choice].close()
-            self._said(choice, events, completion)
+            self._said(choice, events, len(completion.token_ids), completion)
             if completion.finish_reason is not None:
                 reason: str = completion.finish_reason
                 if reason == "stop" and self._called[choice]:
@@ -81,7 +97,7 @@ class ParsedAnswer:
     def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
         self.usage.completion_tokens += num_tokens
         choice = prompt_index * self._n
-        self._said(choice, self._parsers[choice].push(text), None)
+        self._said(choice, self._parsers[choice].push(text), num_tokens, None)
 
     def finish(self) -> None:
         self._sink.finish(self.usage)
@@ -89,8 +105,18 @@ class ParsedAnswer:
     def fail(self, error: ApiError) -> None:
         self._sink.fail(error)
 
-    def _said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
-        self._called[choice] |= any(isinstance(event, ToolCallBegin) for event in events)
+    def _said(
+        self,
+        choice: int,
+        events: list[Event],
+        num_tokens: int,
+        completion: CompletionOutput | None,
+    ) -> None:
+        for event in events:
+            self._is_thinking[choice] = isinstance(event, Reasoning)
+            self._called[choice] |= isinstance(event, ToolCallBegin)
+        if self._is_thinking[choice]:  # tokens without an event count as what came before them
+            self.usage.reasoning_tokens += num_tokens
         self._sink.said(choice, events, completion)
 
 
@@ -120,7 +146,7 @@ class MessageCollector:
     def __init__(self, call: Call) -> None:
         self.messages = [CollectedMessage() for _ in range(call.num_choices)]
         self.prompts: list[RequestOutput | None] = [None] * len(call.prompts)
-        self.usage = Usage()
+        self.usage = Usage(call.shows_cached)
         self._n = call.params.n
         self._end = asyncio.Event()
         self._error: ApiError | None = None

@@ -30,6 +30,10 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     """Tokens of the whole call: each prompt is counted once, every choice's answer."""
 
@@ -37,6 +41,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -65,10 +70,29 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
 
 
+class CalledFunction(Struct):
+    """`arguments` is meant to be the text of a JSON object: the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Struct):
-    role: Literal["assistant"]
+    """`content` is null where the model only called tools. `function_call`: asked as functions."""
+
+    role: str
     content: str | None
     refusal: None
+    annotations: list[dict[str, Any]]
+    reasoning: str | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -87,13 +111,35 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: Literal["default"]
+    system_fingerprint: str
+    prompt_text: str | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    """The name comes first; the arguments are pieces of one text."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """`index` counts the answer's calls; id, type and name come with a call's first."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -112,9 +158,11 @@ class ChatCompletionChunk(Struct):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(Struct):
@@ -146,6 +194,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    system_fingerprint: str
 
 
 class CompletionChunkChoice(Struct):
@@ -163,6 +212,7 @@ class CompletionChunk(Struct):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
 

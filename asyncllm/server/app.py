@@ -19,6 +19,8 @@ from asyncllm.server.errors import error_middleware
 from asyncllm.server.messages.errors import anthropic_error_middleware
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.openapi import DOCUMENT, Document
+from asyncllm.server.responses.routes import RESPONSES
+from asyncllm.server.responses.store import ResponseStore
 from asyncllm.server.routes import served_routes
 from asyncllm.server.service import SERVICE, Service
 
@@ -43,6 +45,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app.on_response_prepare.append(_echo_request_id)
     service = Service(engine, args)
     app[SERVICE] = service
+    app[RESPONSES] = ResponseStore(args.responses_store_bytes)
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
     app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)

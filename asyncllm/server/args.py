@@ -8,7 +8,7 @@ import os
 import re
 import ssl
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 TRACING_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto")
 API_KEY_VARIABLE = "ASYNCLLM_API_KEY"
@@ -36,6 +36,10 @@ class ServerArgs:
     max_connections: int = field(
         default=4096, metadata={"help": "open connections, idle ones included; one more gets a 503"}
     )
+    responses_store_bytes: int = field(
+        default=64 * 1024 * 1024,
+        metadata={"help": "kept of /v1/responses for previous_response_id; 0: nothing"},
+    )
     shutdown_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running answers get at shutdown"}
     )
@@ -51,6 +55,31 @@ class ServerArgs:
     enable_tokenizer_info_endpoint: bool = field(
         default=False,
         metadata={"help": "GET /tokenizer_info: its configuration, chat template too"},
+    )
+    tool_call_parser: str = field(
+        default="auto", metadata={"help": "how the model writes tool calls; auto: see its template"}
+    )
+    enable_auto_tool_choice: bool = field(
+        default=True, metadata={"help": "the model may decide for itself to call tools"}
+    )
+    exclude_tools_when_tool_choice_none: bool = field(
+        default=False, metadata={"help": "with tool_choice none no tools stand in the prompt"}
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "JSON object: the chat template's arguments where requests omit them"},
+    )
+    trust_request_chat_template: bool = field(
+        default=False, metadata={"help": "let requests bring a chat_template, which is a program"}
+    )
+    response_role: str = field(
+        default="assistant", metadata={"help": "role of the messages that chats answer with"}
+    )
+    return_tokens_as_token_ids: bool = field(
+        default=False, metadata={"help": "spell tokens as token_id:7 in logprobs"}
+    )
+    enable_prompt_tokens_details: bool = field(
+        default=True, metadata={"help": "usage tells how many prompt tokens were cached"}
     )
     disable_page: bool = field(
         default=False, metadata={"help": "no page at / and no dashboard feed"}
@@ -69,6 +98,10 @@ class ServerArgs:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if self.responses_store_bytes < 0:
+            raise ValueError(
+                f"responses_store_bytes must be at least 0, got {self.responses_store_bytes}"
+            )
         if self.max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
         if not 0 <= self.shutdown_timeout < math.inf:

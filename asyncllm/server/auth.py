@@ -35,13 +35,15 @@ def _is_public(request: web.Request, public: frozenset[str]) -> bool:
     return resource is not None and resource.canonical in public
 
 
-def _knows_key(request: web.Request, wanted: list[bytes]) -> bool:
+def given_keys(request: web.Request) -> tuple[str, str]:
+    """The bearer token and `x-api-key`, "" where there is none."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    given = [request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""]
+    is_bearer = scheme.lower() == "bearer"
+    return token.strip() if is_bearer else "", request.headers.get("x-api-key", "").strip()
+
+
+def _knows_key(request: web.Request, wanted: list[bytes]) -> bool:
+    given = [key.encode("utf-8", "surrogateescape") for key in given_keys(request)]
     # Every key is compared, so time tells nothing about which one was close.
-    matches = [
-        hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), one)
-        for key in given
-        for one in wanted
-    ]
+    matches = [hmac.compare_digest(key, one) for key in given for one in wanted]
     return any(matches)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncllm import __version__
 from asyncllm.engine.prompt import PromptInput
+from asyncllm.formats.events import AnswerParser
 from asyncllm.sampling_params import SamplingParams
+
+SYSTEM_FINGERPRINT = f"asyncllm-{__version__}"
 
 
 @dataclass(slots=True, frozen=True)
 class Call:
     """Choice i of prompt p has index p * n + i in the answer.
 
+    new_parser      makes a choice's parser; None where all of a choice is content
     wants_outputs   each delta comes as an output, with its token ids, never as text alone
+    shows_cached    its usage says how many prompt tokens the prefix cache had
     """
 
     id: str
@@ -23,8 +30,10 @@ class Call:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    new_parser: Callable[[], AnswerParser] | None = None
     return_token_ids: bool = False
     wants_outputs: bool = False
+    shows_cached: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

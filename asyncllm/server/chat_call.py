@@ -5,25 +5,33 @@ Every API that speaks in messages (chat, responses, Anthropic's) comes through h
 
 from __future__ import annotations
 
+from asyncllm.server.answer_reading import answer_reading
 from asyncllm.server.call import Call, new_id
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.refusals import refuse_unsupported
-from asyncllm.server.sampling import chat_params
+from asyncllm.server.sampling import chat_params, wants_outputs
 from asyncllm.server.service import Service
+from asyncllm.server.tool_use import tool_use
 
 
 def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl") -> Call:
     """Raises `ApiError`, `InvalidRequestError` for what the client got wrong."""
     service.check_model(request.model)
-    refuse_unsupported(request)
-    params = chat_params(request, service.engine.input_processor)
+    refuse_unsupported(request, service.args)
+    tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)
+    prompt = chat_prompt(request, tools, service)
+    reading = answer_reading(request, tools, prompt["prompt"], service)
+    params = chat_params(request, service.engine.input_processor, reading)
     return Call(
         id=new_id(id_prefix),
         model=service.model_names[0],
-        prompts=[chat_prompt(request, service.engine.tokenizer)],
+        prompts=[prompt],
         params=params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        new_parser=reading.new_parser,
         return_token_ids=bool(request.return_token_ids),
+        wants_outputs=wants_outputs(request),
+        shows_cached=service.args.enable_prompt_tokens_details,
     )

@@ -38,7 +38,7 @@ class CollectedAnswer:
     def __init__(self, call: Call) -> None:
         self.choices = [CollectedChoice(i) for i in range(call.num_choices)]
         self.prompts = [CollectedPrompt() for _ in call.prompts]
-        self.usage = Usage()
+        self.usage = Usage(call.shows_cached)
         self._n = call.params.n
         self._end = asyncio.Event()
         self._error: ApiError | None = None

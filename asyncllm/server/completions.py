@@ -8,22 +8,28 @@ from aiohttp import web
 
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.server.bodies import read_body
-from asyncllm.server.call import Call, new_id
+from asyncllm.server.call import SYSTEM_FINGERPRINT, Call, new_id
 from asyncllm.server.collect import CollectedAnswer, CollectedChoice
 from asyncllm.server.errors import bad_request
-from asyncllm.server.logprobs import LegacyLogprobs, TokenNames, prompt_logprobs
+from asyncllm.server.logprobs import LegacyLogprobs, prompt_logprobs
 from asyncllm.server.prompts import completion_prompts
 from asyncllm.server.protocol import CompletionRequest
 from asyncllm.server.refusals import refuse_unsupported
-from asyncllm.server.sampling import client_names, completion_params, prompt_only
+from asyncllm.server.sampling import (
+    client_names,
+    completion_params,
+    prompt_only,
+    wants_outputs,
+)
 from asyncllm.server.service import (
     SERVICE,
     Service,
-    answer_stream,
     answer_whole,
     json_response,
+    stream_to,
 )
-from asyncllm.server.stream import ChoiceFrames
+from asyncllm.server.sse import SSEStream
+from asyncllm.server.stream import ChoiceFrames, StreamedAnswer
 
 MAX_CHOICES = 1024  # of one call: prompts times n
 
@@ -36,13 +42,15 @@ async def completions(http: web.Request) -> web.StreamResponse:
         call = _call(request, service)
         view = CompletionView(request, call, service)
         if request.stream:
-            return await answer_stream(http, service, call, request, view)
+            sse = SSEStream(http, service.frames)
+            answer = StreamedAnswer(sse, call, view, request.stream_options)
+            return await stream_to(sse, service, call, answer)
         return json_response(view.body(await answer_whole(service, call)))
 
 
 def _call(request: CompletionRequest, service: Service) -> Call:
     service.check_model(request.model)
-    refuse_unsupported(request)
+    refuse_unsupported(request, service.args)
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
@@ -51,6 +59,8 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         return_token_ids=bool(request.return_token_ids),
+        wants_outputs=wants_outputs(request),
+        shows_cached=service.args.enable_prompt_tokens_details,
     )
     if call.num_choices > MAX_CHOICES:
         prompts, n = len(call.prompts), call.params.n
@@ -70,7 +80,7 @@ class CompletionView:
         self._tokenizer = service.engine.tokenizer
         self._echo = bool(request.echo)
         self._prompt_only = prompt_only(request)
-        self._names = TokenNames(self._tokenizer, bool(request.return_tokens_as_token_ids))
+        self._names = service.token_names(request)
         self._wants_logprobs = call.params.logprobs is not None
         self._reports_prompt_logprobs = request.prompt_logprobs is not None
         self._logprobs = [LegacyLogprobs(self._names) for _ in range(call.num_choices)]
@@ -108,6 +118,7 @@ class CompletionView:
             "model": self._call.model,
             "choices": [self._choice(answer, choice) for choice in answer.choices],
             "usage": answer.usage.as_dict(),
+            "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
     def _choice(self, answer: CollectedAnswer, choice: CollectedChoice) -> dict[str, Any]:

@@ -55,9 +55,20 @@ class NamedFunction(Struct):
     name: str
 
 
-class NamedTool(Struct):
+class NamedTool(Struct, tag_field="type", tag="function"):
     function: NamedFunction
-    type: Literal["function"] = "function"
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(Struct):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolChoice(Struct, tag_field="type", tag="allowed_tools"):
+    """Only these may be called."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice
+FunctionChoice = Literal["none", "auto"] | NamedFunction

@@ -32,6 +32,7 @@ from asyncllm.server.note import Note
 from asyncllm.server.note import between as _between
 from asyncllm.server.note import ignored as _ignored
 from asyncllm.server.note import refused as _refused
+from asyncllm.server.responses.notes import RESPONSES_NOTES
 
 NOTES: dict[str, Note] = {
     "model": Note("A name of /v1/models; without it the first one answers."),
@@ -122,6 +123,11 @@ NOTES: dict[str, Note] = {
     "stream_options": Note("How a stream reports usage; needs stream."),
     "StreamOptions.include_usage": Note("One more event at the end, with the usage of the call."),
     "StreamOptions.continuous_usage_stats": Note("Every event has the usage so far."),
+    "include_obfuscation": _ignored("No padding is sent."),
+    "include_reasoning": Note(
+        "Whether the answer tells the reasoning before it.", schema={"default": True}
+    ),
+    "return_prompt_text": Note("Tell the prompt as the chat template wrote it."),
     # --- the prompt ---
     "add_special_tokens": Note(
         "Whether the tokenizer puts its own special tokens around the text. Messages: not unless "
@@ -131,11 +137,20 @@ NOTES: dict[str, Note] = {
     "continue_final_message": Note("Leave the last message open, to be continued."),
     "chat_template_kwargs": Note("Variables for the chat template."),
     "documents": Note("For chat templates that take documents."),
-    "reasoning_effort": Note("For chat templates that take it."),
+    "reasoning_effort": Note(
+        "For chat templates that take it; those that know only enable_thinking get false for "
+        '"none", true for the others.'
+    ),
+    "chat_template": Note("Instead of the model's; needs --trust-request-chat-template."),
     "tools": Note("Functions that the model may call.", type=list[types.Tool] | None),
     "tool_choice": Note(
         "Whether it may call none, any (auto), must call one (required), or must call this one.",
         type=types.ToolChoice | None,
+    ),
+    "parallel_tool_calls": Note("False: at most one call.", schema={"default": True}),
+    "functions": Note("The old form of tools.", type=list[types.Function] | None),
+    "function_call": Note(
+        "The old form of tool_choice.", type=types.FunctionChoice | None
     ),
     # --- scheduling ---
     "priority": Note("Lower is served earlier, with --scheduling-policy priority."),
@@ -144,9 +159,11 @@ NOTES: dict[str, Note] = {
     "user": _ignored(),
     "metadata": _ignored(),
     "request_id": _ignored("The answer's id is the server's own."),
-    "service_tier": _ignored(),
+    "service_tier": _ignored('There is one, "default".'),
+    "session_id": _ignored(),
+    "stream_interval": _ignored("Every step has its event."),
+    "return_token_offsets": _ignored("vLLM's, of other routes."),
     "store": _ignored("Nothing is stored."),
-    "parallel_tool_calls": _ignored(),
     "prediction": _ignored(),
     "prompt_cache_key": _ignored("Prefixes are cached by their tokens."),
     "prompt_cache_options": _ignored(),
@@ -155,25 +172,43 @@ NOTES: dict[str, Note] = {
     # --- not served ---
     "use_beam_search": _refused(),
     "response_format": _refused('Except {"type": "text"}.'),
+    "JsonSchema.name": Note("Yours, for nothing here."),
+    "JsonSchema.description": _ignored(),
+    "JsonSchema.schema": Note("A JSON Schema of an object; without it any JSON object."),
+    "JsonSchema.strict": _ignored("The answer is always held to the schema."),
+    "json_schema": Note("The schema and its name."),
+    "format": Note("What the answer is made of: xgrammar's structural tags."),
+    "structures": Note("The older form: each with begin, schema and end."),
+    "triggers": Note("The older form: texts that a structure begins with."),
     "structured_outputs": _refused(),
-    "guided_json": _refused(),
-    "guided_regex": _refused(),
-    "guided_choice": _refused(),
-    "guided_grammar": _refused(),
+    "json": Note("A JSON Schema, or its text."),
+    "regex": Note("What the whole answer matches."),
+    "choice": Note("One of these."),
+    "grammar": Note("Lark or GBNF."),
+    "json_object": Note("Any JSON object."),
+    "structural_tag": Note("A structural tag, or its text."),
+    "disable_any_whitespace": Note("JSON without optional white space."),
+    "disable_additional_properties": Note("Objects hold what their schema lists."),
+    "whitespace_pattern": Note("What may stand between the tokens of JSON."),
+    "guided_json": _refused("It is structured_outputs.json now."),
+    "guided_regex": _refused("It is structured_outputs.regex now."),
+    "guided_choice": _refused("It is structured_outputs.choice now."),
+    "guided_grammar": _refused("It is structured_outputs.grammar now."),
+    "length_penalty": _refused("Of beam search."),
+    "early_stopping": _refused("Of beam search."),
+    "truncation_side": _refused('Except "left".'),
+    "watermarking": _refused(),
+    "ec_transfer_params": _refused("There is one server."),
     "logits_processors": _refused(),
     "kv_transfer_params": _refused("There is one server."),
     "vllm_xargs": _refused(),
-    "functions": _refused("The old form of tools."),
-    "function_call": _refused("The old form of tool_choice."),
     "audio": _refused("Text only."),
     "modalities": _refused("Text only."),
     "moderation": _refused(),
     "verbosity": _refused('Except "medium".'),
     "web_search_options": _refused(),
-    "chat_template": _refused("The server's own template is used."),
     "mm_processor_kwargs": _refused("Text only."),
     "media_io_kwargs": _refused("Text only."),
-    "include_reasoning": _refused(),
     "suffix": _refused(),
     "prompt_embeds": _refused(),
     # --- tokens ---
@@ -190,7 +225,6 @@ NOTES: dict[str, Note] = {
     "assistant_tokens_mask": _ignored(),
     "token_offsets": _ignored(),
     "features": _refused("Text only."),
-    "ec_transfer_params": _refused("There is one server."),
     "TokenizeRequest.prompt": Note("Text to encode; or messages."),
     "TokenizeRequest.messages": Note(
         "A conversation to render with the chat template and encode.",
@@ -199,6 +233,7 @@ NOTES: dict[str, Note] = {
     "return_token_strs": Note("The text of each token too."),
     "tokens": Note("Ids to decode, special ones included."),
     **MESSAGES_NOTES,
+    **RESPONSES_NOTES,
 }  # fmt: skip
 
 _DEFAULTS = {

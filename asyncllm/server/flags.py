@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def _as_flag(path: str, key: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, dict):
-        raise ValueError(f"{path}: {key} must not be a mapping")
+        return [f"{flag}={json.dumps(value)}"]
     if isinstance(value, list):
         return [flag, *map(str, value)]
     return [f"{flag}={value}"]
@@ -92,6 +93,8 @@ def _how_to_parse(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
+    if get_origin(hint) is dict:
+        return {"type": _json_object, "metavar": "JSON"}
     if get_origin(hint) is list:
         return {"nargs": "+", **_how_to_parse(get_args(hint)[0])}
     return {"type": _integer if hint is int else hint, "metavar": hint.__name__.upper()}
@@ -104,6 +107,16 @@ def _integer(text: str) -> int:
 
 
 _integer.__name__ = "int"  # argparse says "invalid int value"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is no JSON object")
+    return value
+
+
+_json_object.__name__ = "JSON object"
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -53,13 +53,12 @@ class Generation:
             zip(call.request_ids, call.prompts, strict=True)
         ):
             self._live.add(request_id)
-            text_sink = partial(self._receive_text, index)
             await self._engine.add_request(
                 request_id,
                 prompt,
                 call.params,
                 partial(self._receive, request_id, index),
-                text_sink=None if call.wants_outputs or call.return_token_ids else text_sink,
+                text_sink=None if call.wants_outputs else partial(self._receive_text, index),
                 priority=call.priority,
                 cache_salt=call.cache_salt,
             )

@@ -29,7 +29,7 @@ from asyncllm.server.stream import DONE
 from asyncllm.server.usage import Usage
 
 # What JSON cannot say or this route decides itself.
-NOT_OVER_HTTP = frozenset({"output_kind", "extra_args"})
+NOT_OVER_HTTP = frozenset({"output_kind", "extra_args", "logits_processors"})
 
 if TYPE_CHECKING:
     SamplingFields = msgspec.Struct

@@ -7,32 +7,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.engine.prompt import PromptInput
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.prompt import PromptInput, TextPrompt
+from asyncllm.server.args import ServerArgs
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from asyncllm.server.service import Service
+from asyncllm.server.tool_use import ToolUse
 
 MAX_PROMPTS = 1024  # in one completions call
 
 
-def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> PromptInput:
+def chat_prompt(request: ChatRequest, tools: ToolUse, service: Service) -> TextPrompt:
     """A template writes its own special tokens: none are added unless asked for."""
     return {
-        "prompt": render_chat(request, tokenizer),
+        "prompt": render_chat(request, service, list(tools.shown)),
         "add_special_tokens": bool(request.add_special_tokens),
     }
 
 
-def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
+def render_chat(
+    request: ChatRequest | TokenizeRequest, service: Service, tools: list[dict[str, Any]]
+) -> str:
     """The chat template's text. Raises `InvalidRequestError`."""
     continue_final = bool(request.continue_final_message)
     add_prompt = request.add_generation_prompt
-    return tokenizer.render_chat(
+    return service.engine.tokenizer.render_chat(
         request.messages or [],
-        tools=request.tools or None,
+        tools=tools or None,
         add_generation_prompt=not continue_final if add_prompt is None else add_prompt,
         continue_final_message=continue_final,
-        template_kwargs=_template_kwargs(request),
+        template_kwargs=_template_kwargs(request, service.args),
+        chat_template=request.chat_template or None,
     )
 
 
@@ -63,10 +68,13 @@ def _text_prompt(request: CompletionRequest, text: str) -> PromptInput:
     return {"prompt": text, "add_special_tokens": request.add_special_tokens is not False}
 
 
-def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    kwargs = dict(request.chat_template_kwargs or {})
+def _template_kwargs(request: ChatRequest | TokenizeRequest, args: ServerArgs) -> dict[str, Any]:
+    """The server's, under what the request's own fields say, under its chat_template_kwargs."""
+    kwargs = dict(args.default_chat_template_kwargs or {})
     if request.documents:
         kwargs["documents"] = request.documents
     if request.reasoning_effort is not None:
         kwargs["reasoning_effort"] = request.reasoning_effort
-    return kwargs
+        # What templates without efforts have instead.
+        kwargs["enable_thinking"] = request.reasoning_effort != "none"
+    return kwargs | (request.chat_template_kwargs or {})

@@ -7,7 +7,7 @@ answer and is accepted and ignored; one that would change it is refused by `refu
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,6 +17,51 @@ TokenId = Annotated[int, msgspec.Meta(ge=0)]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against a listener on the wire: TLS hides it
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """No constraint."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(msgspec.Struct):
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None  # none: any JSON object
+    strict: bool | None = None  # held to it either way
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+class StructuralTagFormat(msgspec.Struct, tag_field="type", tag="structural_tag"):
+    """vLLM's: `format`, or else `structures` and `triggers`."""
+
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's: one of the first six. An unknown field would be a constraint that does not hold."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -51,6 +96,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     repetition_detection: dict[str, int] | None = None
     thinking_token_budget: int | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
     # How the answer travels and is scheduled.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -64,20 +112,31 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     user: Any = None
     metadata: Any = None
     request_id: Any = None
+    session_id: Any = None
     service_tier: Any = None
+    stream_interval: Any = None
+    return_token_offsets: Any = None  # vLLM: only on its render routes
+    media_io_kwargs: Any = None
 
     # Refused where they would change the answer.
     best_of: int | None = None
     use_beam_search: bool | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
+    length_penalty: float | None = None  # of beam search only
+    early_stopping: bool | str | None = None  # of beam search only
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     logits_processors: Any = None
+    truncation_side: str | None = None
+    watermarking: bool | None = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
     vllm_xargs: Any = None
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ToolChoice = Literal["none", "auto", "required"]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -89,31 +148,36 @@ class ChatRequest(GenerationRequest, kw_only=True):
     # The chat template's arguments.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+    # Tools stay the dicts that they came as: the template prints them. Read by tool_use.py.
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: Literal["none", "auto"] | dict[str, Any] | None = None
+
+    # How the answer is told.
+    include_reasoning: bool | None = None
+    echo: bool | None = None
+    return_prompt_text: bool | None = None
 
     store: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
 
-    functions: Any = None
-    function_call: Any = None
     audio: Any = None
     modalities: Any = None
     moderation: Any = None
     verbosity: Any = None
     web_search_options: Any = None
-    chat_template: Any = None
     mm_processor_kwargs: Any = None
-    echo: bool | None = None
-    include_reasoning: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -137,9 +201,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
     tools: list[dict[str, Any]] | None = None
-    chat_template: Any = None
+    chat_template: str | None = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
 

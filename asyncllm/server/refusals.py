@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asyncllm.server.args import ServerArgs
 from asyncllm.server.errors import bad_request
-from asyncllm.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from asyncllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    TextFormat,
+    TokenizeRequest,
+)
 
 _Harmless = Callable[[Any], bool]
 
@@ -18,64 +24,70 @@ def _empty(value: Any) -> bool:
     return not value
 
 
-def _only_text(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 # field -> the values that ask for nothing (None always does)
 _COMMON: dict[str, _Harmless] = {
     "use_beam_search": _empty,
-    "response_format": _only_text,
-    "structured_outputs": _empty,
-    "guided_json": _empty,
-    "guided_regex": _empty,
-    "guided_choice": _empty,
-    "guided_grammar": _empty,
+    "response_format": lambda value: isinstance(value, TextFormat),
+    "structured_outputs": lambda value: False,
     "logits_processors": _empty,
+    "truncation_side": lambda value: value == "left",
+    "watermarking": _empty,
     "kv_transfer_params": _empty,
+    "ec_transfer_params": _empty,
     "vllm_xargs": _empty,
 }
 _CHAT: dict[str, _Harmless] = {
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "functions": _empty,
-    "function_call": lambda value: value in ("none", "auto"),
     "audio": _empty,
     "modalities": lambda value: value == ["text"],
     "moderation": _empty,
     "verbosity": lambda value: value == "medium",
     "web_search_options": lambda value: False,
-    "chat_template": _empty,
     "mm_processor_kwargs": _empty,
-    "echo": _empty,
-    "include_reasoning": lambda value: value is True,
+    "media_io_kwargs": _empty,
 }
 _COMPLETION: dict[str, _Harmless] = {
     "suffix": _empty,
     "prompt_embeds": _empty,
 }
 _TOKENIZE: dict[str, _Harmless] = {
-    "chat_template": _empty,
     "mm_processor_kwargs": _empty,
     "media_io_kwargs": _empty,
 }
+# vLLM's former names, and where their values go now
+_MOVED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
 
 
-def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
+def refuse_unsupported(request: ChatRequest | CompletionRequest, args: ServerArgs) -> None:
     """Raises `ApiError` 400 for the first field that asks for what is not there."""
     _refuse(request, _COMMON)
+    for name, now in _MOVED.items():
+        if getattr(request, name) is not None:
+            raise bad_request(f"{name} is not supported: send {now}", name)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad_request("best_of other than n is not supported", "best_of")
     if isinstance(request, ChatRequest):
         _refuse(request, _CHAT)
-        # With tool_choice "none" tools only go into the prompt; otherwise calls must be parsed.
-        if request.tools and request.tool_choice != "none":
-            raise bad_request("tools are supported only with tool_choice 'none'", "tools")
+        _refuse_template(request, args)
     else:
         _refuse(request, _COMPLETION)
 
 
-def refuse_unsupported_tokenize(request: TokenizeRequest) -> None:
+def refuse_unsupported_tokenize(request: TokenizeRequest, args: ServerArgs) -> None:
     _refuse(request, _TOKENIZE)
+    _refuse_template(request, args)
+
+
+def _refuse_template(request: ChatRequest | TokenizeRequest, args: ServerArgs) -> None:
+    if request.chat_template and not args.trust_request_chat_template:
+        raise bad_request(
+            "a chat_template of the request's own needs --trust-request-chat-template",
+            "chat_template",
+        )
 
 
 def _refuse(request: Any, table: dict[str, _Harmless]) -> None:

@@ -32,6 +32,16 @@ from asyncllm.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from asyncllm.server.responses import answer_types as responses
+from asyncllm.server.responses.protocol import ResponsesRequest
+from asyncllm.server.responses.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    list_input_items,
+    show_response,
+)
 from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
 from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
 
@@ -55,10 +65,32 @@ ROUTES: tuple[Route, ...] = (
         answer=answers.Completion, event=answers.CompletionChunk, errors=GENERATES,
     ),
     Route(
-        "POST", "/inference/v1/generate", generate, "Tokens", "Token ids in, token ids out",
-        request=GenerateRequest,
-        example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
-        answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
+        "POST", "/v1/responses", create_response, "Responses", "Answer text or a conversation",
+        request=ResponsesRequest, example={"input": "What is the capital of France?"},
+        answer=responses.ResponseBody, event=responses.ResponseEvent, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/v1/responses/input_tokens", count_input_tokens, "Responses",
+        "How long its prompt is", request=ResponsesRequest, example={"input": "Hello"},
+        answer=responses.InputTokenCount, errors=(404, *TAKES_A_BODY, *READS),
+    ),
+    Route(
+        "GET", "/v1/responses/{response_id}", show_response, "Responses", "One that is kept",
+        answer=responses.ResponseBody, errors=(400, 404, *READS),
+    ),
+    Route(
+        "DELETE", "/v1/responses/{response_id}", delete_response, "Responses", "Forget it",
+        answer=responses.ResponseDeleted, errors=(404, *READS),
+    ),
+    Route(
+        "GET", "/v1/responses/{response_id}/input_items", list_input_items, "Responses",
+        "What went into it: order, after, limit",
+        answer=responses.InputItemList, errors=(400, 404, *READS),
+    ),
+    Route(
+        "POST", "/v1/responses/{response_id}/cancel", cancel_response, "Responses",
+        "Refused: none runs in the background",
+        answer=responses.ResponseBody, errors=(400, 404, *READS),
     ),
     Route(
         "POST", "/v1/messages", messages, "Messages", "Answer a conversation, by Anthropic's API",
@@ -71,6 +103,12 @@ ROUTES: tuple[Route, ...] = (
         request=CountTokensRequest, example={"messages": _HELLO},
         answer=anthropic.InputTokens, errors=(404, *TAKES_A_BODY, *READS),
         error=anthropic.AnthropicError,
+    ),
+    Route(
+        "POST", "/inference/v1/generate", generate, "Tokens", "Token ids in, token ids out",
+        request=GenerateRequest,
+        example={"token_ids": [72, 101], "sampling_params": {"max_tokens": 8, "temperature": 0}},
+        answer=answers.GenerateAnswer, event=answers.GenerateChunk, errors=GENERATES,
     ),
     Route(
         "POST", "/tokenize", tokenize, "Tokens", "Text or messages to token ids",

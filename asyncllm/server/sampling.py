@@ -13,6 +13,7 @@ from typing import Any
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+from asyncllm.server.answer_reading import AnswerReading
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -46,10 +47,14 @@ _SAME_NAME = (
 )
 
 
-def chat_params(request: ChatRequest, processor: InputProcessor) -> SamplingParams:
+def chat_params(
+    request: ChatRequest, processor: InputProcessor, reading: AnswerReading
+) -> SamplingParams:
     """Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
     overrides = _given(request)
+    if reading.keeps_special_tokens:
+        overrides["skip_special_tokens"] = False
     # None: as many tokens as the context has room for.
     overrides["max_tokens"] = (
         request.max_tokens
@@ -62,6 +67,8 @@ def chat_params(request: ChatRequest, processor: InputProcessor) -> SamplingPara
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     elif request.logprob_token_ids is not None:
         raise bad_request("logprob_token_ids needs logprobs=true", "logprob_token_ids")
+    if request.echo and request.logprobs and request.prompt_logprobs is None:
+        overrides["prompt_logprobs"] = request.top_logprobs or 0
     return processor.default_params(overrides)
 
 
@@ -82,6 +89,13 @@ def completion_params(request: CompletionRequest, processor: InputProcessor) -> 
             "logprob_token_ids",
         )
     return processor.default_params(overrides)
+
+
+def wants_outputs(request: GenerationRequest) -> bool:
+    """Whether every delta must come with its token ids: to return them, or to count as it goes."""
+    options = request.stream_options
+    runs = options and options.include_usage and options.continuous_usage_stats
+    return bool(request.return_token_ids or runs)
 
 
 def prompt_only(request: CompletionRequest) -> bool:

@@ -1,7 +1,8 @@
 """What the routes share: the engine, the names it serves under, and the calls in progress.
 
-`answer_stream` and `answer_whole` are the two ways a call runs; in both the engine's requests end
-with the handler, whatever ends the handler: the last token, an error, or a client that went away.
+`stream_to`, `answer_whole` and `answer_message` are the ways a call runs; in all the engine's
+requests end with the handler, whatever ends the handler: the last token, an error, or a client that
+went away.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.formats import ModelFormat, resolve
+from asyncllm.server.answer_events import MessageCollector, ParsedAnswer, PlainParser
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.call import Call
 from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError
 from asyncllm.server.generation import Consumer, Generation
+from asyncllm.server.logprobs import TokenNames
 from asyncllm.server.protocol import GenerationRequest
 from asyncllm.server.sse import FrameQueue, SSEStream
-from asyncllm.server.stream import ChunkShape, StreamedAnswer
 
 
 class CallObserver(Protocol):
@@ -35,6 +39,8 @@ class CallObserver(Protocol):
 
 class Service:
     def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
+        """Raises `ValueError` for the name of a parser that there is not."""
+        resolve(None, (), args.tool_call_parser, engine.config.reasoning_parser)
         self.engine = engine
         self.args = args
         self.model_names = engine.config.served_model_names
@@ -44,6 +50,20 @@ class Service:
         self._live: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @cached_property
+    def answer_format(self) -> ModelFormat | None:
+        """How this model writes reasoning and tool calls; None: all that it says is content.
+
+        For when the engine has started.
+        """
+        tokenizer = self.engine.tokenizer
+        return resolve(
+            tokenizer.chat_template,
+            tokenizer.special_tokens,
+            self.args.tool_call_parser,
+            self.engine.config.reasoning_parser,
+        )
 
     @property
     def num_live(self) -> int:
@@ -57,6 +77,12 @@ class Service:
         """Raises `ApiError` 404 for a name that is not served; none at all means the first."""
         if name is not None and name not in self.model_names:
             raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+
+    def token_names(self, request: GenerationRequest) -> TokenNames:
+        as_ids = request.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = self.args.return_tokens_as_token_ids
+        return TokenNames(self.engine.tokenizer, as_ids)
 
     def check_open(self) -> None:
         if self.draining:
@@ -101,13 +127,14 @@ async def answer_whole(service: Service, call: Call) -> CollectedAnswer:
     return answer
 
 
-async def answer_stream(
-    http: web.Request, service: Service, call: Call, request: GenerationRequest, shape: ChunkShape
-) -> web.StreamResponse:
-    sse = SSEStream(http, service.frames)
-    return await stream_to(
-        sse, service, call, StreamedAnswer(sse, call, shape, request.stream_options)
-    )
+async def answer_message(service: Service, call: Call) -> MessageCollector:
+    """An answer of messages, whole."""
+    message = MessageCollector(call)
+    answer = ParsedAnswer(call, call.new_parser or PlainParser, message)
+    with service.generation(call, answer) as generation:
+        await generation.submit()
+        await message.wait()
+    return message
 
 
 async def stream_to(

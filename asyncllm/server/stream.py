@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import orjson
 
 from asyncllm.outputs import CompletionOutput, RequestOutput
-from asyncllm.server.call import Call
+from asyncllm.server.call import SYSTEM_FINGERPRINT, Call
 from asyncllm.server.errors import ApiError
 from asyncllm.server.protocol import StreamOptions
 from asyncllm.server.sse import SSEStream
@@ -22,12 +22,16 @@ from asyncllm.server.usage import Usage
 DONE = b"data: [DONE]\n\n"
 
 
-class ChunkShape(Protocol):
-    """What chat and completions chunks do not share."""
+class TextPlace(Protocol):
+    """Where a chunk has its text."""
 
     object_name: str
     before_text: bytes  # a choice's own fields: before_text, the text as JSON, after_text
     after_text: bytes
+
+
+class ChunkShape(TextPlace, Protocol):
+    """What chat and completions chunks do not share."""
 
     def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
         """The frames that come before the choice's first text, possibly none."""
@@ -47,7 +51,7 @@ class ChunkShape(Protocol):
 class ChoiceFrames:
     """The pieces of one choice's frames."""
 
-    def __init__(self, call: Call, choice_index: int, shape: ChunkShape) -> None:
+    def __init__(self, call: Call, choice_index: int, shape: TextPlace) -> None:
         self.index = choice_index
         self.num_tokens = 0
         self.opened = False
@@ -57,6 +61,7 @@ class ChoiceFrames:
                 "object": shape.object_name,
                 "created": call.created,
                 "model": call.model,
+                "system_fingerprint": SYSTEM_FINGERPRINT,
             }
         )
         self._before_choice = b"data: " + head[:-1] + b',"choices":['
@@ -97,17 +102,35 @@ class ChoiceFrames:
             b',"usage":' + orjson.dumps(usage) if usage else b"",
         )
 
-    def choice(self, fields: dict[str, Any], prompt_token_ids: list[int] | None = None) -> bytes:
-        """A frame of any other shape."""
-        return b"%b%b]%b}\n\n" % (
-            self._before_choice,
-            orjson.dumps({"index": self.index, **fields}),
-            b',"prompt_token_ids":' + orjson.dumps(prompt_token_ids) if prompt_token_ids else b"",
-        )
+    def choice(self, fields: dict[str, Any], **more: Any) -> bytes:
+        """A frame of any other shape. `more`: fields beside the choices, where not None."""
+        more = {name: value for name, value in more.items() if value is not None}
+        end = b"," + orjson.dumps(more)[1:] if more else b"}"
+        fields = {"index": self.index, **fields}
+        return b"%b%b]%b\n\n" % (self._before_choice, orjson.dumps(fields), end)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The frame with empty choices that ends a stream with `include_usage`."""
         return b'%b],"usage":%b}\n\n' % (self._before_choice, orjson.dumps(usage))
+
+
+class ChunkOptions:
+    """What `stream_options` asks for, and the end of a stream of chunks."""
+
+    def __init__(self, sse: SSEStream, options: StreamOptions | None) -> None:
+        self._sse = sse
+        self._include_usage = bool(options and options.include_usage)
+        # As in vLLM, running usage needs include_usage too.
+        self.running_usage = bool(
+            self._include_usage and options and options.continuous_usage_stats
+        )
+
+    def finish(self, last: ChoiceFrames, usage: Usage) -> None:
+        self._sse.end(last.usage(usage.as_dict()) + DONE if self._include_usage else DONE)
+
+    def fail(self, error: ApiError) -> None:
+        """One error event, and no [DONE]: a client must not take the text for a whole answer."""
+        self._sse.end(b"data: " + error.body() + b"\n\n")
 
 
 class StreamedAnswer:
@@ -120,16 +143,10 @@ class StreamedAnswer:
         self._shape = shape
         self._n = call.params.n
         self._choices = [ChoiceFrames(call, i, shape) for i in range(call.num_choices)]
-        self._usage = Usage()
-        self._include_usage = bool(options and options.include_usage)
-        # As in vLLM, running usage needs include_usage too.
-        self._running_usage = bool(
-            self._include_usage and options and options.continuous_usage_stats
-        )
+        self._usage = Usage(call.shows_cached)
+        self._options = ChunkOptions(sse, options)
         self._token_ids = call.return_token_ids
-        self._plain = not (
-            self._running_usage or self._token_ids or call.params.logprobs is not None
-        )
+        self._plain = not call.wants_outputs and call.params.logprobs is None
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self._usage.count(prompt_index, output)
@@ -150,34 +167,28 @@ class StreamedAnswer:
             self._sse.push(b"".join(frames))
 
     def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
-        choice = self._choices[prompt_index * self._n]
         self._usage.completion_tokens += num_tokens
-        if self._running_usage:
-            choice.num_tokens += num_tokens
-            usage = self._usage.of_choice(prompt_index, choice.num_tokens)
-            self._sse.push(choice.full(text, None, usage=usage))
-        elif text:  # empty while a character is still open
-            self._sse.push(choice.plain(text))
+        if text:  # empty while a character is still open
+            self._sse.push(self._choices[prompt_index * self._n].plain(text))
 
     def finish(self) -> None:
-        end = DONE
-        if self._include_usage:
-            end = self._choices[0].usage(self._usage.as_dict()) + DONE
-        self._sse.end(end)
+        self._options.finish(self._choices[0], self._usage)
 
     def fail(self, error: ApiError) -> None:
-        """One error event, and no [DONE]: a client must not take the text for a whole answer."""
-        self._sse.end(b"data: " + error.body() + b"\n\n")
+        self._options.fail(error)
 
     def _full_frame(
         self, choice: ChoiceFrames, prompt_index: int, completion: CompletionOutput
     ) -> bytes:
         choice.num_tokens += len(completion.token_ids)
+        usage = None
+        if self._options.running_usage:
+            usage = self._usage.of_choice(prompt_index, choice.num_tokens)
         return choice.full(
             self._shape.text(completion),
             self._shape.logprobs(choice.index, completion),
             completion.finish_reason,
             completion.stop_reason,
-            self._usage.of_choice(prompt_index, choice.num_tokens) if self._running_usage else None,
+            usage,
             **({"token_ids": self._shape.token_ids(completion)} if self._token_ids else {}),
         )

@@ -20,7 +20,7 @@ async def tokenize(http: web.Request) -> web.Response:
     service = http.app[SERVICE]
     request = await read_body(http, TokenizeRequest)
     service.check_model(request.model)
-    refuse_unsupported_tokenize(request)
+    refuse_unsupported_tokenize(request, service.args)
     tokenizer = service.engine.tokenizer
     ids = await encode(tokenizer, *_text(request, service))
     body: dict[str, Any] = {
@@ -56,7 +56,7 @@ def _text(request: TokenizeRequest, service: Service) -> tuple[str, bool]:
     add_special_tokens = request.add_special_tokens
     if request.prompt is not None:
         return request.prompt, add_special_tokens is not False
-    return render_chat(request, service.engine.tokenizer), bool(add_special_tokens)
+    return render_chat(request, service, request.tools or []), bool(add_special_tokens)
 
 
 async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -10,8 +10,10 @@ from asyncllm.outputs import RequestOutput
 class Usage:
     """Prompts are counted once, however many answers they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_cached: bool = True) -> None:
         self.completion_tokens = 0
+        self.reasoning_tokens = 0  # of the completion's
+        self._shows_cached = shows_cached
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
 
@@ -23,25 +25,31 @@ class Usage:
             self.completion_tokens += len(completion.token_ids)
 
     def as_dict(self) -> dict[str, Any]:
-        return usage_dict(
+        usage = usage_dict(
             sum(self._prompt_tokens.values()),
             self.completion_tokens,
-            sum(self._cached_tokens.values()),
+            sum(self._cached_tokens.values()) if self._shows_cached else None,
         )
+        usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
     def of_choice(self, prompt_index: int, completion_tokens: int) -> dict[str, Any]:
         """One choice so far, for `continuous_usage_stats`."""
         return usage_dict(
             self._prompt_tokens[prompt_index],
             completion_tokens,
-            self._cached_tokens[prompt_index],
+            self._cached_tokens[prompt_index] if self._shows_cached else None,
         )
 
 
-def usage_dict(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage_dict(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
+) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": (
+            None if cached_tokens is None else {"cached_tokens": cached_tokens}
+        ),
     }

@@ -182,9 +182,9 @@ class ModelRunner:
         sampled = Sampled(
             tokens,
             forwarded.logits,
+            forwarded.tensors.get("logprob_ids"),
             forwarded.prompt_logprobs,
             failures,
-            forwarded.tensors.get("logprob_ids"),
         )
         return fetch(inputs, sampled, self._results)
 

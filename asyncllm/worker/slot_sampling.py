@@ -148,7 +148,8 @@ def _forbidden_now(seq: Sequence) -> list[int]:
     request = seq.request
     num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
     forbidden: list[int] = []
-    if num_before < request.sampling_params.min_tokens:
+    # A constraint sees to min_tokens itself: it knows whether anything else may come.
+    if num_before < request.sampling_params.min_tokens and seq.constraint is None:
         forbidden += request.stop_token_ids
     for word in request.bad_words_ids:
         start = len(word) - 1

@@ -24,9 +24,9 @@ class Sampled:
 
     tokens: torch.Tensor  # int32 [rows]
     logits: torch.Tensor  # [rows, V], raw
+    logprob_ids: torch.Tensor | None  # int32 [rows, ids]: named for logprobs
     prompt_logprobs: SequenceOf[LogprobTensors]  # the pieces of all rows that want them, in order
     failures: dict[int, Exception]  # of logits processors, by row
-    logprob_ids: torch.Tensor | None = None  # int32 [rows, ids]: named for logprobs
 
 
 def fetch(inputs: StepInputs, sampled: Sampled, buffers: ResultBuffers) -> Collect:

@@ -20,8 +20,9 @@ from asyncllm.config import EngineArgs
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.server.call import Call
-from asyncllm.server.chat import ChatChunks
+from asyncllm.server.chat_view import ChatView
 from asyncllm.server.generation import Generation
+from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
 from asyncllm.server.stream import StreamedAnswer
 from asyncllm.types import StepResult
@@ -82,7 +83,9 @@ class Host:
         http: Any = SimpleNamespace(transport=transport)
         stream = SSEStream(http, self.frames)
         stream._transport = http.transport  # as `open` does
-        answer = StreamedAnswer(stream, call, ChatChunks(call, None), None)  # type: ignore[arg-type]
+        names: Any = None  # nobody asks for logprobs
+        view = ChatView(ChatRequest(messages=[]), call, names)
+        answer = StreamedAnswer(stream, call, view, None)
         engine: Any = None  # nothing is aborted
         generation = Generation(engine, call, answer)
 

@@ -10,7 +10,7 @@ import pytest
 from asyncllm.server.messages.answer import stop_fields
 from asyncllm.server.messages.chat_form import chat_request
 from asyncllm.server.messages.protocol import MessagesRequest
-from asyncllm.server.protocol import ChatRequest
+from asyncllm.server.protocol import ChatRequest, JsonSchema, JsonSchemaFormat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 
@@ -141,10 +141,8 @@ def test_thinking_and_effort() -> None:
 def test_a_schema_for_the_answer(where: str) -> None:
     wanted = {"type": "json_schema", "schema": SCHEMA}
     fields = {"output_config": {"format": wanted}, "output_format": wanted}
-    assert chat(**{where: fields[where]}).response_format == {
-        "type": "json_schema",
-        "json_schema": {"name": "output", "schema": SCHEMA, "strict": True},
-    }
+    wanted_of_chat = JsonSchemaFormat(JsonSchema("output", schema=SCHEMA))
+    assert chat(**{where: fields[where]}).response_format == wanted_of_chat
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine, RepetitionDetectionParams, SamplingParams
+from asyncllm.structured_outputs import StructuredOutputsParams
 
 ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 160,
@@ -50,6 +51,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "repetition_detection": RepetitionDetectionParams(4, 1, 2),
         "allowed_token_ids": [300, 301],
     },
+    "thinking_token_budget": {"thinking_token_budget": 2},
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="[a-e]{9}")},
+    "logits_processors": {"logits_processors": [lambda ids, logits: -logits]},
     "n": {"n": 5},
     "max_tokens": {"max_tokens": 3},
     "detokenize": {"detokenize": False},

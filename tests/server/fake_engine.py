@@ -50,6 +50,8 @@ class FakeTokenizer:
     """One token per byte of UTF-8; the special token in front is byte 1."""
 
     vocab_size = VOCAB_SIZE
+    chat_template = ""
+    special_tokens: frozenset[str] = frozenset()
 
     def info(self) -> dict[str, Any]:
         return {"tokenizer_class": "FakeTokenizer", "chat_template": "{{ messages }}"}
@@ -74,12 +76,14 @@ class FakeTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> str:
         if not messages:
             raise InvalidRequestError("messages must be a list of at least one message", "messages")
         text = "".join(f"<{m.get('role')}>{m.get('content')}" for m in messages)
         text += f"{{{len(tools)} tools}}" if tools else ""
         text += "".join(f"[{k}={v}]" for k, v in (template_kwargs or {}).items())
+        text += "" if chat_template is None else f"({chat_template})"
         return text + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -102,10 +106,14 @@ class FakeRequest:
     cache_salt: str | None = None
     text_sink: TextSink | None = None
     num_steps: int = 0
+    script: str | None = None
     arrival: float = field(default_factory=time.monotonic)
 
+    def whole(self, index: int) -> bytes:
+        return (reply(index) if self.script is None else self.script).encode()
+
     def answer(self, index: int) -> bytes:
-        return reply(index).encode()[: self.max_tokens]
+        return self.whole(index)[: self.max_tokens]
 
 
 class FakeEngine:
@@ -115,6 +123,7 @@ class FakeEngine:
             block_size=16,
             enable_prefix_caching=True,
             gpu_memory_utilization=0.9,
+            reasoning_parser="auto",
         )
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = FakeTokenizer()
@@ -135,6 +144,7 @@ class FakeEngine:
         self.go.set()
         self.step_seconds = 0.0
         self.chunk_text: Callable[[str], str] = lambda text: text  # what tests inflate
+        self.script: str | None = None  # what every answer says, instead of `reply`
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -187,7 +197,7 @@ class FakeEngine:
         is_plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None
         request = FakeRequest(
             request_id, text, ids, params, sink, max_tokens, priority, cache_salt,
-            text_sink=text_sink if is_plain and not params.stop else None,
+            text_sink=text_sink if is_plain and not params.stop else None, script=self.script,
         )  # fmt: skip
         self.live[request_id] = request
         self.seen.append(request)
@@ -296,7 +306,7 @@ class FakeEngine:
         before = answer[:step].decode("utf-8", "ignore")
         text = answer[: step + 1].decode("utf-8", "ignore").removeprefix(before)
         last = step + 1 == len(answer)
-        whole = len(answer) == len(reply(index).encode())
+        whole = len(answer) == len(request.whole(index))
         output = CompletionOutput(index=index, text=self.chunk_text(text), token_ids=[answer[step]])
         if request.params.logprobs is not None:
             output.logprobs = [candidates(answer[step], request.params.logprobs)]

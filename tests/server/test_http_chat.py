@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncllm.server.call import SYSTEM_FINGERPRINT
 from tests.server.fake_engine import MAX_MODEL_LEN, reply
 from tests.server.http_harness import CHAT, HELLO, run, serving
 
@@ -27,7 +28,13 @@ def test_whole_answer() -> None:
             "choices": [
                 {
                     "index": 0,
-                    "message": {"role": "assistant", "content": reply(0), "refusal": None},
+                    "message": {
+                        "role": "assistant",
+                        "content": reply(0),
+                        "refusal": None,
+                        "annotations": [],
+                        "reasoning": None,
+                    },
                     "logprobs": None,
                     "finish_reason": "stop",
                     "stop_reason": None,
@@ -38,7 +45,10 @@ def test_whole_answer() -> None:
                 "completion_tokens": num_out,
                 "total_tokens": len(prompt) + num_out,
                 "prompt_tokens_details": {"cached_tokens": 16},
+                "completion_tokens_details": {"reasoning_tokens": 0},
             },
+            "service_tier": "default",
+            "system_fingerprint": SYSTEM_FINGERPRINT,
         }
         (request,) = server.engine.seen
         assert request.prompt == prompt
@@ -54,7 +64,8 @@ def test_stream_chunk_by_chunk() -> None:
         async with serving() as server:
             events = await server.events(CHAT, chat(max_tokens=12))
         assert events.pop() == "[DONE]"
-        head = {key: events[0][key] for key in ("id", "object", "created", "model")}
+        keys = ("id", "object", "created", "model", "system_fingerprint")
+        head = {key: events[0][key] for key in keys}
         assert head["object"] == "chat.completion.chunk"
         assert head["model"] == "fake"
         for event in events:
@@ -225,24 +236,94 @@ def test_parameters_reach_the_engine() -> None:
 
 def test_template_arguments() -> None:
     async def test() -> None:
-        async with serving() as server:
-            await server.post(
-                CHAT,
-                chat(
-                    max_tokens=1,
-                    chat_template_kwargs={"enable_thinking": False},
-                    reasoning_effort="low",
-                    tools=[{"type": "function", "function": {"name": "f"}}],
-                    tool_choice="none",
-                ),
-            )
-            await server.post(CHAT, chat(max_tokens=1, add_generation_prompt=False))
-            await server.post(CHAT, chat(max_tokens=1, continue_final_message=True))
-        prompts = [request.prompt for request in server.engine.seen]
-        assert prompts == [
-            "<user>Hello{1 tools}[enable_thinking=False][reasoning_effort=low]<assistant>",
-            "<user>Hello",
-            "<user>Hello",
+        kwargs = {"default_chat_template_kwargs": {"lang": "en", "enable_thinking": True}}
+        async with serving(**kwargs) as server:
+            bodies: list[dict[str, Any]] = [
+                {
+                    "chat_template_kwargs": {"enable_thinking": False},
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                    "tool_choice": "none",
+                },
+                {"reasoning_effort": "none"},
+                {"reasoning_effort": "low", "chat_template_kwargs": {"lang": "de"}},
+                {"add_generation_prompt": False},
+                {"continue_final_message": True},
+            ]
+            for body in bodies:
+                assert (await server.post(CHAT, chat(max_tokens=1, **body)))[0] == 200
+        assert [request.prompt for request in server.engine.seen] == [
+            "<user>Hello{1 tools}[lang=en][enable_thinking=False]<assistant>",
+            "<user>Hello[lang=en][enable_thinking=False][reasoning_effort=none]<assistant>",
+            "<user>Hello[lang=de][enable_thinking=True][reasoning_effort=low]<assistant>",
+            "<user>Hello[lang=en][enable_thinking=True]",
+            "<user>Hello[lang=en][enable_thinking=True]",
         ]
+
+    run(test())
+
+
+def test_a_template_of_the_requests_own() -> None:
+    async def test() -> None:
+        async with serving(trust_request_chat_template=True) as server:
+            body = chat(max_tokens=1, chat_template="{{ x }}", return_prompt_text=True)
+            _, answer = await server.post(CHAT, body)
+            first, *_ = await server.events(CHAT, body)
+            status, _ = await server.post("/tokenize", {"messages": HELLO, "chat_template": "{{"})
+        assert status == 200
+        assert server.engine.seen[0].prompt == "<user>Hello({{ x }})<assistant>"
+        assert answer["prompt_text"] == first["prompt_text"] == server.engine.seen[0].prompt
+
+    run(test())
+
+
+def test_no_tools_in_the_prompt_where_none_may_be_called() -> None:
+    async def test() -> None:
+        async with serving(exclude_tools_when_tool_choice_none=True) as server:
+            tools = [{"type": "function", "function": {"name": "f"}}]
+            await server.post(CHAT, chat(max_tokens=1, tools=tools, tool_choice="none"))
+        assert server.engine.seen[0].prompt == "<user>Hello<assistant>"
+
+    run(test())
+
+
+def test_echo_and_roles() -> None:
+    """The last message comes first, where it is one of the role that answers."""
+
+    async def test() -> None:
+        begun = [*HELLO, {"role": "assistant", "content": "So: "}]
+        bodies = [
+            chat(messages=begun, echo=True, continue_final_message=True, max_tokens=3),
+            chat(messages=HELLO, echo=True, max_tokens=3),
+            chat(messages=HELLO, echo=True, add_generation_prompt=False, max_tokens=3),
+        ]
+        expected = [("assistant", "So: Ans"), ("critic", "Ans"), ("user", "HelloAns")]
+        async with serving(response_role="critic") as server:
+            for body, (role, content) in zip(bodies, expected, strict=True):
+                _, whole = await server.post(CHAT, body)
+                message = whole["choices"][0]["message"]
+                assert (message["role"], message["content"]) == (role, content)
+                events = await server.events(CHAT, body)
+                deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+                assert deltas[0] == {"role": role, "content": ""}
+                assert "".join(delta["content"] for delta in deltas) == content
+            _, scored = await server.post(CHAT, {**bodies[0], "logprobs": True})
+        assert len(scored["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
+
+    run(test())
+
+
+def test_flags_of_the_answer() -> None:
+    async def test() -> None:
+        flags = {"return_tokens_as_token_ids": True, "enable_prompt_tokens_details": False}
+        async with serving(**flags) as server:
+            _, body = await server.post(CHAT, chat(max_tokens=1, logprobs=True))
+            own = chat(max_tokens=1, logprobs=True, return_tokens_as_token_ids=False)
+            _, as_text = await server.post(CHAT, own)
+            options = {"include_usage": True}
+            *_, usage, _ = await server.events(CHAT, chat(max_tokens=1, stream_options=options))
+        assert body["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:65"
+        assert as_text["choices"][0]["logprobs"]["content"][0]["token"] == "A"
+        assert body["usage"]["prompt_tokens_details"] is None
+        assert usage["usage"]["prompt_tokens_details"] is None
 
     run(test())

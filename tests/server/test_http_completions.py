@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncllm.server.call import SYSTEM_FINGERPRINT
 from tests.server.fake_engine import BOS, reply
 from tests.server.http_harness import COMPLETIONS, run, serving
 
@@ -43,7 +44,9 @@ def test_whole_answer() -> None:
                 "completion_tokens": 4,
                 "total_tokens": 8,
                 "prompt_tokens_details": {"cached_tokens": 0},
+                "completion_tokens_details": {"reasoning_tokens": 0},
             },
+            "system_fingerprint": SYSTEM_FINGERPRINT,
         }
         assert server.engine.seen[1].params.max_tokens == 16  # OpenAI's default
 

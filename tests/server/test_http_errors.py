@@ -21,6 +21,15 @@ from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, ser
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def check(
     response: tuple[int, Any], status: int, param: str | None = None, code: str | None = None
 ) -> str:
@@ -91,11 +100,52 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ({"messages": None}, "messages"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         # What would change the answer and is not there is refused by name.
-        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL]}, "tools"),  # this model's format is not known
         ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+        ({"functions": [{"name": "f"}], "function_call": {}}, "function_call"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": TOOL}, "tool_choice"),
-        ({"functions": [{}]}, "functions"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": named("g")}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": allowed("auto", "g")},
+            "tool_choice.allowed_tools.tools[0]",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": allowed("none", "f")},
+            "tool_choice.allowed_tools.mode",
+        ),
+        ({"tools": [TOOL], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools"),
+        ({"tools": [{}], "tool_choice": named("f")}, "tools[0].type"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {}}}, "tool_choice"),
+        ({"tools": TOOL}, "tools"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "lots"}, "reasoning_effort"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": []},
+                }
+            },
+            "response_format",
+        ),
+        ({"structured_outputs": {"jsno": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_choice": ["a"]}, "guided_choice"),
@@ -104,7 +154,9 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
-        ({"echo": True}, "echo"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"verbosity": "low"}, "verbosity"),
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ],
@@ -159,7 +211,8 @@ def test_harmless_fields_are_taken() -> None:
     async def test() -> None:
         harmless = {
             "tools": [],
-            "tool_choice": "auto",
+            "tool_choice": "none",
+            "function_call": "none",
             "response_format": {"type": "text"},
             "modalities": ["text"],
             "best_of": 1,
@@ -168,6 +221,7 @@ def test_harmless_fields_are_taken() -> None:
             "store": False,
             "service_tier": "auto",
             "parallel_tool_calls": True,
+            "prediction": {"type": "content", "content": "Answer"},
             "an_unknown_field": 1,
             "functions": None,
         }

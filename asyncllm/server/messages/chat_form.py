@@ -14,7 +14,7 @@ from asyncllm.server.messages.protocol import (
     MessagesRequest,
     ToolUseChoice,
 )
-from asyncllm.server.protocol import ChatRequest
+from asyncllm.server.protocol import ChatRequest, JsonSchema, JsonSchemaFormat
 
 # chat request's field -> Anthropic's, for errors
 FIELD_NAMES = {
@@ -44,8 +44,7 @@ def prompt_request(request: CountTokensRequest) -> ChatRequest:
         chat.reasoning_effort = config.effort
     output_format = (config and config.format) or request.output_format
     if output_format is not None:
-        json_schema = {"name": "output", "schema": output_format.schema, "strict": True}
-        chat.response_format = {"type": "json_schema", "json_schema": json_schema}
+        chat.response_format = JsonSchemaFormat(JsonSchema("output", schema=output_format.schema))
     chat.chat_template_kwargs = _template_kwargs(request)
     return chat
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncllm.server.client_fields import Refusals
+from asyncllm.server.protocol import ReasoningEffort
 
 Block = dict[str, Any]
 
@@ -38,7 +39,7 @@ class JsonOutput(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     format: JsonOutput | None = None
     task_budget: Any = None
 

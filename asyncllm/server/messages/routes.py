@@ -27,8 +27,8 @@ async def messages(http: web.Request) -> web.StreamResponse:
     request = await read_body(http, MessagesRequest)
     request_id = new_request_id()
     hide_thinking = request.thinking is not None and request.thinking.display == "omitted"
+    chat = chat_request(request)
     with named_as(FIELD_NAMES):
-        chat = chat_request(request)
         call, new_parser = message_call(chat, service, f"msg_{uuid.uuid4().hex}")
         if request.stream:
             sse = SSEStream(http, service.frames)
@@ -45,7 +45,8 @@ async def count_tokens(http: web.Request) -> web.Response:
     service = http.app[SERVICE]
     request = await read_body(http, CountTokensRequest)
     service.check_model(request.model)
+    chat = prompt_request(request)
     with named_as(FIELD_NAMES):
-        text = render_chat(prompt_request(request), service.engine.tokenizer)
+        text = render_chat(chat, service, chat.tools or [])
     ids = await encode(service.engine.tokenizer, text, add_special_tokens=False)
     return json_response({"input_tokens": len(ids)})

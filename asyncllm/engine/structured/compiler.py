@@ -1,0 +1,226 @@
+"""Compiles grammars off the loop: within a deadline, few at a time, each once.
+
+llguidance lets go of the GIL while it compiles, and its own limits bound most of what it does. A
+compilation cannot be stopped: one that is over the deadline is refused and goes on in its thread,
+of which there are few; when it ends, its result is kept like any other.
+The threads have a large stack: the library descends once per link of a chain of rules or of
+references, and a stack that overflows would end the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import orjson
+from llguidance import LLMatcher, LLParserLimits
+
+from asyncllm.engine.structured.constraint import GrammarConstraint
+from asyncllm.engine.structured.grammar_text import grammar_text
+from asyncllm.engine.structured.vocabulary import Vocabulary
+from asyncllm.errors import InvalidRequestError, QueueFullError, one_line
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.structured_outputs import PARAM, StructuredOutputsParams
+
+STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
+MAX_CONCURRENT_COMPILES = 2
+MAX_QUEUED_COMPILES = 128
+MAX_CACHED_GRAMMARS = 128
+MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
+COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
+"""For the longest chain that fits into `MAX_STRUCTURED_OUTPUT_CHARS`, twice over."""
+MAX_ERROR_CHARS = 400
+
+# The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar at its beginning; its constraints share what the lexer has learnt."""
+
+    matcher: LLMatcher
+    eos_ids: tuple[int, ...]
+
+    def constraint(self, stop_ids: frozenset[int], params: SamplingParams) -> GrammarConstraint:
+        """For one sequence; `stop_ids` are all tokens that end it."""
+        return GrammarConstraint(
+            self.matcher.deep_copy(),
+            min_tokens=params.min_tokens,
+            ends_early=stop_ids,
+            ends_ignored=self.eos_ids if params.ignore_eos else (),
+        )
+
+
+class GrammarCompiler:
+    """`make_vocabulary` is called once, in a thread, if nothing has been given before."""
+
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._lock = threading.Lock()  # of all below; held for a moment
+        self._making_vocabulary = threading.Lock()
+        self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._cache_bytes = 0
+        self._pending: dict[bytes, Future[CompiledGrammar]] = {}
+        self._queue: deque[tuple[bytes, StructuredOutputsParams]] = deque()
+        self._num_threads = 0
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cache)
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """Blocks. Raises `InvalidRequestError` naming the field, `QueueFullError`."""
+        found = self._find_or_start(params)
+        if isinstance(found, CompiledGrammar):
+            return found
+        try:
+            return found.result(STRUCTURED_OUTPUT_COMPILE_SECONDS)
+        except TimeoutError:
+            raise self._too_slow(found, params) from None
+
+    async def compile_async(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """The same, without blocking the loop."""
+        found = self._find_or_start(params)
+        if isinstance(found, CompiledGrammar):
+            return found
+        # Others may wait for the same one: neither a deadline nor a cancelled task ends it.
+        result = asyncio.wrap_future(found)
+        result.add_done_callback(_look_at)
+        try:
+            return await asyncio.wait_for(asyncio.shield(result), STRUCTURED_OUTPUT_COMPILE_SECONDS)
+        except TimeoutError:
+            raise self._too_slow(found, params) from None
+
+    def prepare(self) -> Vocabulary:
+        """Make the vocabulary, if it is not there: 0.4 s for 128k tokens, with the GIL held."""
+        with self._making_vocabulary:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def _find_or_start(
+        self, params: StructuredOutputsParams
+    ) -> CompiledGrammar | Future[CompiledGrammar]:
+        key = _key(params)
+        with self._lock:
+            if (grammar := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return grammar
+            if (pending := self._pending.get(key)) is not None:
+                return pending
+            if len(self._queue) >= MAX_QUEUED_COMPILES:
+                raise QueueFullError(
+                    f"{len(self._queue)} grammars wait to be compiled; try again later"
+                )
+            if self._num_threads < MAX_CONCURRENT_COMPILES:
+                self._start_thread()  # it takes the lock first
+            future = self._pending[key] = Future()
+            self._queue.append((key, params))
+        return future
+
+    def _start_thread(self) -> None:
+        """A thread ends when the queue is empty: its stack is not kept for nothing."""
+        default = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            threading.Thread(target=self._work, name="asyncllm-grammar", daemon=True).start()
+            self._num_threads += 1
+        finally:
+            threading.stack_size(default)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._num_threads -= 1
+                    return
+                key, params = self._queue.popleft()
+                future = self._pending[key]
+            try:
+                grammar = self._compile(params)
+            except Exception as error:  # whatever it is, it is this request's
+                self._settle(key)
+                future.set_exception(error)
+            else:
+                self._settle(key, grammar)
+                future.set_result(grammar)
+
+    def _settle(self, key: bytes, grammar: CompiledGrammar | None = None) -> None:
+        with self._lock:
+            del self._pending[key]
+            if grammar is None:
+                return
+            self._cache[key] = grammar
+            self._cache_bytes += len(key)
+            while (
+                len(self._cache) > MAX_CACHED_GRAMMARS
+                or self._cache_bytes > MAX_CACHED_GRAMMAR_BYTES
+            ):
+                dropped, _ = self._cache.popitem(last=False)
+                self._cache_bytes -= len(dropped)
+
+    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        try:
+            vocabulary = self.prepare()
+        except ValueError as error:
+            raise InvalidRequestError(f"{PARAM} is not supported: {error}", PARAM) from None
+        text = grammar_text(params, vocabulary.special_ids)
+        matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
+        if probe.is_error():
+            raise _refusal(params, probe.get_error())
+        return CompiledGrammar(matcher, vocabulary.eos_ids)
+
+    def _too_slow(
+        self, future: Future[CompiledGrammar], params: StructuredOutputsParams
+    ) -> Exception:
+        with self._lock:
+            waiting = any(self._pending.get(key) is future for key, _ in self._queue)
+        if waiting:
+            return QueueFullError("other grammars are being compiled; try again later")
+        return InvalidRequestError(
+            f"{PARAM}.{params.kind} did not compile within "
+            f"{STRUCTURED_OUTPUT_COMPILE_SECONDS:g} s: it is too complex",
+            f"{PARAM}.{params.kind}",
+        )
+
+
+def _look_at(result: asyncio.Future[CompiledGrammar]) -> None:
+    """Of an error that comes when nobody waits any more asyncio would complain."""
+    if not result.cancelled():
+        result.exception()
+
+
+def _key(params: StructuredOutputsParams) -> bytes:
+    """What was asked, byte by byte the same for the same."""
+    after = params.after
+    return orjson.dumps(
+        [
+            params.kind,
+            getattr(params, params.kind),
+            params.disable_any_whitespace,
+            params.disable_additional_properties,
+            params.whitespace_pattern,
+            None if after is None else [after.begin, after.end],
+        ]
+    )
+
+
+def _refusal(params: StructuredOutputsParams, complaint: str) -> InvalidRequestError:
+    param = f"{PARAM}.{params.kind}"
+    if "oneOf constraints are not supported" in complaint:
+        complaint = (
+            "the keyword 'oneOf' cannot be enforced where options may overlap: use 'anyOf', or "
+            "give the options a required property with different constants"
+        )
+    elif not complaint or "NoExtensionBias" in complaint:
+        complaint = "no text satisfies it"
+    return InvalidRequestError(
+        f"{param}: {one_line(ValueError(complaint)):.{MAX_ERROR_CHARS}}", param
+    )

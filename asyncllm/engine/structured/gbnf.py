@@ -1,0 +1,44 @@
+"""Which notation a client's grammar is written in, and GBNF (llama.cpp's) as Lark; its limits.
+
+llguidance ships the converter; it is Python and takes time with the square of the rules. Terminals
+that name each other take llguidance time with their cube: a minute for 3000. So both are limited.
+"""
+
+from __future__ import annotations
+
+import re
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from asyncllm.errors import InvalidRequestError
+
+MAX_GBNF_CHARS = 2**14
+MAX_TERMINALS = 256
+
+_TERMINAL = re.compile(r"(?<![\w\"-])_?[A-Z][A-Z0-9_]*\s*(?:\.\s*\d+\s*)?(?:\[[^\]]*\]\s*)?:")
+
+
+def any_to_lark(grammar: str, param: str) -> str:
+    """Raises `InvalidRequestError` with `param`."""
+    lark = _gbnf_to_lark(grammar, param) if "::=" in grammar else grammar
+    num_terminals = len(_TERMINAL.findall(lark))
+    if num_terminals > MAX_TERMINALS:
+        raise InvalidRequestError(
+            f"{param}: at most {MAX_TERMINALS} terminals, got {num_terminals}", param
+        )
+    return lark
+
+
+def _gbnf_to_lark(grammar: str, param: str) -> str:
+    if len(grammar) > MAX_GBNF_CHARS:
+        raise InvalidRequestError(
+            f"{param}: a GBNF grammar must be at most {MAX_GBNF_CHARS} characters, "
+            f"got {len(grammar)}",
+            param,
+        )
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise InvalidRequestError(f"{param}: nested too deep", param) from None
+    except Exception as error:  # the converter raises bare Exception for what it cannot read
+        raise InvalidRequestError(f"{param}: no GBNF: {error!s:.200}", param) from None

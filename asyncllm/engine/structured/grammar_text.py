@@ -1,0 +1,104 @@
+"""What a request asks its text to be, as the text of a grammar that llguidance compiles.
+
+Pure: the same parameters give the same text, which is also the key under which the compiled
+grammar is kept. Errors name the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncllm.engine.structured.forced_text import (
+    lark_forces_little,
+    regex_forces_little,
+    schema_forces_little,
+)
+from asyncllm.engine.structured.gbnf import any_to_lark
+from asyncllm.engine.structured.json_schema import enforceable_schema
+from asyncllm.engine.structured.lark import LarkBuilder, quoted
+from asyncllm.engine.structured.structural_tag import StructuralTagCompiler
+from asyncllm.structured_outputs import PARAM, StructuredOutputsParams, parse_json
+
+# Anywhere between two parts of a JSON text. Bounded: a model that has lost its way can write
+# newlines until its tokens are used up.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+AFTER_REASONING = r"/\n{0,2}/"
+
+
+def grammar_text(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
+    """`special_ids`: the special tokens by their text. Raises `InvalidRequestError`."""
+    builder = LarkBuilder(special_ids)
+    if params.kind == "grammar" and params.after is None:
+        return builder.build_own(*_own_grammar(params))
+    answer, forcing = _ANSWERS[params.kind](params, builder)
+    return builder.build(_with_reasoning(params, builder, answer), forcing=forcing)
+
+
+def _with_reasoning(params: StructuredOutputsParams, builder: LarkBuilder, answer: str) -> str:
+    markers = params.after
+    if markers is None:
+        return answer
+    reasoning = f"{builder.text_until(markers.end)} {builder.rule(AFTER_REASONING)}"
+    if markers.begin is None:
+        return f"{reasoning} {answer}"
+    return f"({builder.literal(markers.begin)} {reasoning})? {answer}"
+
+
+def _json(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
+    schema = parse_json(params.json, "json")
+    enforceable_schema(
+        schema, f"{PARAM}.json", close_objects=bool(params.disable_additional_properties)
+    )
+    forcing = schema_forces_little(schema)
+    return builder.json({**schema, "x-guidance": _json_options(params)}), forcing
+
+
+def _json_object(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
+    return builder.json({"type": "object", "x-guidance": _json_options(params)}), True
+
+
+def _regex(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
+    assert params.regex is not None
+    return builder.regex(params.regex), regex_forces_little(params.regex)
+
+
+def _choice(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
+    """One terminal: the longest of the choices that begin alike may still come."""
+    assert params.choice is not None
+    forcing = all(map(regex_forces_little, params.choice))
+    return builder.terminal(" | ".join(map(quoted, params.choice))), forcing
+
+
+def _grammar(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
+    lark, forcing = _own_grammar(params)
+    return builder.lark(lark), forcing
+
+
+def _own_grammar(params: StructuredOutputsParams) -> tuple[str, bool]:
+    assert params.grammar is not None
+    lark = any_to_lark(params.grammar, f"{PARAM}.grammar")
+    return lark, lark_forces_little(lark)
+
+
+def _structural_tag(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
+    tag = parse_json(params.structural_tag, "structural_tag")
+    close_objects = bool(params.disable_additional_properties)
+    compiler = StructuralTagCompiler(builder, _json_options(params), close_objects)
+    return compiler.expression(tag), schema_forces_little(tag)
+
+
+_ANSWERS = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural_tag,
+}
+
+
+def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}

@@ -1,0 +1,223 @@
+"""A JSON schema, checked and rewritten so that the grammar made of it is never looser than asked.
+
+llguidance refuses most of what it cannot enforce, without saying where; some things it takes and
+does not keep (the 29th of February, unique keys under minProperties, integers beyond 2**53), and
+some it refuses although they are plain (`oneOf` of references that exclude each other). This walk
+visits what the schema reaches, names the keyword and its place, and mends the rest.
+
+Nothing outside the schema is ever looked up: a `$ref` is a JSON pointer into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from asyncllm.engine.structured.exclusive import exclude_each_other
+from asyncllm.engine.structured.schema_refs import resolve_ref
+from asyncllm.errors import InvalidRequestError
+
+MAX_OBJECT_PROPERTIES = 1024  # of one object: compiling takes time with their square
+MAX_ONE_OF_OPTIONS = 64
+MAX_EXACT_INTEGER = 2**53
+
+Schema = dict[str, Any]
+
+# Values with which a keyword that cannot be enforced asks for nothing.
+_UNENFORCEABLE: dict[str, tuple[Any, ...]] = {
+    "not": (False,),
+    "if": (),
+    "then": (),
+    "else": (),
+    "uniqueItems": (False,),
+    "contains": (),
+    "minContains": (),
+    "maxContains": (),
+    "propertyNames": (True, {}),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+    "x-guidance": (),
+}
+# Keyword -> it means nothing unless one of these stands beside it.
+_NEEDS_ONE_OF = {
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+}
+
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY_31 = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+_DAY_30 = "(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+_DAY_28 = "02-(0[1-9]|1[0-9]|2[0-8])"
+_DATE = f"({_YEAR}-({_DAY_31}|{_DAY_30}|{_DAY_28})|{_LEAP}-02-29)"
+_CLOCK = "[0-9]{2}:[0-9]{2}:[0-5]"  # no leap second: most minutes have none
+# What llguidance's own expression for a format leaves out.
+_STRICTER = {"date": f"^{_DATE}$", "time": f"^{_CLOCK}", "date-time": f"^{_DATE}[Tt]{_CLOCK}"}
+_FORMATS = {
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+}  # fmt: skip
+_ANNOTATIONS = {"password", "binary", "path"}  # formats that say how a text is shown or meant
+
+
+def enforceable_schema(root: Schema, param: str, *, close_objects: bool = False) -> Schema:
+    """`root` itself, changed so that what it asks is what will be kept.
+
+    `close_objects`: objects that list properties allow no others. Raises `InvalidRequestError`
+    with `param`, naming keyword and place.
+    """
+    if not isinstance(root, dict):
+        raise InvalidRequestError(f"{param} must be a JSON schema object", param)
+    _Walk(root, param, close_objects).run()
+    return root
+
+
+class _Walk:
+    def __init__(self, root: Schema, param: str, close_objects: bool) -> None:
+        self._root = root
+        self._param = param
+        self._close_objects = close_objects
+        self._todo: list[tuple[str, Any]] = [("#", root)]
+        self._seen: set[int] = set()
+
+    def run(self) -> None:
+        while self._todo:
+            place, node = self._todo.pop()
+            if isinstance(node, bool) or id(node) in self._seen:
+                continue
+            if not isinstance(node, dict):
+                self._refuse(place, "a schema is an object or a boolean")
+            self._seen.add(id(node))
+            self._check(place, node)
+            self._todo.extend(_subschemas(place, node))
+
+    def _check(self, place: str, node: Schema) -> None:
+        self._check_keywords(place, node)
+        self._check_integers(place, node)
+        self._check_properties(place, node)
+        self._check_format(place, node)
+        self._follow_ref(place, node)
+        self._check_one_of(place, node)
+
+    def _check_keywords(self, place: str, node: Schema) -> None:
+        if place != "#" and ("$id" in node or isinstance(node.get("id"), str)):
+            self._refuse(place, "'$id' is supported at the top only")
+        for keyword in [k for k in _UNENFORCEABLE if k in node]:
+            partners = _NEEDS_ONE_OF.get(keyword)
+            means_nothing = node[keyword] in _UNENFORCEABLE[keyword] or (
+                partners is not None and not any(partner in node for partner in partners)
+            )
+            if not means_nothing:
+                self._refuse(place, f"the keyword {keyword!r} cannot be enforced")
+        for keyword in _UNENFORCEABLE:
+            node.pop(keyword, None)
+
+    def _check_integers(self, place: str, node: Schema) -> None:
+        for keyword in (
+            "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum",
+        ):  # fmt: skip
+            for value in _leaves(node.get(keyword)):
+                if type(value) is int and abs(value) > MAX_EXACT_INTEGER and float(value) != value:
+                    self._refuse(
+                        place, f"{keyword!r}: integers beyond 2**53 cannot be enforced exactly"
+                    )
+
+    def _check_properties(self, place: str, node: Schema) -> None:
+        properties, required = node.get("properties"), node.get("required")
+        if isinstance(properties, dict) and len(properties) > MAX_OBJECT_PROPERTIES:
+            self._refuse(place, f"'properties' must be at most {MAX_OBJECT_PROPERTIES}")
+        least = node.get("minProperties")
+        num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+        if type(least) is int and least > num_required + 1:
+            self._refuse(
+                place,
+                "'minProperties' above the number of required properties + 1 cannot be enforced: "
+                "the grammar does not keep other keys unique",
+            )
+        listed = isinstance(properties, dict) or isinstance(node.get("patternProperties"), dict)
+        if self._close_objects and listed:
+            node.setdefault("additionalProperties", False)
+
+    def _check_format(self, place: str, node: Schema) -> None:
+        name = node.get("format")
+        if not isinstance(name, str):
+            return
+        if name in _ANNOTATIONS:
+            del node["format"]
+        elif name not in _FORMATS:
+            known = ", ".join(sorted(_FORMATS))
+            self._refuse(place, f"'format' {name!r:.40} cannot be enforced, only {known}")
+        elif name in _STRICTER:
+            stricter = {"pattern": _STRICTER[name]}
+            if "pattern" in node:
+                all_of = node.get("allOf")
+                node["allOf"] = [*(all_of if isinstance(all_of, list) else []), stricter]
+            else:
+                node |= stricter
+
+    def _follow_ref(self, place: str, node: Schema) -> None:
+        if "$ref" not in node:
+            return
+        ref = node["$ref"]
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+            self._refuse(
+                place,
+                f"'$ref' {ref!r:.80}: only JSON pointers into this schema (#/...) are followed; "
+                "nothing is fetched",
+            )
+        try:
+            self._todo.append((ref, resolve_ref(self._root, ref)))
+        except LookupError:
+            self._refuse(place, f"'$ref' {ref!r:.80} points nowhere")
+
+    def _check_one_of(self, place: str, node: Schema) -> None:
+        """`oneOf` becomes `anyOf` where no text can be two of its options."""
+        options = node.get("oneOf")
+        if not isinstance(options, list) or len(options) > MAX_ONE_OF_OPTIONS:
+            return
+        if all(exclude_each_other(self._root, a, b) for a, b in combinations(options, 2)):
+            del node["oneOf"]
+            if "anyOf" in node:
+                all_of = node.get("allOf")
+                node["allOf"] = [*(all_of if isinstance(all_of, list) else []), {"anyOf": options}]
+            else:
+                node["anyOf"] = options
+
+    def _refuse(self, place: str, why: str) -> None:
+        shown = place if len(place) <= 200 else f"{place[:200]}..."
+        raise InvalidRequestError(f"{self._param}: at {shown}: {why}", self._param)
+
+
+def _subschemas(place: str, node: Schema) -> Iterator[tuple[str, Any]]:
+    for keyword in ("properties", "patternProperties"):
+        value = node.get(keyword)
+        if isinstance(value, dict):
+            yield from ((f"{place}/{keyword}/{name}", child) for name, child in value.items())
+    for keyword in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
+        value = node.get(keyword)
+        if isinstance(value, list):
+            yield from ((f"{place}/{keyword}/{i}", child) for i, child in enumerate(value))
+    for keyword in ("items", "additionalProperties", "additionalItems"):
+        value = node.get(keyword)
+        if isinstance(value, dict):
+            yield f"{place}/{keyword}", value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
+        else:
+            yield node

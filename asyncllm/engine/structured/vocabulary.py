@@ -1,0 +1,79 @@
+"""The tokenizer as llguidance wants it: each token's bytes, which are special, which end a text.
+
+Made once per engine: the library builds a trie of all tokens, which takes 0.4 s for 128k of them,
+with the GIL held. So it belongs to the start, not to the first request.
+The bytes are those that the detokenizer shows, so a token may come where its text may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llguidance import LLTokenizer
+
+from asyncllm.engine.tokenizer import Tokenizer
+
+SENTINEL = "\x02"  # nothing that a tokenizer joins with what follows
+
+
+class Vocabulary:
+    """`special_ids`: special tokens by their text, which a grammar names and plain text never is.
+
+    Its bitmasks have `vocab_size` bits, in int32 words: the model's logits, which may be more or
+    fewer than the tokenizer's ids.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int]
+    ) -> None:
+        """Raises `ValueError` where no token ends a text, or tokens have no bytes of their own."""
+        if tokenizer is None:
+            raise ValueError("this engine has no tokenizer")
+        self.eos_ids = tuple(sorted(eos_ids))
+        if not self.eos_ids:
+            raise ValueError("no token ends a text")
+        if not tokenizer.has_token_bytes:
+            raise ValueError("this tokenizer's decoder does not join its tokens' bytes")
+        self.special_ids = {
+            tokenizer.token_text(i): i for i in sorted(tokenizer.special_ids) if i < vocab_size
+        }
+        words = _Words(tokenizer, vocab_size, self.eos_ids)
+        self.ll = words.ll = LLTokenizer(words, eos_token=list(self.eos_ids))
+
+
+class _Words:
+    """The attributes and the call that llguidance asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    ll: LLTokenizer
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        # token_bytes of an id that no token has is empty: such a token never comes.
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = [i for i in sorted(tokenizer.special_ids) if i < vocab_size]
+
+    def __call__(self, text: str) -> list[int]:
+        """Forced text to tokens: as the tokenizer would in the middle of a text, if it can.
+
+        Not where it would see a special token in it, and not with the space that some put before
+        a text: those appear in front of the sentinel, which is cut off with it.
+        """
+        special = self._tokenizer.special_ids
+        for sentinel in ("", SENTINEL):
+            ids = self._tokenizer.encode(sentinel + text, add_special_tokens=False)
+            own = self._last_bytes(ids, len(text.encode()))
+            if own is not None and special.isdisjoint(own):
+                return own
+        return self.ll.greedy_tokenize(text)
+
+    def _last_bytes(self, ids: list[int], num_bytes: int) -> list[int] | None:
+        """The last of these tokens that make up exactly so many bytes."""
+        for start in range(len(ids), -1, -1):
+            if num_bytes <= 0:
+                return ids[start:] if num_bytes == 0 else None
+            if start:
+                num_bytes -= len(self.tokens[ids[start - 1]])
+        return None

@@ -1,0 +1,165 @@
+"""/v1/responses: make one, ask for one again, delete it, list what went into it."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from functools import partial
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from asyncllm.server.answer_events import ParsedAnswer
+from asyncllm.server.auth import given_keys
+from asyncllm.server.bodies import read_body
+from asyncllm.server.client_fields import named_as
+from asyncllm.server.errors import ApiError, bad_request
+from asyncllm.server.logprobs import TokenNames
+from asyncllm.server.message_call import answer_parts, message_call
+from asyncllm.server.prompts import render_chat
+from asyncllm.server.responses.answer import ResponseView
+from asyncllm.server.responses.chat_form import FIELD_NAMES, chat_request, prompt_request
+from asyncllm.server.responses.items import Item, read_items
+from asyncllm.server.responses.protocol import ResponsesRequest
+from asyncllm.server.responses.store import LostTurnError, ResponseStore, StoredResponse
+from asyncllm.server.responses.stream import StreamedResponse
+from asyncllm.server.service import SERVICE, json_response, stream_to
+from asyncllm.server.sse import SSEStream
+from asyncllm.server.tokenize import encode
+
+RESPONSES = web.AppKey("responses", ResponseStore)
+
+MAX_LISTED, DEFAULT_LISTED = 100, 20
+
+
+async def create_response(http: web.Request) -> web.StreamResponse:
+    service = http.app[SERVICE]
+    service.check_open()
+    request = await read_body(http, ResponsesRequest)
+    unique = uuid.uuid4().hex
+    items = read_items(request.input, unique, partial(_find_item, http))
+    chat = chat_request(request, _items_before(http, request) + items)
+    with named_as(FIELD_NAMES):
+        call, new_parser = message_call(chat, service, f"resp_{unique}")
+        names = TokenNames(service.engine.tokenizer, bool(request.return_tokens_as_token_ids))
+        view = ResponseView(request, call, names)
+        keep = partial(_keep, http, request, items)
+        if request.stream:
+            sse = SSEStream(http, service.frames)
+            sink = StreamedResponse(sse, view, keep)
+            return await stream_to(sse, service, call, ParsedAnswer(call, new_parser, sink))
+        answer = await answer_parts(service, call, new_parser)
+    body = view.whole(answer)
+    keep(body)
+    return json_response(body)
+
+
+async def count_input_tokens(http: web.Request) -> web.Response:
+    service = http.app[SERVICE]
+    request = await read_body(http, ResponsesRequest)
+    service.check_model(request.model)
+    items = read_items(request.input, "", partial(_find_item, http))
+    chat = prompt_request(request, _items_before(http, request) + items)
+    with named_as(FIELD_NAMES):
+        text = render_chat(chat, service, chat.tools or [])
+    ids = await encode(service.engine.tokenizer, text, add_special_tokens=False)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+async def show_response(http: web.Request) -> web.Response:
+    if http.query.get("stream") == "true":
+        raise bad_request("a response that is not in the background has no stream", "stream")
+    return web.Response(body=_stored(http).body, content_type="application/json")
+
+
+async def delete_response(http: web.Request) -> web.Response:
+    _stored(http)
+    name = http.match_info["response_id"]
+    http.app[RESPONSES].delete(name, _owner(http))
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(http: web.Request) -> web.Response:
+    _stored(http)
+    raise bad_request("only a response in the background can be cancelled", "response_id")
+
+
+async def list_input_items(http: web.Request) -> web.Response:
+    """`order` desc (the default) or asc, `after` an item's id, `limit` of them."""
+    items = orjson.loads(_stored(http).input_items)
+    if http.query.get("order", "desc") == "desc":
+        items.reverse()
+    after = http.query.get("after")
+    if after is not None:
+        places = [index for index, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise bad_request("after names no item of this response", "after")
+        items = items[places[0] + 1 :]
+    limit = _limit(http.query.get("limit"))
+    page = items[:limit]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return DEFAULT_LISTED
+    if given not in map(str, range(1, MAX_LISTED + 1)):
+        raise bad_request(f"limit must be between 1 and {MAX_LISTED}", "limit")
+    return int(given)
+
+
+def _items_before(http: web.Request, request: ResponsesRequest) -> list[Item]:
+    """Of the conversation that the request goes on with. Raises `ApiError`."""
+    name = request.previous_response_id
+    if name is None:
+        return []
+    try:
+        turns = http.app[RESPONSES].conversation(name, _owner(http))
+    except LostTurnError as error:
+        raise bad_request(
+            f"the previous response {str(error)[:100]!r} is not kept here, or not any more",
+            "previous_response_id",
+            "previous_response_not_found",
+        ) from None
+    if sum(turn.num_bytes for turn in turns) > http.client_max_size:
+        limit = f"the limit of {http.client_max_size} bytes"
+        raise bad_request(f"the conversation is over {limit}", "previous_response_id")
+    return [item for turn in turns for item in turn.items()]
+
+
+def _keep(
+    http: web.Request, request: ResponsesRequest, items: list[Item], body: dict[str, Any]
+) -> None:
+    if request.store is not False:
+        kept = StoredResponse(
+            _owner(http), orjson.dumps(body), orjson.dumps(items), request.previous_response_id
+        )
+        http.app[RESPONSES].put(body["id"], kept)
+
+
+def _stored(http: web.Request) -> StoredResponse:
+    name = http.match_info["response_id"]
+    response = http.app[RESPONSES].get(name, _owner(http))
+    if response is None:
+        raise ApiError(404, f"there is no response {name[:100]!r} here", "response_id")
+    return response
+
+
+def _find_item(http: web.Request, name: str) -> Item | None:
+    return http.app[RESPONSES].item(name, _owner(http))
+
+
+def _owner(http: web.Request) -> bytes:
+    """Who asks, as far as there are keys: another key's responses are not there."""
+    if not http.app[SERVICE].args.keys():
+        return b""
+    return hashlib.sha256("\0".join(given_keys(http)).encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,109 @@
+"""Answers kept for `previous_response_id` and GET: the least recently used go first.
+
+Bounded three ways: `max_bytes` in all (a flag), MAX_RESPONSES, and IDLE_SECONDS without use. What
+is kept is JSON as bytes, so the count is exact and nothing is shared with what a handler changes.
+A response is found only with the credential that it was made with. Using one uses all before it in
+its conversation, so a conversation that goes on loses its beginning last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+MAX_RESPONSES = 10_000
+MAX_TURNS = 1024  # of one conversation
+IDLE_SECONDS = 24 * 3600.0
+ENTRY_BYTES = 1024  # what an entry costs beside its two texts
+
+
+@dataclass(slots=True)
+class StoredResponse:
+    owner: bytes
+    body: bytes  # as GET returns it
+    input_items: bytes  # JSON list
+    previous_id: str | None
+    used_at: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.input_items) + ENTRY_BYTES
+
+    def items(self) -> list[dict[str, Any]]:
+        """What went in, then what came out."""
+        found: list[dict[str, Any]] = orjson.loads(self.input_items)
+        return found + orjson.loads(self.body)["output"]
+
+
+class LostTurnError(LookupError):
+    """A response that the conversation is built on is not there."""
+
+
+class ResponseStore:
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, name: str, response: StoredResponse) -> None:
+        """Keep it, if it fits at all, at the cost of others."""
+        if response.num_bytes > self._max_bytes:
+            return
+        response.used_at = self._clock()
+        self._kept[name] = response
+        self.num_bytes += response.num_bytes
+        while self.num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
+            self._drop(next(iter(self._kept)))
+
+    def get(self, name: str, owner: bytes) -> StoredResponse | None:
+        self._drop_idle()
+        response = self._kept.get(name)
+        if response is None or response.owner != owner:
+            return None
+        response.used_at = self._clock()
+        self._kept.move_to_end(name)
+        return response
+
+    def delete(self, name: str, owner: bytes) -> bool:
+        if self.get(name, owner) is None:
+            return False
+        self._drop(name)
+        return True
+
+    def conversation(self, name: str, owner: bytes) -> list[StoredResponse]:
+        """The responses that led to `name`, and it, oldest first. Raises `LostTurnError`."""
+        turns: list[StoredResponse] = []
+        before: str | None = name
+        while before is not None and len(turns) < MAX_TURNS:
+            response = self.get(before, owner)
+            if response is None:
+                raise LostTurnError(before)
+            turns.append(response)
+            before = response.previous_id
+        if before is not None:
+            raise LostTurnError(before)
+        return turns[::-1]
+
+    def item(self, name: str, owner: bytes) -> dict[str, Any] | None:
+        """An item of any response, by its id, which holds that of its response."""
+        parts = name.split("_")
+        response = self.get(f"resp_{parts[1]}", owner) if len(parts) == 3 else None
+        items = [] if response is None else response.items()
+        return next((item for item in items if item.get("id") == name), None)
+
+    def _drop_idle(self) -> None:
+        too_old = self._clock() - IDLE_SECONDS
+        while self._kept and next(iter(self._kept.values())).used_at < too_old:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, name: str) -> None:
+        self.num_bytes -= self._kept.pop(name).num_bytes

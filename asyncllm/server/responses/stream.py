@@ -1,0 +1,153 @@
+"""The streamed response: events of an answer in, OpenAI's response events out.
+
+    response.created, response.in_progress
+    for each item   response.output_item.added, content_part.added,
+                    output_text.delta (reasoning_text, function_call_arguments) ..., .done,
+                    content_part.done, output_item.done
+    at last         response.completed, or .incomplete, or .failed
+
+A call has no content part; thinking that is told as a summary has a summary part. The deltas of one
+item differ only in text and number: all around it is rendered when the item begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from asyncllm.formats.events import Event
+from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
+from asyncllm.server.answer_parts import AnswerPart, AnswerParts, News
+from asyncllm.server.errors import ApiError
+from asyncllm.server.responses.answer import ResponseView
+from asyncllm.server.sse import SSEStream
+from asyncllm.server.usage import Usage
+
+
+class StreamedResponse:
+    """An `AnswerSink` that writes to one SSE stream: one write per engine step.
+
+    `keep` is called with the response once it is whole, before its last event is sent.
+    """
+
+    def __init__(
+        self, sse: SSEStream, view: ResponseView, keep: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._sse = sse
+        self._view = view
+        self._keep = keep
+        self._parts = AnswerParts()
+        self._output: list[dict[str, Any]] = []
+        self._frames: list[bytes] = []  # of this step
+        self._sequence_number = 0
+        self._before_text = b""
+        self._logprobs: SampleLogprobs = []  # of tokens whose text has not come yet
+        self._finish_reason = ""
+        for name in ("created", "in_progress"):
+            self._event(f"response.{name}", {"response": view.body("in_progress", [])})
+        self._push()
+
+    def opened(self, choice: int, output: RequestOutput) -> None:
+        pass
+
+    def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
+        if completion is not None and completion.logprobs:
+            self._logprobs += completion.logprobs
+        for event in events:
+            self._tell(self._parts.add(event))
+        self._push()
+
+    def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
+        self._tell(self._parts.flush())
+        if self._parts.open is not None:
+            cut_off = finish_reason == "length"
+            self._close(self._parts.open, "incomplete" if cut_off else "completed")
+        self._finish_reason = finish_reason
+
+    def finish(self, usage: Usage) -> None:
+        response = self._view.ended(self._finish_reason, self._output, usage)
+        self._keep(response)
+        self._event(f"response.{response['status']}", {"response": response})
+        self._sse.end(b"".join(self._frames))
+
+    def fail(self, error: ApiError) -> None:
+        self._event("response.failed", {"response": self._view.failed(error, self._output)})
+        self._sse.end(b"".join(self._frames))
+
+    def _tell(self, news: News) -> None:
+        if news.closed is not None:
+            self._close(news.closed, "completed")
+        if news.opened is not None:
+            self._open(news.opened)
+        part = self._parts.open
+        if part is None or not news.text:
+            return
+        part.pieces.append(news.text)
+        logprobs, self._logprobs = self._logprobs, []
+        text = orjson.dumps(news.text)
+        if part.kind == "text" and logprobs:
+            part.logprobs += logprobs
+            text += b',"logprobs":' + orjson.dumps(self._view.logprobs(logprobs))
+        elif part.kind == "text":
+            text += b',"logprobs":[]'
+        self._frames.append(b"%b%b%b" % (self._before_text, text, self._numbered()))
+
+    def _open(self, part: AnswerPart) -> None:
+        item = self._view.begun_item(part)
+        self._event("response.output_item.added", {"output_index": part.index, "item": item})
+        kind, place = self._place(part)
+        if part.kind != "call":
+            empty = AnswerPart(part.index, part.kind)
+            self._event(f"{self._part_kind(part)}.added", {**place, "part": self._part(empty)})
+        head = orjson.dumps({"type": f"{kind}.delta", **place})
+        name = f"{kind}.delta".encode()
+        self._before_text = b'event: %b\ndata: %b,"delta":' % (name, head[:-1])
+
+    def _close(self, part: AnswerPart, status: str) -> None:
+        kind, place = self._place(part)
+        done: dict[str, Any] = {"text": part.text}
+        if part.kind == "call":
+            done = {"arguments": part.text, "name": part.name}
+        elif part.kind == "text":
+            done["logprobs"] = self._view.logprobs(part.logprobs)
+        self._event(f"{kind}.done", {**place, **done})
+        if part.kind != "call":
+            self._event(f"{self._part_kind(part)}.done", {**place, "part": self._part(part)})
+        item = self._view.item(part, status)
+        self._output.append(item)
+        self._event("response.output_item.done", {"output_index": part.index, "item": item})
+
+    def _place(self, part: AnswerPart) -> tuple[str, dict[str, Any]]:
+        """What its text events are called, and what they say of where they belong."""
+        place = {"item_id": self._view.item_id(part), "output_index": part.index}
+        if part.kind == "call":
+            return "response.function_call_arguments", place
+        if part.kind == "text":
+            return "response.output_text", {**place, "content_index": 0}
+        if self._view.summarizes:
+            return "response.reasoning_summary_text", {**place, "summary_index": 0}
+        return "response.reasoning_text", {**place, "content_index": 0}
+
+    def _part_kind(self, part: AnswerPart) -> str:
+        is_summary = part.kind == "reasoning" and self._view.summarizes
+        return "response.reasoning_summary_part" if is_summary else "response.content_part"
+
+    def _part(self, part: AnswerPart) -> dict[str, Any]:
+        view = self._view
+        return view.text_part(part) if part.kind == "text" else view.reasoning_part(part)
+
+    def _event(self, name: str, fields: dict[str, Any]) -> None:
+        body = orjson.dumps({"type": name, **fields})
+        self._frames.append(b"event: %b\ndata: %b%b" % (name.encode(), body[:-1], self._numbered()))
+
+    def _numbered(self) -> bytes:
+        """How each event ends."""
+        number, self._sequence_number = self._sequence_number, self._sequence_number + 1
+        return b',"sequence_number":%d}\n\n' % number
+
+    def _push(self) -> None:
+        if self._frames:
+            self._sse.push(b"".join(self._frames))
+            self._frames.clear()

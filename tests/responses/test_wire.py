@@ -1,0 +1,88 @@
+"""What is sent is what openapi.json says, and no value of any field makes a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncLLMEngine
+from asyncllm.server.responses.protocol import ResponsesRequest
+from tests.server.http_harness import run, serving
+from tests.server.scripted import script
+from tests.server.test_answers import check, check_event
+from tests.server.test_hostile import check_one, hostile_body
+
+RESPONSES, COUNT = "/v1/responses", "/v1/responses/input_tokens"
+NUM_BODIES = 250
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+CALLED = [
+    {"role": "user", "content": "Hi"},
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "x"},
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"max_output_tokens": 3}, LOGPROBS, {"reasoning": {"summary": "auto"}}, {"input": CALLED}],
+)
+def test_answers_and_events_are_as_documented(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch)
+
+    async def test() -> None:
+        async with serving() as server:
+            body = {"input": "Hello", **fields}
+            status, answer = await server.post(RESPONSES, body)
+            assert status == 200
+            check("POST", RESPONSES, 200, answer)
+            path = f"{RESPONSES}/{answer['id']}"
+            for event in await server.named_events(RESPONSES, body):
+                check_event(RESPONSES, event)
+            status, shown = await server.get(path)
+            check("GET", f"{RESPONSES}/{{response_id}}", status, shown)
+            assert shown == answer
+            status, items = await server.get(f"{path}/input_items")
+            check("GET", f"{RESPONSES}/{{response_id}}/input_items", status, items)
+            async with server.session.delete(server.url + path) as response:
+                body = await response.json()
+            check("DELETE", f"{RESPONSES}/{{response_id}}", 200, body)
+            status, gone = await server.get(path)
+            check("GET", f"{RESPONSES}/{{response_id}}", 404, gone)
+
+    run(test())
+
+
+def test_a_failed_stream_is_as_documented() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            events = await server.named_events(RESPONSES, {"input": "<fail>"})
+            assert events[-1]["type"] == "response.failed"
+            for event in events:
+                check_event(RESPONSES, event)
+
+    run(test())
+
+
+def test_no_field_value_makes_a_500() -> None:
+    async def test() -> None:
+        rng = random.Random(3)
+        engine = AsyncLLMEngine("tiny", max_model_len=96, max_num_seqs=8)
+        good = {"input": "Hi", "max_output_tokens": 8}
+        async with serving(engine) as server:
+            statuses = []
+            raws = [hostile_body(rng, ResponsesRequest, good) for _ in range(NUM_BODIES)]
+            for start in range(0, NUM_BODIES, 16):
+                calls = [
+                    check_one(server, path, raw)
+                    for raw in raws[start : start + 16]
+                    for path in (RESPONSES, COUNT)
+                ]
+                statuses += await asyncio.gather(*calls)
+            assert statuses.count(200) > 50 and statuses.count(400) > 100
+
+    run(test())
