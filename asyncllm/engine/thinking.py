@@ -68,13 +68,15 @@ class ThinkingBudget:
 
     __slots__ = ("_end", "_is_open", "_num_left", "_num_matched", "_num_read", "_start")
 
-    def __init__(self, tokens: ReasoningTokens, budget: int, prompt_ids: list[int]) -> None:
-        num_open = tokens.num_open(prompt_ids)
+    def __init__(
+        self, tokens: ReasoningTokens, budget: int, num_prompt: int, num_open: int | None
+    ) -> None:
+        """`num_open`: what `tokens` say of the prompt of `num_prompt` ids."""
         self._start = _Marker(tokens.start)
         self._end = _Marker(tokens.end)
         self._is_open = num_open is not None
         self._num_left = budget - (num_open or 0)
-        self._num_read = len(prompt_ids)
+        self._num_read = num_prompt
         self._num_matched = 0  # tokens of the end, or where it is not open of the start
 
     def next_token(self, token_ids: list[int]) -> int | None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncllm import InvalidRequestError, SamplingParams
+from asyncllm import EngineArgs, InvalidRequestError, SamplingParams
+from asyncllm.engine.bad_words import bad_words_ids
+from asyncllm.engine.input_processor import MAX_PROMPT_LOGPROB_ENTRIES, InputProcessor
+from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -20,7 +25,9 @@ from asyncllm.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from tests.text import tokenizer_folders as folders
 
+VOCAB = folders.MODEL_CONFIG["vocab_size"]
 HUGE = 2**64
 NOT_NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, "1", True, [1], {}, None]
 NOT_INTS: list[Any] = [1.0, 0.5, math.nan, "1", True, [1], {}, HUGE, -HUGE, 10**5000]
@@ -118,3 +125,40 @@ def test_what_is_no_seed_and_no_budget() -> None:
 
 def test_keys_of_logit_bias_become_ids() -> None:
     assert SamplingParams(logit_bias={"007": 1, 8: 2}).logit_bias == {7: 1.0, 8: 2.0}  # type: ignore[dict-item]
+
+
+# --- what depends on the model --------------------------------------------------------------------
+
+
+@pytest.fixture
+def processor(model_folder: Path, byte_level: Tokenizer) -> InputProcessor:
+    config = EngineArgs(model=str(model_folder), device="cpu").create_engine_config()
+    return InputProcessor(config, byte_level, MAX_PROMPT_LOGPROB_ENTRIES)
+
+
+def refused(processor: InputProcessor, ids: list[int], **fields: Any) -> str | None:
+    with pytest.raises(InvalidRequestError) as caught:
+        processor.process("r", ids, SamplingParams(**fields), 0.0)
+    return caught.value.param
+
+
+@pytest.mark.parametrize("name", ["logprob_token_ids", "allowed_token_ids", "stop_token_ids"])
+def test_token_ids_must_be_in_the_vocabulary(processor: InputProcessor, name: str) -> None:
+    last = VOCAB - 1
+    processor.process("r", [1], SamplingParams(**{name: [0, last]}), 0.0)
+    assert refused(processor, [1], **{name: [0, last + 1]}) == name
+
+
+def test_the_entries_of_prompt_logprobs_are_bounded(processor: InputProcessor) -> None:
+    half = MAX_PROMPT_LOGPROB_ENTRIES // 2
+    for most, num_top in ((half, 1), (MAX_PROMPT_LOGPROB_ENTRIES // 21, 20)):
+        params = SamplingParams(prompt_logprobs=num_top)
+        processor.process("r", [1] * most, params, 0.0)
+        assert refused(processor, [1] * (most + 1), prompt_logprobs=num_top) == "prompt_logprobs"
+
+
+def test_a_bad_word_without_tokens_is_refused() -> None:
+    encoder: Any = SimpleNamespace(encode=lambda text, special, param: [], check_ids=None)
+    with pytest.raises(InvalidRequestError) as caught:
+        bad_words_ids(SamplingParams(bad_words=["x"]), encoder)
+    assert caught.value.param == "bad_words"
