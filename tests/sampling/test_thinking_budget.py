@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from typing import Any
 
 import pytest
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, SamplingParams
 from asyncllm.engine.thinking import ReasoningTokens, ThinkingBudget
+from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 from tests.server.http_harness import CHAT, run, serving
 
 START, END = (1,), (2,)
@@ -163,6 +165,23 @@ def test_nothing_that_a_request_forbids_keeps_the_end_away() -> None:
                 output = await think(engine, {"prompt_token_ids": ids}, 2, **fields)
                 assert output.outputs[0].token_ids[2] == end, fields
                 assert output.outputs[0].finish_reason == "length"
+            engine.check_idle()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_grammar_takes_over_where_the_reasoning_was_cut() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **ENGINE) as engine:
+            after = ReasoningMarkers("</think>", begin="<think>")
+            grammar = StructuredOutputsParams(regex="[0-9]{2}[.]", after=after)
+            output = await think(engine, rendered(engine), 3, structured_outputs=grammar)
+            text = output.outputs[0].text.removesuffix("<|im_end|>")
+            reasoning, answer = text.split("</think>")
+            num_tokens = len(engine.tokenizer.encode(reasoning.removeprefix("<think>"), False))
+            assert reasoning.startswith("<think>") and num_tokens == 3
+            assert re.fullmatch(r"\n{0,2}[0-9]{2}[.]", answer)
+            assert output.outputs[0].finish_reason == "stop"
             engine.check_idle()
 
     asyncio.run(asyncio.wait_for(main(), 60))
