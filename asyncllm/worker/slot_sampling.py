@@ -148,8 +148,7 @@ def _forbidden_now(seq: Sequence) -> list[int]:
     request = seq.request
     num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
     forbidden: list[int] = []
-    # A constraint sees to min_tokens itself: it knows whether anything else may come.
-    if num_before < request.sampling_params.min_tokens and seq.constraint is None:
+    if num_before < request.sampling_params.min_tokens:
         forbidden += request.stop_token_ids
     for word in request.bad_words_ids:
         start = len(word) - 1

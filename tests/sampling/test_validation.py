@@ -37,13 +37,14 @@ NOT_WORD_LISTS: list[Any] = [1, {}, [1], [None], [""], [["a"]], ("a",)]
 # field -> (values that are good, just inside its limits; values that are not)
 FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "n": ([1, MAX_N], [*NOT_INTS, 0, -1, MAX_N + 1, None]),
+    "best_of": ([None, 1, MAX_N], [*NOT_INTS, 0, -1, MAX_N + 1]),
     "temperature": ([0, 0.7, 100], [*NOT_NUMBERS, -0.1, 100.1]),
     "top_p": ([1e-9, 1], [*NOT_NUMBERS, 0, -0.1, 1.0001]),
     "top_k": ([-1, 0, 1, MAX_SEED], [*NOT_INTS, -2, None]),
     "min_p": ([0, 1], [*NOT_NUMBERS, -0.1, 1.1]),
     "presence_penalty": ([-2, 2], [*NOT_NUMBERS, -2.1, 2.1]),
     "frequency_penalty": ([-2, 2], [*NOT_NUMBERS, -2.1, 2.1]),
-    "repetition_penalty": ([1e-9, 10], [*NOT_NUMBERS, 0, -1, 10.1]),
+    "repetition_penalty": ([0.01, 10], [*NOT_NUMBERS, 0, -1, 0.009, 10.1]),
     "seed": ([None, -1, 0, MAX_SEED, -MAX_SEED - 1], [*NOT_INTS, MAX_SEED + 1]),
     "max_tokens": ([None, 1, MAX_SEED], [*NOT_INTS, 0, -1]),
     "min_tokens": ([0, 16], [*NOT_INTS, -1, 17, None]),
@@ -114,6 +115,7 @@ def test_every_field_is_here_or_has_its_own_tests() -> None:
         "output_kind", "extra_args",
         "repetition_detection",  # test_repetition.py
         "structured_outputs", "logits_processors",
+        "use_beam_search", "length_penalty", "early_stopping",
     }  # fmt: skip
     assert set(SamplingParams.__dataclass_fields__) <= FIELDS.keys() | elsewhere
 
