@@ -144,3 +144,37 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(
             engine.check_idle()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_is_forbidden_never_comes_and_what_is_asked_for_does() -> None:
+    """Hot answers of many seeds at once, each under another kind of rule."""
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **ENGINE) as engine:
+            end = engine.tokenizer.encode("<|im_end|>", False)[0]
+            base: dict[str, Any] = {"temperature": 2.0, "n": 4, "max_tokens": 10}
+            rules: dict[str, dict[str, Any]] = {
+                "bad_words": {"bad_words": ["e", " a", "the"], "ignore_eos": True},
+                "min_tokens": {"min_tokens": 7, "logit_bias": {end: 100.0}},
+                "allowed": {"allowed_token_ids": [300, 301, 302], "ignore_eos": True},
+                "stop": {"stop": ["e"], "ignore_eos": True},
+            }
+            outputs = await asyncio.gather(
+                *(
+                    _final(engine.generate("Once upon a time", SamplingParams(seed=1, **base | r)))
+                    for r in rules.values()
+                )
+            )
+            answers = dict(zip(rules, (output.outputs for output in outputs), strict=True))
+            banned = {engine.tokenizer.encode(word, False)[0] for word in ("e", " e", " a", "a")}
+            for answer in answers["bad_words"]:
+                assert not banned & set(answer.token_ids)
+            for answer in answers["min_tokens"]:
+                assert len(answer.token_ids) == 7 + 1 and answer.token_ids[-1] == end
+            for answer in answers["allowed"]:
+                assert set(answer.token_ids) <= {300, 301, 302} and len(answer.token_ids) == 10
+            for answer in answers["stop"]:
+                assert "e" not in answer.text
+                assert answer.finish_reason == ("stop" if answer.stop_reason == "e" else "length")
+
+    asyncio.run(asyncio.wait_for(main(), 60))
