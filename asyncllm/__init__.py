@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SamplingParams,
     )
     from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
+    from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 
 __version__ = version("asyncllm")
 
@@ -50,7 +51,9 @@ _HOMES = {
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",
+    "LogitsProcessor": "worker.logits_processors",
     "ModelLoadError": "errors",
+    "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
     "ReasoningMarkers": "structured_outputs",
     "RepetitionDetectionParams": "sampling_params",
@@ -73,8 +76,10 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "InvalidRequestError",
+    "LogitsProcessor",
     "Logprob",
     "ModelLoadError",
+    "ProcessorRow",
     "QueueFullError",
     "ReasoningMarkers",
     "RepetitionDetectionParams",
