@@ -171,7 +171,7 @@ class InputProcessor:
             priority=priority,
             bad_words_ids=bad_words_ids(params, self._encoder),
             cache_key=self._cache_key(salt, len(ids)),
-            num_shown_logprobs=params.logprobs or 0,
+            num_shown_logprobs=params.logprobs,
         )
         request.sequences = [
             self._sequence(request, index, grammar) for index in range(params.num_sequences)
