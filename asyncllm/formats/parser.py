@@ -200,6 +200,7 @@ class FormatParser:
             is_whole = goes_on and (yield from self._following_call(syntax))
             self._say_unless_blank(self._cursor.let_go())
         if not is_whole:
+            self._say_unless_blank(self._cursor.let_go())
             self._strays = stray_ends(syntax)
         return True
 
@@ -229,4 +230,7 @@ class FormatParser:
                 is_whole = yield from read_tagged_call(call, body)
             case LiteralArguments() as body:
                 is_whole = yield from read_literal_call(call, body)
-        return is_whole and (yield from self._cursor.literals(syntax.call_end))
+        is_whole = is_whole and (yield from self._cursor.literals(syntax.call_end))
+        if call.begun and self._cursor.ended:
+            self._cursor.let_go()  # arguments that the text's end has cut are no content
+        return is_whole
