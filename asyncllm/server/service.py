@@ -63,6 +63,7 @@ class Service:
             tokenizer.special_tokens,
             self.args.tool_call_parser,
             self.engine.config.reasoning_parser,
+            tokenizer.response_template,
         )
 
     @property
