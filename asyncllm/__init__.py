@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SamplingParams,
     )
     from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
+    from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 
 __version__ = version("asyncllm")
 
@@ -39,7 +40,9 @@ _HOMES = {
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",
+    "LogitsProcessor": "worker.logits_processors",
     "ModelLoadError": "errors",
+    "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
     "ReasoningMarkers": "structured_outputs",
     "RepetitionDetectionParams": "sampling_params",
@@ -59,8 +62,10 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "InvalidRequestError",
+    "LogitsProcessor",
     "Logprob",
     "ModelLoadError",
+    "ProcessorRow",
     "QueueFullError",
     "ReasoningMarkers",
     "RepetitionDetectionParams",

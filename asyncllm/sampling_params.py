@@ -29,6 +29,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_REPETITION_PATTERN_SIZE = 2048
 MAX_REPETITION_COUNT = 1024
 MAX_LOGITS_PROCESSORS = 64
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
+MAX_REPETITION_PENALTY = 10
 MAX_SEED = 2**63 - 1
 MAX_ID_DIGITS = 18  # of a token id written out
 
@@ -179,8 +181,9 @@ class SamplingParams:
                  "between -2 and 2")  # fmt: skip
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty,
                  "between -2 and 2")  # fmt: skip
-        _require(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty,
-                 "above 0 and at most 10")  # fmt: skip
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _require(low <= self.repetition_penalty <= high, "repetition_penalty",
+                 self.repetition_penalty, f"between {low} and {high}")  # fmt: skip
         _require(0 <= self.temperature <= 100, "temperature", self.temperature,
                  "between 0 and 100")  # fmt: skip
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")

@@ -69,6 +69,14 @@ class TokenConstraint(Protocol):
         ...
 
 
+class TokenForcer(Protocol):
+    """Decides some of one sequence's tokens instead of the model. Not thread-safe."""
+
+    def next_token(self, token_ids: list[int]) -> int | None:
+        """The token that must follow all these; None where the model decides."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A validated, tokenised request.
@@ -96,8 +104,10 @@ class Request:
     @property
     def needs_host(self) -> bool:
         """Each of its samplings depends on the output tokens before it, known on the host."""
-        processed = bool(self.batch_processors or self.sampling_params.logits_processors)
-        return processed or any(len(word) > 1 for word in self.bad_words_ids)
+        params = self.sampling_params
+        processed = bool(self.batch_processors or params.logits_processors)
+        may_be_forced = params.thinking_token_budget is not None
+        return processed or may_be_forced or any(len(word) > 1 for word in self.bad_words_ids)
 
     @property
     def finished(self) -> bool:
@@ -132,6 +142,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     constraint: TokenConstraint | None = None
+    forcer: TokenForcer | None = None  # only with a request that needs_host
     num_to_drop: int = 0
     num_accepted: int = 0
 

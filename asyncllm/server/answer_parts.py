@@ -11,12 +11,24 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from asyncllm.formats.events import Content, Event, Reasoning, ToolCallBegin
+from asyncllm.formats.events import (
+    Content,
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallBegin,
+)
 from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from asyncllm.server.errors import ApiError
 from asyncllm.server.usage import Usage
 
 PartKind = Literal["text", "reasoning", "call"]
+TextEvent = Content | Reasoning | ToolCallArguments
+_GOES_ON: dict[PartKind, tuple[type[TextEvent], ...]] = {
+    "text": (Content,),
+    "reasoning": (Reasoning,),
+    "call": (ToolCallArguments,),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -44,22 +56,29 @@ class News(NamedTuple):
 
 
 class AnswerParts:
-    """Which part an event belongs to. Keeps no text: who wants it adds `News.text` to the part."""
+    """Which part an event belongs to. Keeps no text: who wants it adds `News.text` to the part.
+
+    `goes_on`: for isinstance, the event that is but more text of the open part; a stream looks for
+    it first.
+    """
 
     def __init__(self) -> None:
         self.open: AnswerPart | None = None
+        self.goes_on: tuple[type[TextEvent], ...] = ()
         self._num_parts = 0
         self._blanks = ""
 
     def add(self, event: Event) -> News:
+        if isinstance(event, self.goes_on):
+            return News(None, None, event.text)
         match event:
             case Content(text):
                 return self._add_content(text)
-            case Reasoning(text):
-                return self._go_on("reasoning", text) if text else News(None, None, "")
+            case Reasoning(text) if text:
+                return self._begin("reasoning", text)
             case ToolCallBegin(_, call_id, name):
                 return self._begin("call", "", call_id, name)
-        return News(None, None, event.text)  # of the call that is open
+        return News(None, None, "")
 
     def flush(self) -> News:
         """The answer has ended. If it was nothing but white space, that is its text after all."""
@@ -68,22 +87,16 @@ class AnswerParts:
         return News(None, None, "")
 
     def _add_content(self, text: str) -> News:
-        if self.open is not None and self.open.kind == "text":
-            return News(None, None, text)
         self._blanks += text
         if not text or text.isspace():
             return News(None, None, "")
         return self._begin("text", self._blanks)
 
-    def _go_on(self, kind: PartKind, text: str) -> News:
-        if self.open is not None and self.open.kind == kind:
-            return News(None, None, text)
-        return self._begin(kind, text)
-
     def _begin(self, kind: PartKind, text: str, call_id: str = "", name: str = "") -> News:
         closed = self.open
         self._blanks = ""
         self.open = AnswerPart(self._num_parts, kind, call_id, name)
+        self.goes_on = _GOES_ON[kind]
         self._num_parts += 1
         return News(closed, self.open, text)
 

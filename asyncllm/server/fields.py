@@ -20,13 +20,16 @@ from asyncllm.sampling_params import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
+    MAX_REPETITION_PENALTY,
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     RepetitionDetectionParams,
     SamplingParams,
 )
 from asyncllm.server import field_types as types
+from asyncllm.server.batch import MAX_CONVERSATIONS, REFUSED
 from asyncllm.server.messages.notes import MESSAGES_NOTES
 from asyncllm.server.note import Note
 from asyncllm.server.note import between as _between
@@ -40,6 +43,14 @@ NOTES: dict[str, Note] = {
         "The conversation so far, oldest first, as the chat template takes it.",
         schema={"minItems": 1}, type=list[types.Message],
     ),
+    "BatchChatRequest.messages": Note(
+        "One conversation for each choice of the answer, in this order.",
+        schema={"minItems": 1, "maxItems": MAX_CONVERSATIONS}, type=list[list[types.Message]],
+    ),
+    **{
+        f"BatchChatRequest.{name}": _refused("One choice for each conversation, told whole.")
+        for name in REFUSED
+    },
     "prompt": Note("Text, or token ids, or a list of either: one answer for each."),
     # --- how many, how long ---
     "n": _between(1, MAX_N, "Answers for each prompt."),
@@ -70,9 +81,9 @@ NOTES: dict[str, Note] = {
     "frequency_penalty": _between(
         -2, 2, "Taken from a token's logit once for each time that it was answered."
     ),
-    "repetition_penalty": Note(
+    "repetition_penalty": _between(
+        MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY,
         "Divides the logits of tokens in prompt and answer; above 1 discourages them.",
-        schema={"exclusiveMinimum": 0, "maximum": 10},
     ),
     "seed": _between(
         -MAX_SEED - 1, MAX_SEED, "Same seed, same answer, whatever else is served. -1: none."
@@ -267,7 +278,11 @@ def describe_fields(requests: Iterable[type], components: dict[str, Any], ref: s
                 properties[name] = dict(shape_of[id(note.type)])
             if name in _DEFAULTS and note.kind == "done":
                 properties[name]["default"] = _DEFAULTS[name]
-            properties[name] |= {**note.schema, "description": note.description}
+            properties[name] |= {
+                **note.schema,
+                "description": note.description,
+                "x-kind": note.kind,
+            }
 
 
 def _with_parts(requests: Iterable[type]) -> list[Any]:

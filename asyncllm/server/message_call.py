@@ -1,40 +1,51 @@
-"""A call for one answer in parts, and the two ways it runs: whole, or as a stream."""
+"""A call for one answer in parts: its id is the API's own, its end a message, streamed or whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from asyncllm.formats.events import AnswerParser, Content, Event
-from asyncllm.server.answer_events import ParsedAnswer
+from aiohttp import web
+
+from asyncllm.server.answer_events import AnswerSink, ParsedAnswer, PlainParser
 from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.call import Call
 from asyncllm.server.chat_call import chat_call
+from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.service import Service
-
-NewParser = Callable[[], AnswerParser]
-
-
-class PlainText:
-    """The parser of a format in which everything is content."""
-
-    def push(self, text: str) -> list[Event]:
-        return [Content(text)] if text else []
-
-    def close(self) -> list[Event]:
-        return []
+from asyncllm.server.service import Service, stream_to
+from asyncllm.server.sse import SSEStream
+from asyncllm.server.tokenize import encode
+from asyncllm.server.tool_use import tool_use
 
 
-def message_call(request: ChatRequest, service: Service, call_id: str) -> tuple[Call, NewParser]:
-    """The call and the parser of its answer. Raises `ApiError`, `InvalidRequestError`."""
-    return replace(chat_call(request, service), id=call_id), PlainText
+def message_call(request: ChatRequest, service: Service, call_id: str) -> Call:
+    """Raises `ApiError`, `InvalidRequestError`."""
+    return replace(chat_call(request, service), id=call_id)
 
 
-async def answer_parts(service: Service, call: Call, new_parser: NewParser) -> PartsCollector:
+async def answer_parts(service: Service, call: Call) -> PartsCollector:
     """The whole answer. Raises the `ApiError` that ended it."""
     collector = PartsCollector()
-    with service.generation(call, ParsedAnswer(call, new_parser, collector)) as generation:
+    with service.generation(call, _parsed(call, collector)) as generation:
         await generation.submit()
         await collector.wait()
     return collector
+
+
+async def stream_parts(
+    sse: SSEStream, service: Service, call: Call, sink: AnswerSink
+) -> web.StreamResponse:
+    return await stream_to(sse, service, call, _parsed(call, sink))
+
+
+async def count_prompt_tokens(request: ChatRequest, service: Service) -> int:
+    """Raises `ApiError`, `InvalidRequestError`."""
+    service.check_model(request.model)
+    tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)
+    prompt = chat_prompt(request, tools, service)
+    tokenizer = service.engine.tokenizer
+    return len(await encode(tokenizer, prompt["prompt"], bool(prompt.get("add_special_tokens"))))
+
+
+def _parsed(call: Call, sink: AnswerSink) -> ParsedAnswer:
+    return ParsedAnswer(call, call.new_parser or PlainParser, sink)

@@ -18,7 +18,7 @@ from tests.server.test_hostile import hostile_body
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 GOOD: dict[str, Any] = {"model": "fake", "max_tokens": 100, "messages": HELLO}
-NUM_BODIES = 150  # per route
+NUM_BODIES = 80  # per route
 
 
 def test_answers_and_events_are_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +113,6 @@ def test_no_field_value_makes_a_500() -> None:
                 for start in range(0, NUM_BODIES, 16):
                     batch = raws[start : start + 16]
                     statuses += await asyncio.gather(*(one(path, raw) for raw in batch))
-            assert statuses.count(200) > 30 and statuses.count(400) > 50
+            assert statuses.count(200) > 20 and statuses.count(400) > 30
 
     run(test())

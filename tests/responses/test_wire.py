@@ -16,7 +16,7 @@ from tests.server.test_answers import check, check_event
 from tests.server.test_hostile import check_one, hostile_body
 
 RESPONSES, COUNT = "/v1/responses", "/v1/responses/input_tokens"
-NUM_BODIES = 250
+NUM_BODIES = 100
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 CALLED = [
     {"role": "user", "content": "Hi"},
@@ -83,6 +83,6 @@ def test_no_field_value_makes_a_500() -> None:
                     for path in (RESPONSES, COUNT)
                 ]
                 statuses += await asyncio.gather(*calls)
-            assert statuses.count(200) > 50 and statuses.count(400) > 100
+            assert statuses.count(200) > 20 and statuses.count(400) > 30
 
     run(test())

@@ -58,4 +58,4 @@ class ScriptedParser:
 def script(monkeypatch: pytest.MonkeyPatch, answer: str = THOUGHT_AND_CALLS) -> None:
     """The fake engine says `answer`, and the server understands it."""
     monkeypatch.setattr(fake_engine, "reply", lambda index: answer)
-    monkeypatch.setattr(message_call, "PlainText", ScriptedParser)
+    monkeypatch.setattr(message_call, "PlainParser", ScriptedParser)

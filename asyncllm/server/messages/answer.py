@@ -54,7 +54,7 @@ def stop_fields(finish_reason: str, stop_reason: int | str | None) -> dict[str, 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """Tokens that the cache had are not input tokens here."""
     counts = usage.as_dict()
-    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    cached = (counts["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     return {
         "input_tokens": counts["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,

@@ -52,7 +52,10 @@ class StreamedMessage:
 
     def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         for event in events:
-            self._tell(self._parts.add(event))
+            if isinstance(event, self._parts.goes_on):
+                self._add_text(event.text)
+            else:
+                self._tell(self._parts.add(event))
         if self._frames:
             self._sse.push(b"".join(self._frames))
             self._frames.clear()
@@ -77,8 +80,11 @@ class StreamedMessage:
             self._close(news.closed)
         if news.opened is not None:
             self._open(news.opened)
-        if news.text and self._before_text:
-            self._frames.append(self._before_text + orjson.dumps(news.text) + b"}}\n\n")
+        self._add_text(news.text)
+
+    def _add_text(self, text: str) -> None:
+        if text and self._before_text:
+            self._frames.append(self._before_text + orjson.dumps(text) + b"}}\n\n")
 
     def _open(self, part: AnswerPart) -> None:
         fields = {"index": part.index, "content_block": empty_block(part)}

@@ -26,6 +26,7 @@ class ResponseView:
         self.summarizes = reasoning is not None and bool(
             reasoning.summary or reasoning.generate_summary
         )
+        self.shows_logprobs = call.params.logprobs is not None
         self._call = call
         self._names = names
         self._unique = call.id.removeprefix("resp_")
@@ -102,12 +103,12 @@ class ResponseView:
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     counts = usage.as_dict()
-    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    cached = (counts["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": counts["total_tokens"],
     }
 

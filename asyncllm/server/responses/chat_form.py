@@ -11,7 +11,6 @@ from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
     GenerationRequest,
-    JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
 )
@@ -19,7 +18,6 @@ from asyncllm.server.responses.items import Item, add_items
 from asyncllm.server.responses.protocol import (
     REFUSED,
     REFUSED_IN_PROMPT,
-    AnyObjectFormat,
     ResponsesRequest,
     SchemaFormat,
     TextConfig,
@@ -97,12 +95,12 @@ def _wants_logprobs(request: ResponsesRequest) -> bool:
 
 def _ask_for_text(chat: ChatRequest, text: TextConfig) -> None:
     chat.verbosity = text.verbosity
-    if isinstance(text.format, AnyObjectFormat):
-        chat.response_format = JsonObjectFormat()
-    elif isinstance(text.format, SchemaFormat):
-        wanted = text.format
-        schema = JsonSchema(wanted.name, schema=wanted.schema, strict=wanted.strict)
+    wanted = text.format
+    if isinstance(wanted, SchemaFormat):
+        schema = JsonSchema(wanted.name, wanted.description, wanted.schema, wanted.strict)
         chat.response_format = JsonSchemaFormat(schema)
+    else:
+        chat.response_format = wanted
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:

@@ -11,17 +11,14 @@ from typing import Any, Literal
 import msgspec
 
 from asyncllm.server.client_fields import Refusals
-from asyncllm.server.protocol import GenerationRequest, ReasoningEffort
+from asyncllm.server.protocol import (
+    GenerationRequest,
+    JsonObjectFormat,
+    ReasoningEffort,
+    TextFormat,
+)
 
 Verbosity = Literal["low", "medium", "high"]
-
-
-class PlainTextFormat(msgspec.Struct, tag_field="type", tag="text"):
-    pass
-
-
-class AnyObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
-    pass
 
 
 class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
@@ -32,7 +29,7 @@ class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 
 
 class TextConfig(msgspec.Struct):
-    format: PlainTextFormat | AnyObjectFormat | SchemaFormat | None = None
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
     verbosity: Verbosity | None = None
 
 

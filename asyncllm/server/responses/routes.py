@@ -10,23 +10,24 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from asyncllm.server.answer_events import ParsedAnswer
 from asyncllm.server.auth import given_keys
 from asyncllm.server.bodies import read_body
 from asyncllm.server.client_fields import named_as
 from asyncllm.server.errors import ApiError, bad_request
-from asyncllm.server.logprobs import TokenNames
-from asyncllm.server.message_call import answer_parts, message_call
-from asyncllm.server.prompts import render_chat
+from asyncllm.server.message_call import (
+    answer_parts,
+    count_prompt_tokens,
+    message_call,
+    stream_parts,
+)
 from asyncllm.server.responses.answer import ResponseView
 from asyncllm.server.responses.chat_form import FIELD_NAMES, chat_request, prompt_request
 from asyncllm.server.responses.items import Item, read_items
 from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.responses.store import LostTurnError, ResponseStore, StoredResponse
 from asyncllm.server.responses.stream import StreamedResponse
-from asyncllm.server.service import SERVICE, json_response, stream_to
+from asyncllm.server.service import SERVICE, json_response
 from asyncllm.server.sse import SSEStream
-from asyncllm.server.tokenize import encode
 
 RESPONSES = web.AppKey("responses", ResponseStore)
 
@@ -41,30 +42,26 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     items = read_items(request.input, unique, partial(_find_item, http))
     chat = chat_request(request, _items_before(http, request) + items)
     with named_as(FIELD_NAMES):
-        call, new_parser = message_call(chat, service, f"resp_{unique}")
-        names = TokenNames(service.engine.tokenizer, bool(request.return_tokens_as_token_ids))
-        view = ResponseView(request, call, names)
+        call = message_call(chat, service, f"resp_{unique}")
+        view = ResponseView(request, call, service.token_names(request))
         keep = partial(_keep, http, request, items)
         if request.stream:
             sse = SSEStream(http, service.frames)
             sink = StreamedResponse(sse, view, keep)
-            return await stream_to(sse, service, call, ParsedAnswer(call, new_parser, sink))
-        answer = await answer_parts(service, call, new_parser)
+            return await stream_parts(sse, service, call, sink)
+        answer = await answer_parts(service, call)
     body = view.whole(answer)
     keep(body)
     return json_response(body)
 
 
 async def count_input_tokens(http: web.Request) -> web.Response:
-    service = http.app[SERVICE]
     request = await read_body(http, ResponsesRequest)
-    service.check_model(request.model)
     items = read_items(request.input, "", partial(_find_item, http))
     chat = prompt_request(request, _items_before(http, request) + items)
     with named_as(FIELD_NAMES):
-        text = render_chat(chat, service, chat.tools or [])
-    ids = await encode(service.engine.tokenizer, text, add_special_tokens=False)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+        count = await count_prompt_tokens(chat, http.app[SERVICE])
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def show_response(http: web.Request) -> web.Response:

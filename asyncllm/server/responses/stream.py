@@ -56,7 +56,10 @@ class StreamedResponse:
         if completion is not None and completion.logprobs:
             self._logprobs += completion.logprobs
         for event in events:
-            self._tell(self._parts.add(event))
+            if isinstance(event, self._parts.goes_on):
+                self._add_text(event.text)
+            else:
+                self._tell(self._parts.add(event))
         self._push()
 
     def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
@@ -81,18 +84,24 @@ class StreamedResponse:
             self._close(news.closed, "completed")
         if news.opened is not None:
             self._open(news.opened)
+        self._add_text(news.text)
+
+    def _add_text(self, text: str) -> None:
         part = self._parts.open
-        if part is None or not news.text:
+        if part is None or not text:
             return
-        part.pieces.append(news.text)
-        logprobs, self._logprobs = self._logprobs, []
-        text = orjson.dumps(news.text)
-        if part.kind == "text" and logprobs:
-            part.logprobs += logprobs
-            text += b',"logprobs":' + orjson.dumps(self._view.logprobs(logprobs))
-        elif part.kind == "text":
-            text += b',"logprobs":[]'
-        self._frames.append(b"%b%b%b" % (self._before_text, text, self._numbered()))
+        part.pieces.append(text)
+        end = b""
+        if self._logprobs:
+            if part.kind == "text":
+                end = b',"logprobs":' + orjson.dumps(self._view.logprobs(self._logprobs))
+                part.logprobs += self._logprobs
+            self._logprobs = []
+        self._frames.append(
+            b'%b%b%b,"sequence_number":%d}\n\n'
+            % (self._before_text, orjson.dumps(text), end, self._sequence_number)
+        )
+        self._sequence_number += 1
 
     def _open(self, part: AnswerPart) -> None:
         item = self._view.begun_item(part)
@@ -101,6 +110,8 @@ class StreamedResponse:
         if part.kind != "call":
             empty = AnswerPart(part.index, part.kind)
             self._event(f"{self._part_kind(part)}.added", {**place, "part": self._part(empty)})
+        if part.kind == "text" and not self._view.shows_logprobs:
+            place["logprobs"] = []
         head = orjson.dumps({"type": f"{kind}.delta", **place})
         name = f"{kind}.delta".encode()
         self._before_text = b'event: %b\ndata: %b,"delta":' % (name, head[:-1])
@@ -140,12 +151,11 @@ class StreamedResponse:
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         body = orjson.dumps({"type": name, **fields})
-        self._frames.append(b"event: %b\ndata: %b%b" % (name.encode(), body[:-1], self._numbered()))
-
-    def _numbered(self) -> bytes:
-        """How each event ends."""
-        number, self._sequence_number = self._sequence_number, self._sequence_number + 1
-        return b',"sequence_number":%d}\n\n' % number
+        self._frames.append(
+            b'event: %b\ndata: %b,"sequence_number":%d}\n\n'
+            % (name.encode(), body[:-1], self._sequence_number)
+        )
+        self._sequence_number += 1
 
     def _push(self) -> None:
         if self._frames:
