@@ -155,3 +155,59 @@ def test_tools_and_a_format_that_exclude_each_other() -> None:
             assert (status, answer["error"]["param"]) == (400, "structured_outputs")
 
     run(test())
+
+
+STRICT_TOOLS = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "missing"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, ["get_weather", "get_time"], []),
+        ({"tools": TOOLS, "tool_choice": NAMED}, ["get_time"], ["get_weather"]),
+        ({"tools": TOOLS, "tool_choice": ALLOWED}, ["get_time"], ["get_weather"]),
+        ({"tools": STRICT_TOOLS}, ["get_weather", "get_time"], []),
+        (
+            {"functions": [t["function"] for t in TOOLS], "function_call": {"name": "get_time"}},
+            ["get_time"],
+            ["get_weather"],
+        ),
+    ],
+)
+def test_calls_are_forced_by_a_grammar(
+    fields: dict[str, Any], words: list[str], missing: list[str]
+) -> None:
+    async def test() -> None:
+        async with saying("Hm") as server:
+            found = await structure(server, CHAT, **fields)
+            assert found is not None and found.grammar is not None
+            assert found.after == ReasoningMarkers("</think>", "<think>")
+            assert all(word in found.grammar for word in words)
+            assert not any(word in found.grammar for word in missing)
+            # Content has no say where a tool must be called, and none has a grammar otherwise.
+            both = await structure(server, CHAT, **fields, response_format={"type": "json_object"})
+            assert both is not None
+            if "tool_choice" in fields or "function_call" in fields:
+                assert both == found
+            else:
+                assert both.json_object and "get_time" in str(both.alternative)
+            assert await structure(server, CHAT, tools=TOOLS) is None
+
+    run(test())
+
+
+def test_a_model_without_a_format_is_forced_to_one() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            found = await structure(server, CHAT, tools=TOOLS, tool_choice="required")
+            assert found is not None and found.grammar is not None
+            server.engine.script = '{"name": "get_time", "parameters": {}}'
+            body = {"messages": HELLO, "tools": TOOLS, "tool_choice": NAMED}
+            _, answer = await server.post(CHAT, body)
+        (choice,) = answer["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_time"
+        assert choice["finish_reason"] == "stop"  # as OpenAI, where the tool was named
+
+    run(test())
