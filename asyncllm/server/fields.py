@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
@@ -54,7 +55,24 @@ NOTES: dict[str, Note] = {
     "prompt": Note("Text, or token ids, or a list of either: one answer for each."),
     # --- how many, how long ---
     "n": _between(1, MAX_N, "Answers for each prompt."),
-    "best_of": _refused("Except where it equals n."),
+    "best_of": _between(
+        1, MAX_N, "Answers to generate, of which the n likeliest are returned; at least n. Not "
+        "with stream. With use_beam_search: the width of the search."
+    ),
+    "use_beam_search": Note(
+        "Search for the n likeliest answers instead of drawing them; a stream brings them at the "
+        "end. What would change the scores is refused beside it."
+    ),
+    "length_penalty": _between(
+        -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY,
+        "Of a beam search: log-probability / length ** length_penalty is what counts.",
+        default=1,
+    ),
+    "early_stopping": Note(
+        "Of a beam search, as in transformers: end with the first best_of finished beams (true), "
+        "when none is likely to be better (false), when none can be (\"never\").",
+        type=bool | Literal["never"],
+    ),
     "max_tokens": _between(
         0, None, "Most tokens of an answer; without it as many as the context has room for."
     ),
@@ -181,7 +199,6 @@ NOTES: dict[str, Note] = {
     "prompt_cache_retention": _ignored(),
     "safety_identifier": _ignored(),
     # --- not served ---
-    "use_beam_search": _refused(),
     "response_format": Note(
         "The answer is JSON, JSON of a schema, or free text with constrained parts."
     ),
@@ -207,8 +224,6 @@ NOTES: dict[str, Note] = {
     "guided_regex": _refused("It is structured_outputs.regex now."),
     "guided_choice": _refused("It is structured_outputs.choice now."),
     "guided_grammar": _refused("It is structured_outputs.grammar now."),
-    "length_penalty": _refused("Of beam search."),
-    "early_stopping": _refused("Of beam search."),
     "truncation_side": _refused('Except "left".'),
     "watermarking": _refused(),
     "ec_transfer_params": _refused("There is one server."),
@@ -222,6 +237,7 @@ NOTES: dict[str, Note] = {
     "web_search_options": _refused(),
     "mm_processor_kwargs": _refused("Text only."),
     "media_io_kwargs": _refused("Text only."),
+    "CompletionRequest.media_io_kwargs": _ignored(),
     "suffix": _refused(),
     "prompt_embeds": _refused(),
     # --- tokens ---
@@ -233,6 +249,7 @@ NOTES: dict[str, Note] = {
     "SamplingParams.logprobs": _between(
         0, None, "Report each token's log-probability and so many of the likeliest others'."
     ),
+    "SamplingParams.structured_outputs": Note("What the answer's text must be."),
     "detokenize": Note("Make text too, which nothing reports; stop strings need it."),
     "GenerateRequest.request_id": Note("The answer carries it."),
     "assistant_tokens_mask": _ignored(),

@@ -25,7 +25,6 @@ def _empty(value: Any) -> bool:
 
 # field -> the values that ask for nothing (None always does)
 _COMMON: dict[str, _Harmless] = {
-    "use_beam_search": _empty,
     "logits_processors": _empty,
     "truncation_side": lambda value: value == "left",
     "watermarking": _empty,
@@ -65,8 +64,6 @@ def refuse_unsupported(request: ChatRequest | CompletionRequest, args: ServerArg
     for name, now in _MOVED.items():
         if getattr(request, name) is not None:
             raise bad_request(f"{name} is not supported: send {now}", name)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise bad_request("best_of other than n is not supported", "best_of")
     if isinstance(request, ChatRequest):
         _refuse(request, _CHAT)
         _refuse_template(request, args)
