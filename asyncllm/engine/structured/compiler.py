@@ -213,6 +213,7 @@ def _key(params: StructuredOutputsParams) -> bytes:
             params.disable_additional_properties,
             params.whitespace_pattern,
             None if after is None else [after.begin, after.end],
+            params.alternative,
         ]
     )
 
