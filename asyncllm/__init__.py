@@ -20,26 +20,40 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestFailedError,
     )
-    from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from asyncllm.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from asyncllm.sampling_params import (
+        BeamSearchParams,
         RepetitionDetectionParams,
         RequestOutputKind,
         SamplingParams,
     )
     from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
+    from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 
 __version__ = version("asyncllm")
 
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLMEngine": "engine.async_engine",
+    "BeamSearchOutput": "outputs",
+    "BeamSearchParams": "sampling_params",
+    "BeamSearchSequence": "outputs",
     "CompletionOutput": "outputs",
     "ContextLengthError": "errors",
     "EngineArgs": "config",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",
+    "LogitsProcessor": "worker.logits_processors",
     "ModelLoadError": "errors",
+    "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
     "ReasoningMarkers": "structured_outputs",
     "RepetitionDetectionParams": "sampling_params",
@@ -54,13 +68,18 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ContextLengthError",
     "EngineArgs",
     "EngineDeadError",
     "InvalidRequestError",
+    "LogitsProcessor",
     "Logprob",
     "ModelLoadError",
+    "ProcessorRow",
     "QueueFullError",
     "ReasoningMarkers",
     "RepetitionDetectionParams",

@@ -69,6 +69,14 @@ class TokenConstraint(Protocol):
         ...
 
 
+class TokenForcer(Protocol):
+    """Decides some of one sequence's tokens instead of the model. Not thread-safe."""
+
+    def next_token(self, token_ids: list[int]) -> int | None:
+        """The token that must follow all these; None where the model decides."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A validated, tokenised request.
@@ -77,7 +85,8 @@ class Request:
     are those that end a sequence, EOS included unless ignored. `bad_words_ids` are token sequences.
     `cache_key` separates prefix caches: by salt, and by the prompt's length where KV depends on it
     (dynamic RoPE past its window). `batch_processors`: which of the engine's logits processors it
-    needs.
+    needs. Where answers are chosen by score (`best_of`, beam search) `sampling_params.logprobs` is
+    what the choice needs, and `num_shown_logprobs` what the client asked for.
     """
 
     request_id: str
@@ -90,14 +99,17 @@ class Request:
     priority: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     cache_key: bytes = b""
+    num_shown_logprobs: int = 0
     batch_processors: tuple[int, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
     def needs_host(self) -> bool:
         """Each of its samplings depends on the output tokens before it, known on the host."""
-        processed = bool(self.batch_processors or self.sampling_params.logits_processors)
-        return processed or any(len(word) > 1 for word in self.bad_words_ids)
+        params = self.sampling_params
+        processed = bool(self.batch_processors or params.logits_processors)
+        may_be_forced = params.thinking_token_budget is not None
+        return processed or may_be_forced or any(len(word) > 1 for word in self.bad_words_ids)
 
     @property
     def finished(self) -> bool:
@@ -116,6 +128,7 @@ class Sequence:
                    reached them
     num_to_drop    of the samples in flight, those whose token is known already
     num_accepted   output tokens that the constraint has been told; its thread's own
+    held           a beam that waits for its request's other beams: it neither decodes nor queues
     """
 
     seq_id: int
@@ -129,9 +142,11 @@ class Sequence:
     num_computed: int = 0
     num_prefill: int = 0
     num_cached_tokens: int = 0  # of the prompt, served by the prefix cache at first admission
+    held: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     constraint: TokenConstraint | None = None
+    forcer: TokenForcer | None = None  # only with a request that needs_host
     num_to_drop: int = 0
     num_accepted: int = 0
 

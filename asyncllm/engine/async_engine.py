@@ -15,15 +15,16 @@ from typing import Any, NoReturn, Self
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.engine_core import EngineCore, in_own_thread
 from asyncllm.engine.generation import Generation, Sink
-from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.input_processor import InputProcessor, PromptInput, end_of_text_ids
 from asyncllm.engine.output_processor import TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
+from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 from asyncllm.worker.worker import Worker
@@ -72,16 +73,19 @@ class AsyncLLMEngine:
     async def _load(self) -> EngineCore:
         """Tokenizer and worker side by side, off the loop."""
         config = self.config
-        tokenizer = asyncio.create_task(in_own_thread(_load_tokenizer, config))
+        text = asyncio.create_task(in_own_thread(_load_text, config))
         try:
             worker = await in_own_thread(partial(Worker, config, progress=self.show_progress))
         finally:
-            await asyncio.wait([tokenizer])
+            await asyncio.wait([text])
         try:
-            return EngineCore(config, worker, tokenizer.result(), self.recorder, self.stat_loggers)
+            tokenizer, vocabulary = text.result()
+            core = EngineCore(config, worker, tokenizer, self.recorder, self.stat_loggers)
         except BaseException:
             worker.close()
             raise
+        core.input_processor.grammars.vocabulary = vocabulary
+        return core
 
     async def aclose(self) -> None:
         """End all requests with an error, stop the engine and give its memory back. Idempotent."""
@@ -135,6 +139,25 @@ class AsyncLLMEngine:
 
         kind = (sampling_params or SamplingParams()).output_kind
         return Generation(submit, abort, kind)
+
+    def beam_search(
+        self,
+        prompt: PromptInput,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """As `generate`; there is one output, the final one, with `beam_width` completions.
+
+        The best is first, by cumulative_logprob / number of tokens ** length_penalty; a stop token
+        that ended one counts, and is in its `token_ids`. Raises `InvalidRequestError` at once for
+        what no model could search.
+        """
+        return self.generate(
+            prompt, params.sampling_params(), request_id, priority, cache_salt=cache_salt
+        )
 
     async def add_request(
         self,
@@ -260,9 +283,15 @@ class AsyncLLMEngine:
         return self._core
 
 
-def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+def _load_text(config: EngineConfig) -> tuple[Tokenizer | None, Vocabulary | None]:
+    """The tokenizer, and what grammars need of it, which is no work for the first request."""
     if config.tokenizer_path is None:
-        return None
-    return Tokenizer.from_folder(
+        return None, None
+    tokenizer = Tokenizer.from_folder(
         config.tokenizer_path, config.chat_template, config.chat_template_content_format
     )
+    try:
+        ends = end_of_text_ids(config, tokenizer)
+        return tokenizer, Vocabulary(tokenizer, config.model.vocab_size, ends)
+    except ValueError:  # said to the requests that ask for a grammar
+        return tokenizer, None

@@ -116,7 +116,7 @@ def _jumps(
 def may_jump(seq: Sequence) -> bool:
     """Not whose logits somebody wants to see, or to change, at each position."""
     params = seq.request.sampling_params
-    wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
     processed = params.logits_processors or seq.request.batch_processors
     return not (wants_logprobs or processed)
 

@@ -14,6 +14,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from asyncllm.config import EngineConfig
@@ -23,6 +24,7 @@ from asyncllm.engine.prompt import ParsedPrompt, PromptInput, TextPrompt, Tokens
 from asyncllm.engine.prompt_encoder import PromptEncoder
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
+from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
 from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.outputs import RequestMetrics
@@ -60,11 +62,13 @@ class InputProcessor:
             tokenizer, config.model.vocab_size, max_model_len, self._max_tokens_in_all
         )
         self._max_logprobs = config.max_logprobs
+        self._vocab_size = config.model.vocab_size
         self._rope_window = _dynamic_rope_window(config)
-        self._eos_token_ids = self._collect_eos_ids(config)
+        self._eos_token_ids = end_of_text_ids(config, tokenizer)
         self.grammars = GrammarCompiler(
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
         )
+        self._reasoning = reasoning_tokens(config, tokenizer)
         self._seq_ids = seq_ids or itertools.count(1)
         self._seeds = random.Random(config.seed)
         self._threads: ThreadPoolExecutor | None = None
@@ -154,32 +158,38 @@ class InputProcessor:
         max_tokens = self._resolve_max_tokens(len(ids), params, parsed)
         self._check_params(params, max_tokens)
         salt = parsed.cache_salt if cache_salt is None else cache_salt
+        stop_token_ids = self._stop_token_ids(params)
         request = Request(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=ids,
-            sampling_params=params,
+            sampling_params=self._with_scores(params, len(stop_token_ids)),
             max_tokens=max_tokens,
-            stop_token_ids=self._stop_token_ids(params),
+            stop_token_ids=stop_token_ids,
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
             bad_words_ids=bad_words_ids(params, self._encoder),
             cache_key=self._cache_key(salt, len(ids)),
+            num_shown_logprobs=params.logprobs or 0,
         )
-        request.sequences = [self._sequence(request, i, grammar) for i in range(params.n)]
+        request.sequences = [
+            self._sequence(request, index, grammar) for index in range(params.num_sequences)
+        ]
         return request
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
         params, seed = request.sampling_params, request.sampling_params.seed
+        budget, forcer = params.thinking_token_budget, None
+        if budget is not None and self._reasoning is not None:
+            forcer = ThinkingBudget(self._reasoning, budget, request.prompt_token_ids)
         return Sequence(
             seq_id=next(self._seq_ids),
             request=request,
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
             token_ids=list(request.prompt_token_ids),
-            constraint=None
-            if grammar is None
-            else grammar.constraint(request.stop_token_ids, params),
+            constraint=None if grammar is None else grammar.constraint(params.ignore_eos),
+            forcer=forcer,
         )
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
@@ -239,11 +249,27 @@ class InputProcessor:
             self._encoder.check_ids(getattr(params, name) or (), name)
         if params.detokenize:
             self._encoder.tokenizer_for("detokenize")
-        if params.thinking_token_budget is not None:
+        if params.thinking_token_budget is not None and self._reasoning is None:
             raise InvalidRequestError(
                 "thinking_token_budget: it is not known how this model marks its reasoning",
                 "thinking_token_budget",
             )
+
+    def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
+        """With the log-probabilities that the choice among several answers needs."""
+        if params.use_beam_search:
+            needed = params.num_sequences + num_stop_tokens
+            if needed > self._vocab_size:
+                raise InvalidRequestError(
+                    f"a beam search of width {params.num_sequences} needs more than the "
+                    f"{self._vocab_size} tokens of this model",
+                    "n" if params.best_of is None else "best_of",
+                )
+        elif params.num_sequences > params.n:
+            needed = 0
+        else:
+            return params
+        return replace(params, logprobs=max(params.logprobs or 0, needed))
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""
@@ -251,11 +277,13 @@ class InputProcessor:
         is_ignored = params.ignore_eos and params.structured_outputs is None
         return own if is_ignored else own | self._eos_token_ids
 
-    def _collect_eos_ids(self, config: EngineConfig) -> frozenset[int]:
-        """What ends a text, by all that speak of it; ids that the model has not are left out."""
-        of_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
-        ids = {*config.model.eos_token_ids, *self._defaults.eos_token_ids, *of_tokenizer}
-        return frozenset(i for i in ids if 0 <= i < config.model.vocab_size)
+
+def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """What ends a text, by all that speak of it; ids that the model has not are left out."""
+    of_tokenizer = tokenizer.eos_token_ids if tokenizer is not None else ()
+    of_defaults = read_generation_defaults(config).eos_token_ids
+    ids = {*config.model.eos_token_ids, *of_defaults, *of_tokenizer}
+    return frozenset(i for i in ids if 0 <= i < config.model.vocab_size)
 
 
 def _dynamic_rope_window(config: EngineConfig) -> int | None:

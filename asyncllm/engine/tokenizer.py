@@ -78,9 +78,9 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @property
-    def special_tokens(self) -> frozenset[str]:
-        """Their texts: what `skip_special_tokens` leaves out."""
-        return frozenset(self._added[i] for i in self.special_ids)
+    def special_tokens(self) -> dict[str, int]:
+        """Text to id of what `skip_special_tokens` leaves out."""
+        return {self._added[i]: i for i in sorted(self.special_ids)}
 
     @classmethod
     def from_folder(

@@ -1,13 +1,14 @@
 """How one family of models writes reasoning and tool calls: data only.
 
-One parser (`parser.py`) and one grammar writer (`grammar.py`) are driven by these records; a new
-family is a new record in `families.py`. A tuple of markers is written one after the other, with or
-without white space between them.
+One parser (`parser.py`) and one grammar writer (`call_grammar.py`) are driven by these records; a
+new family is a new record in `families.py`. Markers are spelt with the white space that the models
+write beside them. A reader does without: it ignores white space between one marker and the next.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 Markers = tuple[str, ...]
 
@@ -37,6 +38,7 @@ class JsonCall:
     argument_keys: Markers = ("arguments", "parameters")
     bare: bool = False
     name_is_key: bool = False
+    id_key: str = ""  # before the name stands the call's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,8 @@ class LiteralArguments:
     open: str = "("
     assign: str = "="
     close: str = ")"
-    quotes: Markers = ("'", '"')
-    escapes: bool = True  # a backslash in a text means what it means in Python
+    separator: str = ", "
+    quotes: Markers = ("'", '"')  # of one character: backslashes mean what they mean in Python
 
 
 CallBody = JsonCall | NamedJson | TaggedArguments | LiteralArguments
@@ -92,7 +94,8 @@ class CallSyntax:
     """begin (call_begin BODY call_end) separator (...) end.
 
     `at_start`: its first marker is a mere bracket, so calls are looked for only where an answer
-    begins. A separator may be missing where `call_begin` says that a call follows.
+    begins. A separator may be missing where `call_begin` says that a call follows; one of nothing
+    but white space only the writer knows.
     """
 
     body: CallBody
@@ -115,6 +118,12 @@ class CallSyntax:
         body = self.body
         inner = body.end if isinstance(body, NamedJson | TaggedArguments) else ()
         return inner + self.call_end + self.end
+
+    def without_spaces(self) -> CallSyntax:
+        """As a reader looks for it."""
+        stripped = _stripped(self)
+        assert isinstance(stripped, CallSyntax)
+        return stripped
 
     @property
     def markers(self) -> Markers:
@@ -162,3 +171,14 @@ class AnswerFormat:
         if self.channels is not None:
             found += self.channels.markers
         return frozenset(found) - {""}
+
+
+def _stripped(value: Any) -> Any:
+    """Records without the white space in their markers, and without markers of nothing else."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, tuple):
+        return tuple(filter(None, map(_stripped, value)))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _stripped(getattr(value, f.name)) for f in fields(value)})
+    return value

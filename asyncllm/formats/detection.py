@@ -5,7 +5,7 @@ A template shows how calls of earlier turns are written, with the markers that t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 
 from asyncllm.formats.answer_format import AnswerFormat
@@ -64,13 +64,14 @@ _REASONING_SIGNS: _Signs = (
 
 def resolve(
     chat_template: str | None,
-    special_tokens: Collection[str] = (),
+    special_tokens: Mapping[str, int] | None = None,
     tool_parser: str = AUTO,
     reasoning_parser: str = AUTO,
 ) -> ModelFormat | None:
     """None where the model is not known to write calls or reasoning in any way.
 
-    The parsers are one of vLLM's names, `auto` or `none`. Raises `ValueError` for another name.
+    `special_tokens`: the tokenizer's, text to id. The parsers are one of vLLM's names, `auto` or
+    `none`. Raises `ValueError` for another name.
     """
     calls = _find(tool_parser, TOOL_PARSERS, _TOOL_SIGNS, chat_template, "tool-call")
     reasoning = _find(
@@ -78,9 +79,9 @@ def resolve(
     )
     if calls is None and reasoning is None:
         return None
-    found = _joined(calls, reasoning)
-    is_marked = any(token in marker for marker in found.markers for token in special_tokens)
-    return ModelFormat(found, frozenset(special_tokens) if is_marked else frozenset())
+    found, special = _joined(calls, reasoning), special_tokens or {}
+    is_marked = any(token in marker for marker in found.markers for token in special)
+    return ModelFormat(found, special if is_marked else {})
 
 
 def _find(

@@ -23,20 +23,20 @@ from asyncllm.formats.answer_format import (
 
 def _between(begin: str, end: str) -> CallSyntax:
     """A JSON object between two markers, for each call."""
-    return CallSyntax(JsonCall(), call_begin=(begin,), call_end=(end,))
+    return CallSyntax(JsonCall(), call_begin=(begin,), call_end=(end,), separator="\n")
 
 
 def _json_list(begin: Markers, end: Markers = (), body: JsonCall | None = None) -> CallSyntax:
     """A JSON list of calls behind a marker."""
-    return CallSyntax(body or JsonCall(), begin=(*begin, "["), separator=",", end=("]", *end))
+    return CallSyntax(body or JsonCall(), begin=(*begin, "["), separator=", ", end=("]", *end))
 
 
 def _function_tags(begin: Markers, end: Markers) -> CallSyntax:
     """<function=name><parameter=key>value</parameter></function>, as in Qwen3-Coder."""
     body = TaggedArguments(
-        (">",), "<parameter=", (">",), "</parameter>", ("</function>",), lines=True
+        (">\n",), "<parameter=", (">",), "</parameter>\n", ("</function>",), lines=True
     )
-    return CallSyntax(body, call_begin=(*begin, "<function="), call_end=end)
+    return CallSyntax(body, call_begin=(*begin, "<function="), call_end=end, separator="\n")
 
 
 def _invoke_tags(
@@ -47,15 +47,15 @@ def _invoke_tags(
     tells_strings: bool = False,
     call_begin: Markers = (),
     call_end: Markers = (),
-    separator: str = "",
+    separator: str = "\n",
 ) -> CallSyntax:
     """<invoke name="..."><parameter name="...">; arguments may tell whether they are strings."""
     body = TaggedArguments(
-        name_end=('">',),
+        name_end=('">\n',),
         key_begin=f'<{prefix}parameter name="',
         key_end=('" string="false">',) if tells_strings else ('">',),
         string_key_end=('" string="true">',) if tells_strings else (),
-        value_end=f"</{prefix}parameter>",
+        value_end=f"</{prefix}parameter>\n",
         end=(f"</{prefix}invoke>",),
     )
     call_begin = (*call_begin, f'<{prefix}invoke name="')
@@ -67,7 +67,7 @@ def _python_list(begin: Markers = (), end: Markers = ()) -> CallSyntax:
     return CallSyntax(
         LiteralArguments(),
         begin=(*begin, "["),
-        separator=",",
+        separator=", ",
         end=("]", *end),
         at_start=not begin,
     )
@@ -75,50 +75,48 @@ def _python_list(begin: Markers = (), end: Markers = ()) -> CallSyntax:
 
 def _gemma(begin: str, end: str, quote: str) -> CallSyntax:
     """call:name{key:<quote>value<quote>}"""
-    body = LiteralArguments("{", ":", "}", (quote,), escapes=False)
+    body = LiteralArguments("{", ":", "}", ",", (quote, '"'))
     return CallSyntax(body, call_begin=(begin, "call:"), call_end=(end,))
 
 
-def _deepseek(call_begin: Markers, name_end: Markers, end: Markers = ()) -> AnswerFormat:
+def _deepseek(
+    call_begin: Markers, name_end: Markers, end: Markers = (), separator: str = ""
+) -> AnswerFormat:
     syntax = CallSyntax(
         NamedJson(name_end=name_end, end=end),
         begin=("<｜tool▁calls▁begin｜>",),
         call_begin=("<｜tool▁call▁begin｜>", *call_begin),
         call_end=("<｜tool▁call▁end｜>",),
+        separator=separator,
         end=("<｜tool▁calls▁end｜>",),
     )
     return AnswerFormat(calls=(syntax,))
 
 
-_HERMES = AnswerFormat(calls=(_between("<tool_call>", "</tool_call>"),))
+_HERMES = AnswerFormat(calls=(_between("<tool_call>\n", "\n</tool_call>"),))
 _QWEN3_CODER = AnswerFormat(
     calls=(
-        _function_tags(("<tool_call>",), ("</tool_call>",)),
+        _function_tags(("<tool_call>\n",), ("\n</tool_call>",)),
         _function_tags((), ()),  # the outer tag is forgotten now and then
     )
 )
-_GLM = AnswerFormat(
-    calls=(
-        CallSyntax(
-            TaggedArguments(
-                (),
-                "<arg_key>",
-                ("</arg_key>", "<arg_value>"),
-                "</arg_value>",
-                ("</tool_call>",),
-            ),
-            call_begin=("<tool_call>",),
-        ),
-    )
-)
-_LLAMA_CALL = JsonCall(argument_keys=("parameters", "arguments"), bare=True)
+
+
+def _glm(key_begin: str, key_end: Markers, value_end: str) -> AnswerFormat:
+    body = TaggedArguments(("\n",), key_begin, key_end, value_end, ("</tool_call>",))
+    return AnswerFormat(calls=(CallSyntax(body, call_begin=("<tool_call>",), separator="\n"),))
+
+
+_GLM45 = _glm("<arg_key>", ("</arg_key>\n", "<arg_value>"), "</arg_value>\n")
 _LLAMA_JSON = AnswerFormat(
     calls=(
-        CallSyntax(_LLAMA_CALL, call_begin=("{",), separator=";"),
-        CallSyntax(_LLAMA_CALL, ("<|python_tag|>",), ("{",), separator=";"),
-        CallSyntax(_LLAMA_CALL, ("<|python_start|>",), ("{",), separator=";"),
+        CallSyntax(
+            JsonCall(argument_keys=("parameters", "arguments"), bare=True),
+            call_begin=("{",),
+            separator="; ",
+        ),
     ),
-    noise=("<|python_end|>",),
+    noise=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
 )
 _DSML = "｜DSML｜"
 HARMONY = ChannelSyntax(
@@ -137,7 +135,7 @@ _COHERE = AnswerFormat(
         _json_list(
             ("<|START_ACTION|>",),
             ("<|END_ACTION|>",),
-            JsonCall(name_keys=("tool_name",), argument_keys=("parameters",)),
+            JsonCall(("tool_name",), ("parameters",), id_key="tool_call_id"),
         ),
     ),
     noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
@@ -152,13 +150,13 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     ),
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE,
-    "deepseek_v3": _deepseek(("function", "<｜tool▁sep｜>"), ("```json",), ("```",)),
+    "deepseek_v3": _deepseek(("function", "<｜tool▁sep｜>"), ("\n```json\n",), ("\n```",), "\n"),
     "deepseek_v31": _deepseek((), ("<｜tool▁sep｜>",)),
     "deepseek_v32": AnswerFormat(
         calls=(
             _invoke_tags(
-                (f"<{_DSML}function_calls>",),
-                (f"</{_DSML}function_calls>",),
+                (f"<{_DSML}function_calls>\n",),
+                (f"\n</{_DSML}function_calls>",),
                 prefix=_DSML,
                 tells_strings=True,
             ),
@@ -167,8 +165,8 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     "deepseek_v4": AnswerFormat(
         calls=(
             _invoke_tags(
-                (f"<{_DSML}tool_calls>",),
-                (f"</{_DSML}tool_calls>",),
+                (f"<{_DSML}tool_calls>\n",),
+                (f"\n</{_DSML}tool_calls>",),
                 prefix=_DSML,
                 tells_strings=True,
             ),
@@ -182,15 +180,15 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     "gigachat3": AnswerFormat(
         calls=(
             CallSyntax(JsonCall(), call_begin=("<|function_call|>",)),
-            CallSyntax(JsonCall(), call_begin=("function call<|role_sep|>",)),
+            CallSyntax(JsonCall(), call_begin=("function call<|role_sep|>\n",)),
         ),
         noise=("<|message_sep|>",),
     ),
-    "glm45": _GLM,
-    "glm47": _GLM,
+    "glm45": _GLM45,
+    "glm47": _GLM45,
     "granite": AnswerFormat(calls=(_json_list(("<|tool_call|>",)), _json_list(("<tool_call>",)))),
     "granite-20b-fc": AnswerFormat(
-        calls=(CallSyntax(JsonCall(), call_begin=("<function_call>",)),)
+        calls=(CallSyntax(JsonCall(), call_begin=("<function_call> ",)),)
     ),
     "granite4": _HERMES,
     "hermes": _HERMES,
@@ -199,15 +197,16 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
         calls=(
             CallSyntax(
                 TaggedArguments(
-                    ("<tool_sep>",),
+                    ("<tool_sep>\n",),
                     "<arg_key>",
-                    ("</arg_key>", "<arg_value>"),
-                    "</arg_value>",
+                    ("</arg_key>\n", "<arg_value>"),
+                    "</arg_value>\n",
                     ("</tool_call>",),
                 ),
-                ("<tool_calls>",),
+                ("<tool_calls>\n",),
                 ("<tool_call>",),
-                end=("</tool_calls>",),
+                separator="\n",
+                end=("\n</tool_calls>",),
             ),
         )
     ),
@@ -215,7 +214,7 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
         calls=(
             CallSyntax(
                 JsonCall(argument_keys=("parameters", "arguments")),
-                call_begin=("<|action_start|>", "<|plugin|>"),
+                call_begin=("<|action_start|>", "<|plugin|>\n"),
                 call_end=("<|action_end|>",),
             ),
         )
@@ -250,7 +249,7 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
         )
     ),
     "minimax_m2": AnswerFormat(
-        calls=(_invoke_tags(("<minimax:tool_call>",), ("</minimax:tool_call>",)),)
+        calls=(_invoke_tags(("<minimax:tool_call>\n",), ("\n</minimax:tool_call>",)),)
     ),
     "mistral": AnswerFormat(
         calls=(
@@ -266,21 +265,21 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     ),
     "openai": _HARMONY,
     "phi4_mini_json": AnswerFormat(calls=(_json_list(("functools",)),)),
-    "poolside_v1": _GLM,
+    "poolside_v1": _GLM45,
     "pythonic": AnswerFormat(calls=(_python_list(),)),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
     "seed_oss": AnswerFormat(
-        calls=(_function_tags(("<seed:tool_call>",), ("</seed:tool_call>",)),)
+        calls=(_function_tags(("<seed:tool_call>\n",), ("\n</seed:tool_call>",)),)
     ),
     "solar_open2": AnswerFormat(
         calls=(
             CallSyntax(
                 TaggedArguments(
-                    (),
+                    ("\n",),
                     "<|tool_arg:start|>",
                     ("<|tool_arg:value|>",),
-                    "<|tool_arg:end|>",
+                    "<|tool_arg:end|>\n",
                     ("<|tool_call:end|>",),
                 ),
                 call_begin=("<|tool_call:start|>",),
@@ -304,10 +303,10 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     "step3p5": _QWEN3_CODER,
     "xlam": AnswerFormat(
         calls=(
-            CallSyntax(JsonCall(bare=True), ("[",), ("{",), separator=",", end=("]",)),
+            CallSyntax(JsonCall(bare=True), ("[",), ("{",), separator=", ", end=("]",)),
             _json_list(("[TOOL_CALLS]",)),
             _json_list(("<tool_call>",), ("</tool_call>",)),
-            _json_list(("```json",), ("```",)),
+            _json_list(("```json\n",), ("\n```",)),
         )
     ),
 }

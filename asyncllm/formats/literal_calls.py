@@ -137,7 +137,7 @@ class _LiteralReader:
 
     def _read_text(self, quote: str, emit: Emit) -> Reading[bool]:
         """Up to the closing quote; emits the inside of a JSON string."""
-        if not self._body.escapes:
+        if len(quote) > 1:
             markers = text_markers(quote)
             found = yield from self._cursor.until(
                 markers, lambda text: emit(_inside(text)), max_spaces=0, keeps_half=False

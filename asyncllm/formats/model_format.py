@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from asyncllm.formats.answer_format import AnswerFormat, ReasoningMarks
+from asyncllm.formats.call_grammar import call_grammar
 from asyncllm.formats.events import AnswerParser
 from asyncllm.formats.parser import FormatParser
-from asyncllm.formats.tools import Tool
+from asyncllm.formats.tools import Tool, ToolChoice
 
 MAX_TAIL_CHARS = 1024  # of a prompt, in which its last marker is looked for
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """`special_tokens`: the texts of the tokenizer's, if markers of the format are among them.
+    """`special_tokens`: the tokenizer's, text to id, if markers of the format are among them.
 
     Then the text must be made with `skip_special_tokens=False` (`keeps_special_tokens`); the
     parser removes those that are no markers.
     """
 
     format: AnswerFormat
-    special_tokens: frozenset[str] = frozenset()
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -49,6 +50,18 @@ class ModelFormat:
         schemas = {tool.name: tool.parameters for tool in tools}
         is_open = self.is_reasoning_open(prompt, prefix)
         return FormatParser(self.format, schemas, is_open, self.special_tokens)
+
+    def call_grammar(self, choice: ToolChoice, parallel: bool = True) -> str | None:
+        """A Lark grammar of what may be written after the reasoning; None where anything may.
+
+        (With channels the reasoning is part of it: `grammar_reasons`.) A tool that is required or
+        strict is called as this model writes calls. Raises `InvalidRequestError` naming the tool.
+        """
+        return call_grammar(self.format, choice, self.special_tokens, parallel)
+
+    @property
+    def grammar_reasons(self) -> bool:
+        return self.format.channels is not None
 
     def is_reasoning_open(self, prompt: str, prefix: str = "") -> bool:
         """Whether the answer goes on inside the reasoning that its prompt began."""

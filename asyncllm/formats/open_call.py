@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncllm.formats.cursor import Cursor, Reading
 from asyncllm.formats.event_log import EventLog
+from asyncllm.formats.values import resolved, types_of
 
 MAX_NAME_CHARS = 256
 
@@ -38,10 +39,12 @@ class OpenCall:
     def is_tool(self, name: str | None) -> bool:
         return name in self._tools
 
-    def properties(self, name: str) -> Mapping[str, Any]:
-        """The schemas of a tool's arguments, as far as it has any."""
-        properties = self._tools[name].get("properties")
-        return properties if isinstance(properties, Mapping) else {}
+    def argument_types(self, name: str, key: str) -> frozenset[str]:
+        """What the tool's schema says of an argument; empty where it says nothing."""
+        root = self._tools[name]
+        properties = root.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return types_of(resolved(schema, root)) if isinstance(schema, dict) else frozenset()
 
     def begin(self, name: str, call_id: str | None = None) -> None:
         assert self.is_tool(name) and not self.begun

@@ -9,6 +9,7 @@ belongs to the marker.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from asyncllm.formats.answer_format import (
@@ -54,7 +55,7 @@ class FormatParser:
         self._in_reasoning = in_reasoning
         self._cursor = Cursor()
         self._log = EventLog(answer_format.short_ids)
-        self._calls = answer_format.calls if tools else ()
+        self._calls = _as_read(answer_format.calls) if tools else ()
         marked = [call for call in self._calls if not call.at_start]
         self._triggers = {words[0] for call in marked for words in call.beginnings}
         # ""  # the end of a call that broke off, to be removed when it comes
@@ -243,6 +244,11 @@ class FormatParser:
             case LiteralArguments() as body:
                 is_whole = yield from read_literal_call(call, body)
         return is_whole and (yield from self._cursor.literals(syntax.call_end))
+
+
+@lru_cache(maxsize=64)
+def _as_read(calls: tuple[CallSyntax, ...]) -> tuple[CallSyntax, ...]:
+    return tuple(call.without_spaces() for call in calls)
 
 
 def _beginning_with(trigger: str, calls: Sequence[CallSyntax]) -> list[_Beginning]:

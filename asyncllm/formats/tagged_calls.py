@@ -10,7 +10,7 @@ from asyncllm.formats.cursor import Cursor, Emit, Reading
 from asyncllm.formats.json_text import MAX_KEY_CHARS
 from asyncllm.formats.open_call import OpenCall
 from asyncllm.formats.text_markers import TextMarkers, text_markers
-from asyncllm.formats.values import STRING, json_of, types_of
+from asyncllm.formats.values import STRING, json_of
 
 _KEY = re.compile(r'[^<>"\n]+')
 
@@ -22,12 +22,11 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
     if not call.is_tool(name) or not (yield from cursor.literals(body.name_end)):
         return False
     call.begin(name)
-    properties = call.properties(name)
     value_end = text_markers(body.value_end)
     opener = "{"
     while (yield from cursor.literals((body.key_begin,))):
         key = (yield from cursor.run(_KEY, MAX_KEY_CHARS)).strip()
-        types = types_of(properties.get(key))
+        types = call.argument_types(name, key)
         if body.string_key_end and (yield from cursor.literals(body.string_key_end)):
             types = STRING
         elif not (yield from cursor.literals(body.key_end)):

@@ -14,7 +14,7 @@ from typing import Any
 from asyncllm.errors import InvalidRequestError
 
 MAX_TOOLS = 128  # OpenAI's
-MAX_SCHEMA_BYTES = 256 * 1024  # of all parameters together
+MAX_SCHEMA_BYTES = 128 * 1024  # of all parameters together
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _MODES = ("none", "auto", "required")
@@ -22,11 +22,15 @@ _MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters`: the JSON schema of an object. `strict`: its arguments must be valid."""
+    """`parameters`: the JSON schema of an object. `strict`: its arguments must be valid.
+
+    `param`: where the parameters stand in the request.
+    """
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
+    param: str = "tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ def _parse_tool(raw: object, where: str) -> Tool:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequestError(f"{where}.strict must be true or false", f"{where}.strict")
-    return Tool(name, _parse_parameters(function.get("parameters"), where), bool(strict))
+    parameters = _parse_parameters(function.get("parameters"), where)
+    return Tool(name, parameters, bool(strict), f"{where}.parameters")
 
 
 def _parse_parameters(raw: object, where: str) -> dict[str, Any]:

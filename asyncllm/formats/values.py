@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 STRING = frozenset({"string"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MAX_UNION_DEPTH = 4
+_MAX_REFERENCES = 8  # from one to the next
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+
+
+def resolved(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reference into the definitions of `root` means; a schema without one as it is."""
+    for _ in range(_MAX_REFERENCES):
+        match = _REFERENCE.fullmatch(str(schema.get("$ref")))
+        definitions = root.get(match[1]) if match else None
+        target = definitions.get(match[2]) if match and isinstance(definitions, dict) else None
+        if not isinstance(target, dict):
+            break
+        schema = {**target, **{key: schema[key] for key in schema.keys() - {"$ref"}}}
+    return schema
 
 
 def types_of(schema: object, depth: int = 0) -> frozenset[str]:

@@ -102,6 +102,7 @@ class ChatChoice(Struct):
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in a batch
 
 
 class ChatCompletion(Struct):

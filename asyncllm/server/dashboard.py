@@ -52,7 +52,8 @@ class Dashboard:
         return _event(self._engine.snapshot(NUM_STEPS))
 
     def _end_all(self) -> None:
-        for sse in self._viewers:
+        viewers, self._viewers = self._viewers, set()  # nothing comes after the end
+        for sse in viewers:
             sse.end(b": the end\n\n")
 
     def _join(self, sse: SSEStream) -> None:

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
+    MAX_REPETITION_PENALTY,
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     RepetitionDetectionParams,
     SamplingParams,
 )
 from asyncllm.server import field_types as types
+from asyncllm.server.batch import MAX_CONVERSATIONS, REFUSED
 from asyncllm.server.messages.notes import MESSAGES_NOTES
 from asyncllm.server.note import Note
 from asyncllm.server.note import between as _between
@@ -40,10 +44,35 @@ NOTES: dict[str, Note] = {
         "The conversation so far, oldest first, as the chat template takes it.",
         schema={"minItems": 1}, type=list[types.Message],
     ),
+    "BatchChatRequest.messages": Note(
+        "One conversation for each choice of the answer, in this order.",
+        schema={"minItems": 1, "maxItems": MAX_CONVERSATIONS}, type=list[list[types.Message]],
+    ),
+    **{
+        f"BatchChatRequest.{name}": _refused("One choice for each conversation, told whole.")
+        for name in REFUSED
+    },
     "prompt": Note("Text, or token ids, or a list of either: one answer for each."),
     # --- how many, how long ---
     "n": _between(1, MAX_N, "Answers for each prompt."),
-    "best_of": _refused("Except where it equals n."),
+    "best_of": _between(
+        1, MAX_N, "Answers to generate, of which the n likeliest are returned; at least n. Not "
+        "with stream. With use_beam_search: the width of the search."
+    ),
+    "use_beam_search": Note(
+        "Search for the n likeliest answers instead of drawing them; a stream brings them at the "
+        "end. What would change the scores is refused beside it."
+    ),
+    "length_penalty": _between(
+        -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY,
+        "Of a beam search: log-probability / length ** length_penalty is what counts.",
+        default=1,
+    ),
+    "early_stopping": Note(
+        "Of a beam search, as in transformers: end with the first best_of finished beams (true), "
+        "when none is likely to be better (false), when none can be (\"never\").",
+        type=bool | Literal["never"],
+    ),
     "max_tokens": _between(
         0, None, "Most tokens of an answer; without it as many as the context has room for."
     ),
@@ -70,9 +99,9 @@ NOTES: dict[str, Note] = {
     "frequency_penalty": _between(
         -2, 2, "Taken from a token's logit once for each time that it was answered."
     ),
-    "repetition_penalty": Note(
+    "repetition_penalty": _between(
+        MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY,
         "Divides the logits of tokens in prompt and answer; above 1 discourages them.",
-        schema={"exclusiveMinimum": 0, "maximum": 10},
     ),
     "seed": _between(
         -MAX_SEED - 1, MAX_SEED, "Same seed, same answer, whatever else is served. -1: none."
@@ -170,7 +199,6 @@ NOTES: dict[str, Note] = {
     "prompt_cache_retention": _ignored(),
     "safety_identifier": _ignored(),
     # --- not served ---
-    "use_beam_search": _refused(),
     "response_format": _refused('Except {"type": "text"}.'),
     "JsonSchema.name": Note("Yours, for nothing here."),
     "JsonSchema.description": _ignored(),
@@ -194,8 +222,6 @@ NOTES: dict[str, Note] = {
     "guided_regex": _refused("It is structured_outputs.regex now."),
     "guided_choice": _refused("It is structured_outputs.choice now."),
     "guided_grammar": _refused("It is structured_outputs.grammar now."),
-    "length_penalty": _refused("Of beam search."),
-    "early_stopping": _refused("Of beam search."),
     "truncation_side": _refused('Except "left".'),
     "watermarking": _refused(),
     "ec_transfer_params": _refused("There is one server."),
@@ -209,6 +235,7 @@ NOTES: dict[str, Note] = {
     "web_search_options": _refused(),
     "mm_processor_kwargs": _refused("Text only."),
     "media_io_kwargs": _refused("Text only."),
+    "CompletionRequest.media_io_kwargs": _ignored(),
     "suffix": _refused(),
     "prompt_embeds": _refused(),
     # --- tokens ---
@@ -220,6 +247,7 @@ NOTES: dict[str, Note] = {
     "SamplingParams.logprobs": _between(
         0, None, "Report each token's log-probability and so many of the likeliest others'."
     ),
+    "SamplingParams.structured_outputs": Note("What the answer's text must be."),
     "detokenize": Note("Make text too, which nothing reports; stop strings need it."),
     "GenerateRequest.request_id": Note("The answer carries it."),
     "assistant_tokens_mask": _ignored(),
@@ -265,7 +293,11 @@ def describe_fields(requests: Iterable[type], components: dict[str, Any], ref: s
                 properties[name] = dict(shape_of[id(note.type)])
             if name in _DEFAULTS and note.kind == "done":
                 properties[name]["default"] = _DEFAULTS[name]
-            properties[name] |= {**note.schema, "description": note.description}
+            properties[name] |= {
+                **note.schema,
+                "description": note.description,
+                "x-kind": note.kind,
+            }
 
 
 def _with_parts(requests: Iterable[type]) -> list[Any]:

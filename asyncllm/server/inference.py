@@ -22,14 +22,17 @@ from asyncllm.server.call import Call, new_id
 from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError, bad_request
 from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from asyncllm.server.protocol import StreamOptions, TokenId
-from asyncllm.server.service import SERVICE, Service, answer_whole, json_response
+from asyncllm.server.protocol import StreamOptions, StructuredOutputs, TokenId
+from asyncllm.server.service import SERVICE, Service, answer_whole, json_response, stream_to
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.stream import DONE
 from asyncllm.server.usage import Usage
+from asyncllm.structured_outputs import StructuredOutputsParams
 
-# What JSON cannot say or this route decides itself.
-NOT_OVER_HTTP = frozenset({"output_kind", "extra_args", "logits_processors"})
+# What this route decides itself, and what is of the Python API alone.
+NOT_OVER_HTTP = frozenset({"output_kind", "extra_args"})
+# What JSON has another type for; a Python callable it cannot have at all.
+_JSON_TYPES: dict[str, Any] = {"structured_outputs": StructuredOutputs, "logits_processors": Any}
 
 if TYPE_CHECKING:
     SamplingFields = msgspec.Struct
@@ -37,7 +40,7 @@ else:  # one list of fields, that of SamplingParams: each as it is there, or nul
     SamplingFields = msgspec.defstruct(
         "SamplingParams",
         [
-            (name, hint | None, None)
+            (name, _JSON_TYPES.get(name, hint) | None, None)
             for name, hint in get_type_hints(SamplingParams).items()
             if name not in NOT_OVER_HTTP
         ],
@@ -74,12 +77,14 @@ async def generate(http: web.Request) -> web.StreamResponse:
     try:
         call = _call(request, service)
         if request.stream:
-            return await _stream(http, service, call, request)
-        answer = await answer_whole(service, call)
+            sse = SSEStream(http, service.frames)
+            answer = StreamedTokens(sse, call, request, _names(service))
+            return await stream_to(sse, service, call, answer)
+        whole = await answer_whole(service, call)
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
-    return json_response(_body(call, request, answer, _names(service)))
+    return json_response(_body(call, request, whole, _names(service)))
 
 
 def _call(request: GenerateRequest, service: Service) -> Call:
@@ -106,6 +111,11 @@ def _call(request: GenerateRequest, service: Service) -> Call:
 def _params(fields: SamplingFields) -> SamplingParams:
     """Raises `InvalidRequestError`. Without max_tokens: what the context has room for."""
     given = {k: v for k, v in msgspec.structs.asdict(fields).items() if v is not None}
+    if given.pop("logits_processors", None):
+        raise InvalidRequestError("logits_processors: of the Python API only", "logits_processors")
+    if (asked := given.pop("structured_outputs", None)) is not None:
+        kept = {k: v for k, v in msgspec.structs.asdict(asked).items() if v is not None}
+        given["structured_outputs"] = StructuredOutputsParams(**kept)
     given.setdefault("max_tokens", None)
     given.setdefault("detokenize", bool(given.get("stop")))
     return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
@@ -115,7 +125,7 @@ _PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def _client_name(param: str | None) -> str | None:
-    if param in _PARAM_NAMES:
+    if param is not None and param.partition(".")[0] in _PARAM_NAMES:
         return f"sampling_params.{param}"
     return "token_ids" if param in ("prompt", "prompt_token_ids") else param
 
@@ -148,26 +158,6 @@ def _body(
         "prompt_logprobs": prompt_logprobs(answer.prompts[0].logprobs, names),
         "kv_transfer_params": None,
     }
-
-
-async def _stream(
-    http: web.Request, service: Service, call: Call, request: GenerateRequest
-) -> web.StreamResponse:
-    sse = SSEStream(http, service.frames)
-    answer = StreamedTokens(sse, call, request, _names(service))
-    with service.generation(call, answer) as generation:
-        await generation.submit()
-        if generation.error is not None:
-            raise generation.error
-        try:
-            await sse.open()
-            await sse.run()
-        except ConnectionError:
-            pass  # the client is gone or was dropped
-        finally:
-            if sse.too_slow:
-                generation.abort_cause = "slow_reader"
-    return sse.response
 
 
 class StreamedTokens:

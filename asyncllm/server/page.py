@@ -1,4 +1,4 @@
-"""The page at `/`: a chat and a dashboard, served as the files they are in `web/`.
+"""The pages at `/` (a chat and a dashboard) and `/docs`, served as the files they are in `web/`.
 
 The files hold nothing of the model or its users, so they need no API key; what they ask for
 (`/v1/...`, `/dashboard/events`) does. Nothing is fetched from anywhere else, and the policy below
@@ -37,7 +37,16 @@ _HEADERS = {
 
 async def page_file(http: web.Request) -> web.StreamResponse:
     """GET / and GET /web/{name}."""
-    file = _FILES.get(http.match_info.get("name", "index.html"))
+    return _answer(http.match_info.get("name", "index.html"))
+
+
+async def docs_page(http: web.Request) -> web.StreamResponse:
+    """GET /docs."""
+    return _answer("docs.html")
+
+
+def _answer(name: str) -> web.StreamResponse:
+    file = _FILES.get(name)
     if file is None:
         raise web.HTTPNotFound
     return web.FileResponse(file, headers={**_HEADERS, "Content-Type": _TYPES[file.suffix]})

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from asyncllm.server import answers
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.batch import BatchChatRequest, chat_completions_batch
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.dashboard import dashboard_events
@@ -25,7 +26,7 @@ from asyncllm.server.messages import answer_types as anthropic
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from asyncllm.server.messages.routes import count_tokens, messages
 from asyncllm.server.openapi import show_document
-from asyncllm.server.page import page_file
+from asyncllm.server.page import docs_page, page_file
 from asyncllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -58,6 +59,12 @@ ROUTES: tuple[Route, ...] = (
         "POST", "/v1/chat/completions", chat_completions, "Chat", "Answer a conversation",
         request=ChatRequest, example={"messages": _HELLO, "max_tokens": 32},
         answer=answers.ChatCompletion, event=answers.ChatCompletionChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/v1/chat/completions/batch", chat_completions_batch, "Chat",
+        "Answer many conversations at once", request=BatchChatRequest,
+        example={"messages": [_HELLO, _HELLO], "max_tokens": 32},
+        answer=answers.ChatCompletion, errors=GENERATES,
     ),
     Route(
         "POST", "/v1/completions", completions, "Completions", "Continue a text",
@@ -154,6 +161,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "GET", "/openapi.json", show_document, "Server", "This description, as OpenAPI 3.1",
         answer=dict, is_public=True,
+    ),
+    Route(
+        "GET", "/docs", docs_page, "Pages", "This description, to read and to try",
+        media_type="text/html", is_public=True, is_served=_has_page,
     ),
     Route(
         "GET", "/", page_file, "Pages", "A chat and a dashboard",

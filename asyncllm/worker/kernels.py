@@ -38,7 +38,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     from asyncllm.worker.sampling_kernels import plain_sample_triton, top_k_top_p_flashinfer
 
     return Kernels(
-        FlashInferOps(),
+        FlashInferOps(device),
         plain_sample_triton,
         top_k_top_p_flashinfer,
         TritonDecodeEnds(),

@@ -97,6 +97,8 @@ class Sampler:
             logits = torch.where(random.unsqueeze(1), filtered, logits)
             temperatures = random.float()
         tokens = self._plain(logits, temperatures, state.seeds[slots], positions)
+        if "forced_rows" in edits:
+            tokens.index_put_((edits["forced_rows"],), edits["forced_tokens"].int())
         tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)

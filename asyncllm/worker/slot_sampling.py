@@ -8,7 +8,7 @@ what depends on the tokens so far (bad words, stop tokens before min_tokens) is 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from asyncllm.types import Sequence, SlotInit
 
 Arrays = dict[str, np.ndarray]
 NEVER = float("-inf")
+_NO_TOKENS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Feature(enum.IntFlag):
@@ -24,7 +25,7 @@ class Feature(enum.IntFlag):
     RANDOM = 1  # temperature
     FILTER = 2  # top-k, top-p, min-p
     PENALTY = 4
-    EDIT = 8  # logit bias, bad words, min_tokens
+    EDIT = 8  # logit bias, bad words, min_tokens, tokens that are forced
     ALLOWED = 16
     LOGPROBS = 32
     MASK = 64  # a constraint's
@@ -40,8 +41,16 @@ class _SlotMemory:
     """The host's memory of one slot, where it is not plain."""
 
     seq: Sequence
-    bias_tokens: list[int] = field(default_factory=list)
-    bias_values: list[float] = field(default_factory=list)
+    tokens: np.ndarray  # int64, edited in every step
+    values: np.ndarray  # f32, what is added to them
+
+    @classmethod
+    def of(cls, seq: Sequence) -> _SlotMemory:
+        bias = seq.request.sampling_params.logit_bias or {}
+        banned = [word[0] for word in seq.request.bad_words_ids if len(word) == 1]
+        tokens = np.array([*bias, *banned], np.int64)
+        values = np.array([*bias.values(), *([NEVER] * len(banned))], np.float32)
+        return cls(seq, tokens, values)
 
 
 class SlotSampling:
@@ -102,37 +111,33 @@ class SlotSampling:
         if request.batch_processors or params.logits_processors:
             features |= Feature.PROCESS
         self._memory.pop(init.slot, None)
-        if params.logit_bias or params.min_tokens or request.bad_words_ids:
+        is_edited = params.logit_bias or params.min_tokens or request.bad_words_ids
+        if is_edited or init.seq.forcer is not None:
             features |= Feature.EDIT
-            memory = _SlotMemory(init.seq)
-            for token, bias in (params.logit_bias or {}).items():
-                memory.bias_tokens.append(token)
-                memory.bias_values.append(bias)
-            for word in request.bad_words_ids:
-                if len(word) == 1:
-                    memory.bias_tokens.append(word[0])
-                    memory.bias_values.append(NEVER)
-            self._memory[init.slot] = memory
+            self._memory[init.slot] = _SlotMemory.of(init.seq)
         self._features[init.slot] = features
 
     def add_logit_edits(self, slots: np.ndarray, arrays: Arrays) -> None:
-        """(row, token, value to add) for bias, bad words and stop tokens before min_tokens."""
-        rows: list[int] = []
-        tokens: list[int] = []
-        values: list[float] = []
-        for row, slot in enumerate(slots.tolist()):
-            memory = self._memory.get(slot)
-            if memory is None:
-                continue
-            edits = list(zip(memory.bias_tokens, memory.bias_values, strict=True))
-            edits += [(token, NEVER) for token in _forbidden_now(memory.seq)]
-            for token, value in edits:
-                rows.append(row)
-                tokens.append(token)
-                values.append(value)
-        arrays["edit_rows"] = np.array(rows, np.int64)
-        arrays["edit_tokens"] = np.array(tokens, np.int64)
-        arrays["edit_values"] = np.array(values, np.float32)
+        """(row, token, value to add) for bias, bad words and stop tokens before min_tokens.
+
+        And (row, token) where the token is not the model's to choose.
+        """
+        places = [(row, self._memory.get(slot)) for row, slot in enumerate(slots.tolist())]
+        edited = [(row, memory) for row, memory in places if memory is not None]
+        tokens: list[np.ndarray] = [_NO_TOKENS]
+        values: list[np.ndarray] = [_NO_VALUES]
+        for _, memory in edited:
+            forbidden = np.array(_forbidden_now(memory.seq), np.int64)
+            tokens.append(np.concatenate([memory.tokens, forbidden]))
+            values += [memory.values, np.full(len(forbidden), NEVER, np.float32)]
+        rows = np.array([row for row, _ in edited], np.int64)
+        arrays["edit_rows"] = rows.repeat(np.array([len(ids) for ids in tokens[1:]], np.int64))
+        arrays["edit_tokens"] = np.concatenate(tokens)
+        arrays["edit_values"] = np.concatenate(values)
+        forced = [(row, _forced_now(memory.seq)) for row, memory in edited]
+        forced = [(row, token) for row, token in forced if token is not None]
+        if forced:
+            arrays["forced_rows"], arrays["forced_tokens"] = np.array(forced, np.int64).T.copy()
 
 
 def _forbidden_now(seq: Sequence) -> list[int]:
@@ -143,16 +148,18 @@ def _forbidden_now(seq: Sequence) -> list[int]:
     request = seq.request
     num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
     forbidden: list[int] = []
-    # A constraint sees to min_tokens itself: it knows whether anything else may come.
-    if num_before < request.sampling_params.min_tokens and seq.constraint is None:
+    if num_before < request.sampling_params.min_tokens:
         forbidden += request.stop_token_ids
-    outputs = seq.token_ids[seq.num_prompt_tokens :]
     for word in request.bad_words_ids:
         start = len(word) - 1
         # Rows with longer words are host rows: here all their tokens are known.
-        if start > 0 and tuple(outputs[-start:]) == word[:-1]:
+        if 0 < start <= seq.num_output_tokens and tuple(seq.token_ids[-start:]) == word[:-1]:
             forbidden.append(word[-1])
     return forbidden
+
+
+def _forced_now(seq: Sequence) -> int | None:
+    return None if seq.forcer is None else seq.forcer.next_token(seq.token_ids)
 
 
 def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
@@ -167,12 +174,16 @@ def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
 
 
 def _allowed_entries(inits: list[SlotInit], arrays: Arrays) -> None:
-    lists = [init.seq.request.sampling_params.allowed_token_ids or [] for init in inits]
-    arrays["allowed_slots"] = int32([init.slot for init in inits])
-    arrays["allowed_row_slots"] = int32(
-        [init.slot for init, ids in zip(inits, lists, strict=True) for _ in ids]
-    )
-    arrays["allowed_tokens"] = int32([token for ids in lists for token in ids])
+    """A list may be as long as the vocabulary, and forks share it: it is converted once."""
+    requests = {init.seq.request.request_id: init.seq.request for init in inits}
+    ids_of = {
+        name: int32(request.sampling_params.allowed_token_ids or [])
+        for name, request in requests.items()
+    }
+    slots = arrays["allowed_slots"] = int32([init.slot for init in inits])
+    ids = [ids_of[init.seq.request.request_id] for init in inits]
+    arrays["allowed_row_slots"] = slots.repeat([len(each) for each in ids])
+    arrays["allowed_tokens"] = np.concatenate(ids)
 
 
 def int32(values: list[int]) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""`Ops` by CUDA kernels: ours for one row, from two on cuBLAS and FlashInfer's.
+"""`Ops` by CUDA kernels: ours for one row and for few rows of small weights, else cuBLAS and
+FlashInfer's.
 
 Of FlashInfer public calls only, tested with 0.6.12.
 """
@@ -9,11 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.flashinfer_import import flashinfer
+from asyncllm.models.layers.few_rows import FewRows
 from asyncllm.models.layers.one_row import one_row_add_linear, one_row_linear
 from asyncllm.models.layers.ops import Norm, Normed
 
 
 class FlashInferOps:
+    def __init__(self, device: torch.device) -> None:
+        self._few_rows = FewRows(device)
+
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return flashinfer.norm.rmsnorm(x, norm.weight, norm.eps)
 
@@ -22,6 +27,8 @@ class FlashInferOps:
     ) -> torch.Tensor:
         if x.values.shape[0] == 1:
             return one_row_linear(x, weight, bias)
+        if self._few_rows.takes(x, weight):
+            return self._few_rows.linear(x, weight, bias)
         return F.linear(x.values, weight, bias)
 
     def gated_linear(
@@ -29,6 +36,8 @@ class FlashInferOps:
     ) -> torch.Tensor:
         if x.values.shape[0] == 1:
             return one_row_linear(x, weight, bias, gated=True)
+        if self._few_rows.takes(x, weight):
+            return self._few_rows.linear(x, weight, bias, gated=True)
         return flashinfer.activation.silu_and_mul(F.linear(x.values, weight, bias))
 
     def add_linear(
@@ -41,6 +50,8 @@ class FlashInferOps:
     ) -> Normed:
         if x.shape[0] == 1:
             return one_row_add_linear(x, weight, bias, residual, norm)
+        if self._few_rows.takes_sum(x, weight):
+            return self._few_rows.add_linear(x, weight, bias, residual, norm)
         y = F.linear(x, weight, bias)
         flashinfer.norm.fused_add_rmsnorm(y, residual, norm.weight, norm.eps)
         return Normed(y)

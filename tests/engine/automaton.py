@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
+
+
+@lru_cache(maxsize=1024)
+def _choices(seed: int, position: int, vocab_size: int, forced_share: float) -> frozenset[int]:
+    rng = np.random.default_rng([seed, position])
+    num_choices = 1 if rng.random() < forced_share else vocab_size // 2
+    return frozenset(rng.choice(vocab_size, num_choices, replace=False).tolist())
 
 
 class Automaton:
@@ -16,9 +22,7 @@ class Automaton:
         self._seed, self._vocab_size, self._forced_share = seed, vocab_size, forced_share
 
     def allowed(self, position: int) -> frozenset[int]:
-        rng = random.Random(f"{self._seed} {position}")
-        num_choices = 1 if rng.random() < self._forced_share else self._vocab_size // 2
-        return frozenset(rng.sample(range(self._vocab_size), num_choices))
+        return _choices(self._seed, position, self._vocab_size, self._forced_share)
 
     @cached_property
     def everything(self) -> frozenset[int]:

@@ -31,7 +31,7 @@ def test_the_built_in_model() -> None:
 
 
 def test_qwen3() -> None:
-    found = resolve(QWEN3, ["<|im_end|>"])
+    found = resolve(QWEN3, {"<|im_end|>": 5})
     assert found is not None and found.reasoning is not None
     assert found.format.calls == TOOL_PARSERS["hermes"].calls
     assert found.reads_calls and not found.keeps_special_tokens
@@ -69,7 +69,7 @@ def test_unknown_names() -> None:
 
 
 def test_special_tokens_stay_where_markers_are_special_tokens() -> None:
-    template, special = CALLS["kimi_k2"][0][0], ["<|tool_call_begin|>", "<|im_end|>"]
+    template, special = CALLS["kimi_k2"][0][0], {"<|tool_call_begin|>": 7, "<|im_end|>": 5}
     found = resolve(template, special)
     assert found is not None and found.keeps_special_tokens
     answer = read_in_all_cuts(found, "One <|im_end|>moment.<|im_end|>" + template + "<|im_end|>")

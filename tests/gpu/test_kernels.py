@@ -84,7 +84,7 @@ def test_ops_equal_torch(tokens: int) -> None:
     from asyncllm.models.layers.ops import Norm, Normed
     from asyncllm.models.layers.torch_ops import TorchOps
 
-    fast, slow = FlashInferOps(), TorchOps()
+    fast, slow = FlashInferOps(torch.device("cuda")), TorchOps()
     x, residual = (torch.randn(tokens, 1024, device=CUDA, dtype=BF16) for _ in range(2))
     weight = torch.randn(1024, 1024, device=CUDA, dtype=BF16) / 32
     norm = Norm(torch.rand(1024, device=CUDA, dtype=BF16) + 0.5, 1e-5)
@@ -135,3 +135,20 @@ def test_heads_kernel_equals_torch(
     assert relative_error(ours, q) < 6e-3
     assert relative_error(caches[0].layers[0], caches[1].layers[0]) < 6e-3
     assert torch.equal(caches[0].layers[0][:, 1], caches[1].layers[0][:, 1])  # values as they were
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+@pytest.mark.parametrize("vocab", [97, 4096, 128256])
+def test_token_masks_equal_torch(rows: int, vocab: int) -> None:
+    from asyncllm.worker.mask_kernel import apply_masks_triton
+    from asyncllm.worker.token_masks import apply_masks_torch
+
+    logits = torch.randn(rows, vocab, device=CUDA)
+    logits[:, ::5] = float("-inf")
+    masked = torch.randperm(rows, device=CUDA)[: max(1, rows // 2)].int()
+    words = (len(masked), -(-vocab // 32))
+    bits = torch.randint(-(2**31), 2**31, words, device=CUDA).int()
+    reference = logits.clone()
+    apply_masks_triton(logits, masked, bits)
+    apply_masks_torch(reference, masked, bits)
+    assert torch.equal(logits, reference)

@@ -89,7 +89,6 @@ def test_cached_chunked_preempted_and_shared_prompts_report_the_model_s(
                 assert stats.num_preemptions_recompute > 0
             engine.check_idle()
 
-    torch.set_num_threads(1)
     asyncio.run(asyncio.wait_for(main(), 60))
 
 

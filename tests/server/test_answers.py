@@ -13,6 +13,7 @@ from asyncllm.server.openapi import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 
+BATCH = "/v1/chat/completions/batch"
 GENERATE = "/inference/v1/generate"
 DOCUMENT = openapi(ROUTES, needs_key=False)
 
@@ -52,6 +53,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": HELLO, "n": 2, "logprobs": True, "top_logprobs": 2}),
     (CHAT, {"messages": HELLO, "prompt_logprobs": 1, "max_tokens": 3}),
     (CHAT, {"messages": HELLO, "return_token_ids": True, "max_tokens": 3}),
+    (BATCH, {"messages": [HELLO, HELLO], "logprobs": True, "return_token_ids": True}),
     (COMPLETIONS, {"prompt": "Hi"}),
     (COMPLETIONS, {"prompt": "Hi", "return_token_ids": True, "echo": True}),
     (COMPLETIONS, {"prompt": ["Hi", "Ho"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 3}),

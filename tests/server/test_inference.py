@@ -112,6 +112,10 @@ def test_stream() -> None:
         ({"sampling_params": {"stop": ["a"], "detokenize": False}}, "sampling_params.stop"),
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True},
          "sampling_params.prompt_logprobs"),
+        ({"sampling_params": {"logits_processors": ["f"]}}, "sampling_params.logits_processors"),
+        ({"sampling_params": {"structured_outputs": {}}}, "sampling_params.structured_outputs"),
+        ({"sampling_params": {"structured_outputs": {"json": "{"}}},
+         "sampling_params.structured_outputs.json"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
@@ -136,6 +140,20 @@ def test_model_fails() -> None:
             events = await server.events(GENERATE, body(*ids))
             assert events[-1]["error"]["code"] == "internal_error"
             assert (await server.post(GENERATE, {**body(), "model": "other"}))[0] == 404
+
+    run(test())
+
+
+def test_structured_outputs() -> None:
+    async def test() -> None:
+        engine: Any = AsyncLLMEngine("tiny", **ENGINE)
+        async with serving(engine) as server:
+            ids = engine.tokenizer.encode("Once upon a time")
+            asked = body(*ids, structured_outputs={"choice": ["yes", "no"]}, seed=1)
+            status, answer = await server.post(GENERATE, asked)
+            assert status == 200, answer
+            text = engine.tokenizer.decode(answer["choices"][0]["token_ids"])
+            assert text in ("yes", "no")
 
     run(test())
 

@@ -10,6 +10,7 @@ references, and a stack that overflows would end the process.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -17,18 +18,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import orjson
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from asyncllm.engine.structured.constraint import GrammarConstraint
 from asyncllm.engine.structured.grammar_text import grammar_text
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.errors import InvalidRequestError, QueueFullError, one_line
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.structured_outputs import PARAM, StructuredOutputsParams
 
 STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
 MAX_CONCURRENT_COMPILES = 2
 MAX_QUEUED_COMPILES = 128
+MAX_FILL_THREADS = 8
 MAX_CACHED_GRAMMARS = 128
 MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
 COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
@@ -44,26 +45,24 @@ class CompiledGrammar:
     """A grammar at its beginning; its constraints share what the lexer has learnt."""
 
     matcher: LLMatcher
+    executor: LLExecutor
     eos_ids: tuple[int, ...]
 
-    def constraint(self, stop_ids: frozenset[int], params: SamplingParams) -> GrammarConstraint:
-        """For one sequence; `stop_ids` are all tokens that end it."""
-        return GrammarConstraint(
-            self.matcher.deep_copy(),
-            min_tokens=params.min_tokens,
-            ends_early=stop_ids,
-            ends_ignored=self.eos_ids if params.ignore_eos else (),
-        )
+    def constraint(self, ignore_eos: bool) -> GrammarConstraint:
+        """For one sequence."""
+        ignored_ends = self.eos_ids if ignore_eos else ()
+        return GrammarConstraint(self.matcher.deep_copy(), self.executor, ignored_ends)
 
 
 class GrammarCompiler:
-    """`make_vocabulary` is called once, in a thread, if nothing has been given before."""
+    """`vocabulary`: given by who starts the engine; else made by `make_vocabulary` on first use."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        self.vocabulary: Vocabulary | None = None
         self._make_vocabulary = make_vocabulary
-        self._vocabulary: Vocabulary | None = None
+        self._executor: LLExecutor | None = None  # its threads come with the first grammar
         self._lock = threading.Lock()  # of all below; held for a moment
-        self._making_vocabulary = threading.Lock()
+        self._preparing = threading.Lock()
         self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._cache_bytes = 0
         self._pending: dict[bytes, Future[CompiledGrammar]] = {}
@@ -96,13 +95,6 @@ class GrammarCompiler:
             return await asyncio.wait_for(asyncio.shield(result), STRUCTURED_OUTPUT_COMPILE_SECONDS)
         except TimeoutError:
             raise self._too_slow(found, params) from None
-
-    def prepare(self) -> Vocabulary:
-        """Make the vocabulary, if it is not there: 0.4 s for 128k tokens, with the GIL held."""
-        with self._making_vocabulary:
-            if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary()
-            return self._vocabulary
 
     def _find_or_start(
         self, params: StructuredOutputsParams
@@ -165,17 +157,23 @@ class GrammarCompiler:
                 self._cache_bytes -= len(dropped)
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        try:
-            vocabulary = self.prepare()
-        except ValueError as error:
-            raise InvalidRequestError(f"{PARAM} is not supported: {error}", PARAM) from None
+        vocabulary, executor = self._prepare()
         text = grammar_text(params, vocabulary.special_ids)
         matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
         probe = matcher.deep_copy()
         probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
         if probe.is_error():
             raise _refusal(params, probe.get_error())
-        return CompiledGrammar(matcher, vocabulary.eos_ids)
+        return CompiledGrammar(matcher, executor, vocabulary.eos_ids)
+
+    def _prepare(self) -> tuple[Vocabulary, LLExecutor]:
+        with self._preparing:
+            try:
+                self.vocabulary = self.vocabulary or self._make_vocabulary()
+            except ValueError as error:
+                raise InvalidRequestError(f"{PARAM} is not supported: {error}", PARAM) from None
+            self._executor = self._executor or LLExecutor(_num_fill_threads())
+            return self.vocabulary, self._executor
 
     def _too_slow(
         self, future: Future[CompiledGrammar], params: StructuredOutputsParams
@@ -189,6 +187,11 @@ class GrammarCompiler:
             f"{STRUCTURED_OUTPUT_COMPILE_SECONDS:g} s: it is too complex",
             f"{PARAM}.{params.kind}",
         )
+
+
+def _num_fill_threads() -> int:
+    """Half of the cores: the loop and the device's driver have work at the same time."""
+    return min(max((os.cpu_count() or 1) // 2, 1), MAX_FILL_THREADS)
 
 
 def _look_at(result: asyncio.Future[CompiledGrammar]) -> None:

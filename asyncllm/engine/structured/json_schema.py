@@ -102,6 +102,7 @@ class _Walk:
     def _check(self, place: str, node: Schema) -> None:
         self._check_keywords(place, node)
         self._check_integers(place, node)
+        self._check_open_zero(place, node)
         self._check_properties(place, node)
         self._check_format(place, node)
         self._follow_ref(place, node)
@@ -129,6 +130,22 @@ class _Walk:
                     self._refuse(
                         place, f"{keyword!r}: integers beyond 2**53 cannot be enforced exactly"
                     )
+
+    def _check_open_zero(self, place: str, node: Schema) -> None:
+        """Between an excluded 0 and a bound nearer than 1 llguidance lets the 0 through."""
+        if node.get("type") == "integer":
+            return
+        for exclusive, same, other in (
+            ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum")),
+            ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum")),
+        ):
+            bound = node.get(exclusive)
+            bound = node.get(same) if bound is True else bound
+            others = [node[name] for name in other if type(node.get(name)) in (int, float)]
+            if type(bound) in (int, float) and bound == 0 and any(abs(o) < 1 for o in others):
+                self._refuse(
+                    place, f"{exclusive!r} 0 with another bound nearer than 1 cannot be enforced"
+                )
 
     def _check_properties(self, place: str, node: Schema) -> None:
         properties, required = node.get("properties"), node.get("required")

@@ -13,7 +13,7 @@ export class ApiError extends Error {
 
 export const onKeyWanted = (ask) => (askForKey = ask);
 
-const key = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
+export const key = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
 
 export function setKey(value, remember) {
   sessionStorage.removeItem(KEY);
@@ -25,7 +25,7 @@ export function setKey(value, remember) {
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     const used = key();
-    const headers = used ? { Authorization: `Bearer ${encodeKey(used)}` } : {};
+    const headers = authorization(used);
     if (body !== undefined) headers["Content-Type"] = "application/json";
     const response = await fetch(new URL(path, document.baseURI), {
       method: body === undefined ? "GET" : "POST",
@@ -41,6 +41,8 @@ export async function request(path, { body, signal } = {}) {
 
 /** Headers carry bytes: a key with other characters travels as UTF-8. */
 const encodeKey = (value) => String.fromCharCode(...new TextEncoder().encode(value));
+
+export const authorization = (used = key()) => (used ? { Authorization: `Bearer ${encodeKey(used)}` } : {});
 
 /** True when there is another key to try. One dialog, however many requests were refused. */
 async function newKey(used, signal) {

@@ -1,0 +1,140 @@
+"""The grammar of arguments that are not written as one JSON object: each one for itself.
+
+They come in the order of the schema's properties; those that are not required may be left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncllm.errors import InvalidRequestError
+from asyncllm.formats.answer_format import LiteralArguments, TaggedArguments
+from asyncllm.formats.lark_text import LarkText
+from asyncllm.formats.tools import Tool
+from asyncllm.formats.values import STRING, resolved, types_of
+
+# What a schema may say of an object whose arguments are written one by one, and of a text.
+_OBJECT_KEYWORDS = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$defs",
+    "definitions",
+}
+_TEXT_KEYWORDS = {"type", "enum", "const"}
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$id",
+                "$comment", "readOnly", "writeOnly"}  # fmt: skip
+
+
+def tagged_arguments(lark: LarkText, body: TaggedArguments, tool: Tool) -> str:
+    """A call's name and arguments, up to the body's own end."""
+    parts = [lark.literal(tool.name + "".join(body.name_end))]
+    for key, schema, is_required in _arguments(tool):
+        argument = lark.rule(_tagged_argument(lark, body, tool, key, schema))
+        parts.append(argument if is_required else f"{argument}?")
+    parts.append(lark.literal("".join(body.end)))
+    return lark.rule(" ".join(filter(None, parts)))
+
+
+def _tagged_argument(
+    lark: LarkText, body: TaggedArguments, tool: Tool, key: str, schema: dict[str, Any]
+) -> str:
+    types = types_of(schema)
+    line = "\n" if body.lines else ""
+    marker = body.value_end.strip()
+    after = body.value_end.removeprefix(marker)
+    is_text = types == STRING or (not body.string_key_end and (not types or types >= STRING))
+    key_end = body.string_key_end if types == STRING and body.string_key_end else body.key_end
+    begin = f"{body.key_begin}{key}{''.join(key_end)}{line}"
+    if not is_text:
+        value = lark.json(_with_definitions(schema, tool), tool.strict)
+        return f"{lark.literal(begin)} {value} {lark.literal(line + body.value_end)}"
+    texts = _texts(schema, tool)
+    if texts is None:
+        end = lark.literal(after)
+        return f"{lark.literal(begin)} {lark.text_until(marker)} {end}"
+    values = lark.any_of(map(lark.literal, texts))
+    return f"{lark.literal(begin)} {values} {lark.literal(line + body.value_end)}"
+
+
+def literal_arguments(lark: LarkText, body: LiteralArguments, tool: Tool) -> str:
+    """A call's name and arguments. Commas stand between those that are there."""
+    arguments = [
+        (lark.rule(f"{lark.literal(key + body.assign)} {_literal(lark, body, tool, schema)}"), need)
+        for key, schema, need in _arguments(tool)
+    ]
+    first = rest = '""'  # what may follow: before the first argument, and after one
+    comma = lark.literal(body.separator)
+    for argument, is_required in reversed(arguments):
+        before, after = f"{argument} {rest}", f"{comma} {argument} {rest}"
+        first = lark.rule(before if is_required else f"{before} | {first}")
+        rest = lark.rule(after if is_required else f"{after} | {rest}")
+    return lark.rule(f"{lark.literal(tool.name + body.open)} {first} {lark.literal(body.close)}")
+
+
+def _literal(lark: LarkText, body: LiteralArguments, tool: Tool, schema: dict[str, Any]) -> str:
+    types, quote = types_of(schema), body.quotes[0]
+    if types == STRING and len(quote) > 1:
+        texts = _texts(schema, tool)
+        if texts is None:
+            return f"{lark.literal(quote)} {lark.text_until(quote)}"
+        return lark.any_of(lark.literal(quote + text + quote) for text in texts)
+    if types == {"boolean"} and body.open == "(" and "enum" not in schema:
+        return '("True" | "False")'
+    return lark.json(_with_definitions(schema, tool), tool.strict)
+
+
+def _arguments(tool: Tool) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Each argument's name, schema and whether it must be there."""
+    root = tool.parameters
+    _check(root, _OBJECT_KEYWORDS, tool)
+    required = root.get("required")
+    names = set(filter(_is_text, required)) if isinstance(required, list) else set()
+    properties: dict[str, Any] = root.get("properties") or {}
+    for key in (*properties, *sorted(names - properties.keys())):
+        schema = properties.get(key, {})
+        yield key, resolved(schema, root) if isinstance(schema, dict) else {}, key in names
+
+
+def _texts(schema: dict[str, Any], tool: Tool) -> list[str] | None:
+    """As they are written, where only some may be; None for any text."""
+    _check(schema, _TEXT_KEYWORDS | ({"anyOf"} if _is_plain_union(schema) else set()), tool)
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(allowed, list) or not allowed:
+        return None
+    return [value if isinstance(value, str) else json.dumps(value) for value in allowed]
+
+
+def _is_plain_union(schema: Mapping[str, Any]) -> bool:
+    """Whether its options say no more than their types: then any text is one of them."""
+    options = schema.get("anyOf")
+    return isinstance(options, list) and all(
+        isinstance(option, dict)
+        and option.get("type") in ("string", "null", "boolean", "integer", "number")
+        and not option.keys() - _ANNOTATIONS - {"type"}
+        for option in options
+    )
+
+
+def _with_definitions(schema: dict[str, Any], tool: Tool) -> dict[str, Any]:
+    """References in it mean what they meant in the parameters."""
+    kept: dict[str, Any] = {
+        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
+    }
+    return {**schema, **kept}
+
+
+def _check(schema: Mapping[str, Any], known: set[str], tool: Tool) -> None:
+    if tool.strict:
+        for keyword in schema.keys() - known - _ANNOTATIONS:
+            message = (
+                f"{tool.param}: {keyword!r:.100} cannot be enforced in this model's tool calls"
+            )
+            raise InvalidRequestError(message, tool.param)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

@@ -1,0 +1,68 @@
+"""The text of a grammar in llguidance's Lark, put together from rules.
+
+To llguidance plain text never contains a special token, so one inside a marker is written by its
+id, and text may go on to the next special token without a look at what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+ANY_TEXT = "(?s:.*)"
+# As json.dumps writes, which is what chat templates show of earlier calls.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class LarkText:
+    """`special_ids`: the special tokens by their texts."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self._special_ids = special_ids
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._rules: list[str] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}\n")
+        return name
+
+    def literal(self, text: str) -> str:
+        """An expression for exactly this text."""
+        parts: list[str] = []
+        start = 0
+        for match in self._special.finditer(text):
+            parts += [_quoted(text[start : match.start()]), f"<[{self._special_ids[match[0]]}]>"]
+            start = match.end()
+        parts.append(_quoted(text[start:]))
+        return " ".join(filter(None, parts))
+
+    def any_of(self, expressions: Iterable[str]) -> str:
+        return self.rule(" | ".join(expressions))
+
+    def json(self, schema: Mapping[str, Any], strict: bool) -> str:
+        """A value. Where not `strict`, keywords that cannot be enforced are left out."""
+        lenient = {} if strict else {"lenient": True, "coerce_one_of": True}
+        written = json.dumps({**schema, "x-guidance": {**_JSON_STYLE, **lenient}})
+        return self.rule(f"%json {written}".replace("\x7f", "\\u007f"))
+
+    def text_until(self, marker: str) -> str:
+        """Any text up to the first `marker`, that included."""
+        special = self._special.search(marker)
+        if special is None:
+            return self.rule(f"/{ANY_TEXT}/ {_quoted(marker)}", "[lazy]")
+        before = re.escape(marker[: special.start()]).replace("/", "\\/")
+        return self.rule(f"/{ANY_TEXT}{before}/ {self.literal(marker[special.start() :])}")
+
+    def build(self, start: str) -> str:
+        return f"start: {start}\n{''.join(self._rules)}"
+
+
+def _quoted(text: str) -> str:
+    if not text:
+        return ""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,170 @@
+// The API's description, made from /openapi.json: one operation at a time, named by the hash.
+
+import { authorization, key, setKey } from "./api.js";
+import { byId, el } from "./dom.js";
+import { fieldNames, schemaView } from "./schema_view.js";
+import { tryIt } from "./try_it.js";
+
+const METHODS = ["get", "post", "delete"];
+const wide = matchMedia("(min-width: 72rem)"); // as in base.css
+let spec = null;
+let operations = []; // {id, method, path, tag, summary, body, responses, needsKey, words}
+
+// --- reading the document ---
+
+function readOperations() {
+  const found = [];
+  for (const [path, item] of Object.entries(spec.paths)) {
+    for (const method of METHODS.filter((one) => item[one])) {
+      const { operationId: id, tags, summary, requestBody, responses, parameters = [], security } = item[method];
+      const body = requestBody?.content["application/json"] ?? null;
+      const words = [path, summary, ...(body ? fieldNames(body.schema, spec) : [])].join(" ").toLowerCase();
+      found.push({ id, method: method.toUpperCase(), path, tag: tags[0], summary, body, responses, parameters, needsKey: Boolean(security), words });
+    }
+  }
+  return found;
+}
+
+// --- the list ---
+
+function drawList() {
+  const wanted = byId("find").value.trim().toLowerCase();
+  const shown = operations.filter((one) => one.words.includes(wanted));
+  byId("routes").replaceChildren(...spec.tags.flatMap(({ name }) => {
+    const rows = shown.filter((one) => one.tag === name);
+    return rows.length ? [el("h2", {}, name), el("ul", {}, ...rows.map(listRow))] : [];
+  }));
+  byId("num-found").textContent = wanted ? `${shown.length} routes` : "";
+  if (!shown.length) byId("routes").append(el("p", { class: "muted" }, "Nothing has that name."));
+}
+
+const listRow = (one) =>
+  el("li", {}, el("a", { href: `#${one.id}`, "aria-current": one.id === currentId() ? "page" : null },
+    methodTag(one.method), el("span", { class: "path" }, one.path)));
+
+const methodTag = (method) => el("span", { class: "method", "data-method": method }, method);
+
+// --- one operation ---
+
+const currentId = () => location.hash.slice(1);
+
+function draw() {
+  const one = operations.find(({ id }) => id === currentId());
+  byId("content").replaceChildren(...(one ? operationView(one) : overview()));
+  document.title = `${one ? `${one.method} ${one.path}` : "API"} – asyncllm`;
+  drawList();
+  byId("scroller").scrollTop = 0;
+}
+
+function overview() {
+  const first = operations.find((one) => one.body);
+  return [
+    el("h2", {}, "What this server answers to"),
+    el("p", {}, spec.info.description),
+    keyField(),
+    el("h3", {}, "Errors"),
+    el("p", {}, "A refusal has a status of 400 or more and says which field is to blame. After a stream has begun, the same object is its last event."),
+    ...errorShapes(),
+    el("h3", {}, "Routes"),
+    el("table", { class: "routes" }, el("tbody", {}, ...operations.map((one) =>
+      el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#${one.id}` }, methodTag(one.method), one.path)), el("td", {}, one.summary))))),
+    first && el("p", { class: "muted" }, `asyncllm ${spec.info.version}`),
+  ];
+}
+
+function errorShapes() {
+  const names = new Set(operations.flatMap((one) => failures(one).map(([, answer]) => answer.content["application/json"].schema.$ref)));
+  return [...names].map(($ref) => schemaView({ $ref }, spec));
+}
+
+function operationView(one) {
+  const { "200": ok } = one.responses;
+  return [
+    el("h2", { class: "operation" }, methodTag(one.method), one.path),
+    el("p", {}, one.summary, one.needsKey ? el("span", { class: "muted" }, " · needs the API key") : null),
+    el("h3", {}, "Try it"),
+    one.needsKey ? keyField() : null,
+    tryIt(one, authorization),
+    one.body && el("h3", {}, "Request"),
+    one.body && schemaView(one.body.schema, spec, { open: true }),
+    el("h3", {}, "Answer"),
+    ...answerView(ok),
+    el("h3", {}, "Errors"),
+    errorTable(one),
+  ].filter(Boolean);
+}
+
+function answerView(ok) {
+  const content = Object.entries(ok.content ?? {});
+  if (!content.length) return [el("p", {}, "200, without a body.")];
+  return content.flatMap(([type, { schema }]) => {
+    if (type === "application/json") return [el("p", {}, "200: ", el("code", {}, type)), schemaView(schema, spec, { open: true })];
+    const event = schema.properties?.data;
+    return [
+      el("p", {}, event ? "With " : "200: ", event ? el("code", {}, '"stream": true') : null, event ? " instead " : null, el("code", {}, type), event ? ", each event's data being" : null),
+      event ? schemaView(chunkOf(event), spec) : null,
+    ].filter(Boolean);
+  });
+}
+
+/** The chunk among what an event may hold: an error and the end are said elsewhere. */
+function chunkOf(data) {
+  const json = (data.anyOf ?? [data]).find((arm) => arm.contentSchema);
+  return json.contentSchema.anyOf?.[0] ?? json.contentSchema;
+}
+
+const failures = (one) => Object.entries(one.responses).filter(([status]) => Number(status) >= 400);
+
+function errorTable(one) {
+  const rows = failures(one).map(([status, { description }]) =>
+    el("tr", {}, el("th", { scope: "row" }, status), el("td", {}, description)));
+  const [, any] = failures(one)[0];
+  return el("div", {},
+    el("table", { class: "errors" }, el("tbody", {}, ...rows)),
+    schemaView(any.content["application/json"].schema, spec));
+}
+
+// --- the key ---
+
+function keyField() {
+  if (!spec.components.securitySchemes) return null;
+  const input = el("input", { type: "password", autocomplete: "off", id: "key", value: key() ?? "", placeholder: "kept until this tab closes" });
+  input.addEventListener("change", () => setKey(input.value, false));
+  return el("p", { class: "key-field" }, el("label", { for: "key" }, "API key"), input);
+}
+
+// --- the frame ---
+
+function setList(isOpen) {
+  document.body.dataset.list = isOpen ? "open" : "closed";
+  byId("toggle-list").setAttribute("aria-expanded", String(isOpen));
+}
+
+byId("toggle-list").addEventListener("click", () => setList(document.body.dataset.list !== "open"));
+byId("scrim").addEventListener("click", () => setList(false));
+byId("find").addEventListener("input", drawList);
+wide.addEventListener("change", () => setList(wide.matches));
+addEventListener("keydown", (event) => {
+  if (event.key === "/" && !event.target.closest("input, textarea")) {
+    event.preventDefault();
+    setList(true);
+    byId("find").focus();
+  } else if (event.key === "Escape" && !wide.matches) setList(false);
+});
+addEventListener("hashchange", () => {
+  if (currentId() === "content") return; // the skip link
+  draw();
+  if (!wide.matches) setList(false);
+  byId("content").focus({ preventScroll: true });
+});
+
+async function start() {
+  setList(wide.matches);
+  const response = await fetch("openapi.json");
+  if (!response.ok) throw new Error(`openapi.json: ${response.status}`);
+  spec = await response.json();
+  operations = readOperations();
+  draw();
+}
+
+start().catch((error) => byId("content").replaceChildren(el("p", { class: "error", role: "alert" }, String(error.message))));

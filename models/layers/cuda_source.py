@@ -1,0 +1,72 @@
+"""Our CUDA C++ as shared libraries, compiled once for a source and an architecture.
+
+They hold neither Python nor torch, only C functions that launch on a stream, so any version of both
+may load them. Kept in $XDG_CACHE_HOME/asyncllm, as Triton and FlashInfer keep theirs; without a
+compiler there is no library, and its user does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger("asyncllm")
+
+FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
+COMPILE_SECONDS = 120
+MAX_ERROR_CHARS = 2000
+
+
+def load(source: Path, capability: tuple[int, int]) -> ctypes.CDLL | None:
+    """The library of `source` for a card of this compute capability; None where it cannot be made.
+
+    Takes seconds where it is not in the cache; the compiler is another process.
+    """
+    architecture = f"-arch=sm_{capability[0]}{capability[1]}"
+    key = hashlib.sha256(
+        b"\0".join([source.read_bytes(), *map(str.encode, (*FLAGS, architecture))])
+    )
+    library = cache_folder() / f"{source.stem}-{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        compiler = find_compiler()
+        if compiler is None:
+            logger.info("no nvcc: %s is not compiled, other kernels do its work", source.name)
+            return None
+        if not _compile(compiler, source, architecture, library):
+            return None
+    return ctypes.CDLL(str(library))
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "asyncllm"
+
+
+def find_compiler() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def _compile(compiler: str, source: Path, architecture: str, library: Path) -> bool:
+    """Whole or not at all: other engines may start at the same time."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            command = [compiler, *FLAGS, architecture, str(source), "-o", str(made)]
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS
+            )
+            made.replace(library)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        logger.warning("%s was not compiled: %s", source.name, said[-MAX_ERROR_CHARS:])
+        return False
+    return True

@@ -1,0 +1,284 @@
+"""Rows that need the host, in the real engine: grammars, jumps, bad words of several tokens.
+
+The grammar is an automaton over token ids. However a request is run, its tokens are the same: one
+step ahead or not, alone or not, with or without jumps, preempted or not; nobody else's change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncllm import AsyncLLMEngine, RequestFailedError, RequestOutput, SamplingParams
+from asyncllm.engine import constraints
+from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.input_processor import InputProcessor
+from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint
+from tests.engine.automaton import Automaton
+
+VOCAB_SIZE = AsyncLLMEngine("tiny").config.model.vocab_size
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.2, top_k=500, seed=7, max_tokens=30, ignore_eos=True)
+PENALISED = SamplingParams(
+    temperature=0, frequency_penalty=1.5, repetition_penalty=1.3, max_tokens=30, ignore_eos=True
+)
+WAYS = [GREEDY, SEEDED, PENALISED, SEEDED]
+PROMPTS = [[11 + i, 12, 13, *range(20, 40 + 3 * i)] for i in range(4)]
+Make = Callable[[int], TokenConstraint]
+
+
+@pytest.fixture(autouse=True)
+def _constraints_from_extra_args(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`extra_args["constraint"]` makes that of each sequence, by its index."""
+    plain = InputProcessor._sequence
+
+    def _sequence(self: InputProcessor, request: Request, index: int) -> Sequence:
+        seq = plain(self, request, index)
+        make = (request.sampling_params.extra_args or {}).get("constraint")
+        seq.constraint = make(index) if make else None
+        return seq
+
+    monkeypatch.setattr(InputProcessor, "_sequence", _sequence)
+
+
+def automaton(seed: int, forced_share: float = 0.5) -> Make:
+    return lambda index: Automaton(10 * seed + index, VOCAB_SIZE, forced_share)
+
+
+def by(make: Make, params: SamplingParams, **changes: Any) -> SamplingParams:
+    return replace(params, extra_args={"constraint": make}, **changes)
+
+
+async def tokens(engine: AsyncLLMEngine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    output: RequestOutput = await engine.generate(prompt, params)
+    return [answer.token_ids for answer in output.outputs]
+
+
+def generate(
+    requests: list[tuple[list[int], SamplingParams]], *, at_once: bool = True, **args: Any
+) -> list[list[Any]]:
+    """In one engine, at once or one by one."""
+
+    async def main() -> list[list[Any]]:
+        async with AsyncLLMEngine("tiny", **args) as engine:
+            if at_once:
+                results = await asyncio.gather(*(tokens(engine, *r) for r in requests))
+            else:
+                results = [await tokens(engine, *r) for r in requests]
+            engine.check_idle()
+            return results
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def jumps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the jumps that engines make."""
+    lengths: list[int] = []
+    plain = constraints._jumps
+
+    def counted(*args: Any) -> Any:
+        found = plain(*args)
+        lengths.extend(len(forced) for _, forced in found)
+        return found
+
+    monkeypatch.setattr(constraints, "_jumps", counted)
+    return lengths
+
+
+def no_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "may_jump", lambda seq: False)
+
+
+# --- grammars ------------------------------------------------------------------------------------
+
+
+def test_all_ways_to_run_give_the_tokens_that_the_grammar_allows(
+    monkeypatch: pytest.MonkeyPatch, jumps: list[int]
+) -> None:
+    requests = [(p, by(automaton(i, 0.7), WAYS[i])) for i, p in enumerate(PROMPTS)]
+    free = (PROMPTS[0], SEEDED)
+    *together, neighbour = generate([*requests, free])
+    assert generate([*requests, free], at_once=False) == [*together, neighbour]
+    for i, (answer,) in enumerate(together):
+        grammar = Automaton(10 * i, VOCAB_SIZE, 0.7)
+        assert len(answer) == 30
+        for token_id in answer:
+            grammar.accept(token_id)
+    assert sum(jumps) > 20
+    assert generate(requests, async_scheduling=False) == together
+    few_pages: dict[str, Any] = {"num_gpu_blocks_override": 10, "enable_prefix_caching": False}
+    for mode in ("swap", "recompute"):
+        assert generate(requests, preemption_mode=mode, **few_pages) == together
+    jumps.clear()
+    no_jumps(monkeypatch)
+    assert generate(requests) == together and not jumps
+
+
+def test_each_of_n_answers_has_a_grammar_of_its_own(jumps: list[int]) -> None:
+    params = by(automaton(3), SEEDED, n=3)
+    (answers,) = generate([(PROMPTS[1], params)])
+    for index, answer in enumerate(answers):
+        grammar = Automaton(30 + index, VOCAB_SIZE)
+        for token_id in answer:
+            grammar.accept(token_id)
+    assert jumps
+    assert [answers] == generate([(PROMPTS[1], params)], async_scheduling=False)
+
+
+def test_logprobs_are_given_for_each_token_so_nothing_jumps(jumps: list[int]) -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny") as engine:
+            params = by(automaton(2, 0.7), GREEDY)
+            with_logprobs = by(automaton(2, 0.7), GREEDY, logprobs=2)
+            output = await engine.generate(PROMPTS[0], with_logprobs)
+            assert not jumps
+            (answer,) = output.outputs
+            assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+            for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+                assert entry[token_id].logprob > -100, "raw, before the mask"
+            assert await tokens(engine, PROMPTS[0], params) == [answer.token_ids] and jumps
+
+    asyncio.run(main())
+
+
+def test_a_grammar_wins_over_what_would_leave_nothing() -> None:
+    class Only(Automaton):
+        def allowed(self, position: int) -> frozenset[int]:
+            return frozenset([40, 41] if position % 2 else [40])
+
+    def only(index: int) -> Only:
+        return Only(0, VOCAB_SIZE)
+
+    banned = by(only, GREEDY, logit_bias={40: -100.0}, max_tokens=6)
+    ((answer,),) = generate([(PROMPTS[0], banned)])
+    assert answer[0::2] == [40] * 3 and answer[1::2] == [41] * 3
+    stopping = by(only, GREEDY, min_tokens=5, stop_token_ids=[40], max_tokens=9)
+    ((answer,),) = generate([(PROMPTS[0], stopping)])
+    assert answer == [40, 41, 40, 41, 40]
+
+
+class Boom(Automaton):
+    """Raises in one of its methods, at the fifth token or later."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(1, VOCAB_SIZE, 0.3)
+        self._where = where
+
+    def accept(self, token_id: int) -> None:
+        super().accept(token_id)
+        if self._where == "accept" and self.num_accepted == 5:
+            raise ValueError("boom in accept")
+
+    def fill(self, bitmask: np.ndarray) -> None:
+        super().fill(bitmask)
+        if self._where == "fill" and self.num_accepted >= 5:
+            raise RuntimeError("boom in fill")
+
+
+@pytest.mark.parametrize("where", ["accept", "fill"])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
+def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling: bool) -> None:
+    good = (PROMPTS[0], by(automaton(1), SEEDED))
+    free = (PROMPTS[1], SEEDED)
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
+            expected = [await tokens(engine, *good), await tokens(engine, *free)]
+            bad = by(lambda index: Boom(where), GREEDY)
+            first, failed, second = await asyncio.gather(
+                tokens(engine, *good),
+                tokens(engine, PROMPTS[2], bad),
+                tokens(engine, *free),
+                return_exceptions=True,
+            )
+            assert [first, second] == expected
+            assert isinstance(failed, RequestFailedError) and f"boom in {where}" in str(failed)
+            engine.check_idle()
+
+    asyncio.run(main())
+
+
+def test_many_are_filled_in_one_call_where_the_class_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Batched(Automaton):
+        @staticmethod
+        def fill_many(many: list[Batched], bitmasks: np.ndarray) -> None:
+            sizes.append(len(many))
+            for one, bitmask in zip(many, bitmasks, strict=True):
+                Automaton.fill(one, bitmask)
+
+        def fill(self, bitmask: np.ndarray) -> None:
+            raise AssertionError("one by one")
+
+    def batched(index: int) -> Batched:
+        return Batched(index, VOCAB_SIZE)
+
+    requests = [(prompt, by(batched, GREEDY)) for prompt in PROMPTS]
+    assert generate(requests) == generate(
+        [(prompt, by(automaton(0), GREEDY)) for prompt in PROMPTS]
+    )
+    assert max(sizes) == len(PROMPTS)
+
+
+# --- the overlap ---------------------------------------------------------------------------------
+
+
+def test_host_rows_run_one_ahead_and_others_pay_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    verbs: list[str] = []
+
+    def note(name: str) -> None:
+        plain: Callable[..., Any] = getattr(EngineCore, name)
+
+        def noted(self: EngineCore, plan: StepPlan, *args: Any) -> Any:
+            verbs.append(f"{name} {plan.step_id}")
+            return plain(self, plan, *args)
+
+        monkeypatch.setattr(EngineCore, name, noted)
+
+    for name in ("launch", "constrain", "finish"):
+        note(name)
+    short = replace(GREEDY, max_tokens=4)
+    words = replace(short, bad_words=["the end of it", "never ever again"])
+    for params in (words, by(automaton(1, 0.0), short)):
+        verbs.clear()
+        generate([(PROMPTS[0], params)])
+        assert verbs == [
+            "launch 1", "constrain 1",
+            "launch 2", "finish 1", "constrain 2",
+            "launch 3", "finish 2", "constrain 3",
+            "launch 4", "finish 3", "constrain 4",
+            "finish 4",
+        ]  # fmt: skip
+    verbs.clear()
+    generate([(PROMPTS[0], short)])
+    assert verbs == [
+        "launch 1", "launch 2", "finish 1", "launch 3", "finish 2", "launch 4", "finish 3",
+        "finish 4",
+    ]  # fmt: skip
+
+
+def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny") as engine:
+            for turns in range(0, 60, 3):
+                task = asyncio.ensure_future(
+                    tokens(engine, PROMPTS[0], by(automaton(1, 0.7), GREEDY))
+                )
+                for _ in range(turns):
+                    await asyncio.sleep(0.0005)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            expected = await tokens(engine, PROMPTS[0], by(automaton(1, 0.7), GREEDY))
+            engine.check_idle()
+            outputs.append(expected)
+
+    outputs: list[list[Any]] = []
+    asyncio.run(main())
+    assert outputs == generate([(PROMPTS[0], by(automaton(1, 0.7), GREEDY))])

@@ -1,0 +1,85 @@
+"""CUDA sources as libraries: compiled once, whole or not at all; without a compiler, none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from asyncllm.models.layers import cuda_source
+
+SOURCE = Path(cuda_source.__file__).with_name("few_rows.cu")
+
+# A "compiler" that makes an empty library of any C compiler's; it notes that it ran.
+COMPILER = """#!/bin/sh
+echo "$@" >> {folder}/calls
+for word; do out=$word; done
+{work}
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose nvcc copies `made` to its output."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setattr(cuda_source, "find_compiler", lambda: str(folder / "nvcc"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def write_compiler(folder: Path, work: str) -> None:
+    (folder / "nvcc").write_text(COMPILER.format(folder=folder, work=work))
+    (folder / "nvcc").chmod(0o755)
+
+
+def test_compiled_once_for_a_source_and_an_architecture(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(cuda_source.ctypes, "CDLL", lambda path: loaded.append(path))
+    write_compiler(compiler, 'touch "$out"')
+    source = tmp_path / "kernel.cu"
+    source.write_text("// one")
+    cuda_source.load(source, (9, 0))
+    cuda_source.load(source, (9, 0))
+    assert loaded[0] == loaded[1] and Path(loaded[0]).exists()
+    calls = (compiler / "calls").read_text().splitlines()
+    assert len(calls) == 1 and "-arch=sm_90" in calls[0]
+    cuda_source.load(source, (10, 0))
+    source.write_text("// two")
+    cuda_source.load(source, (9, 0))
+    assert len({*loaded}) == 3
+    assert len((compiler / "calls").read_text().splitlines()) == 3
+
+
+def test_a_compiler_that_fails_leaves_nothing(
+    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_compiler(compiler, 'echo half > "$out"; echo "kernel.cu(1): error: no" >&2; exit 1')
+    source = tmp_path / "kernel.cu"
+    source.write_text("// broken")
+    assert cuda_source.load(source, (9, 0)) is None
+    assert "kernel.cu(1): error: no" in caplog.text
+    assert list(cuda_source.cache_folder().iterdir()) == []
+
+
+def test_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda_source, "find_compiler", lambda: None)
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        assert cuda_source.load(SOURCE, (9, 0)) is None
+    assert "no nvcc" in caplog.text
+
+
+def test_the_compiler_is_found_in_cuda_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    write_compiler(tmp_path / "bin", "")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert cuda_source.find_compiler() == str(tmp_path / "bin" / "nvcc")

@@ -1,0 +1,142 @@
+"""What one request asks of the sampler is nobody else's business: neighbours keep their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncLLMEngine, RepetitionDetectionParams, SamplingParams
+
+ENGINE: dict[str, Any] = {
+    "num_gpu_blocks_override": 160,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 64,
+    "swap_space": 0.01,
+    "device": "cpu",
+}
+NEIGHBOURS = {
+    "greedy": ("Once upon a time", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)),
+    "seeded": ("The capital of", SamplingParams(seed=5, max_tokens=8, ignore_eos=True)),
+    "filtered": (
+        "What is 12 + 30?",
+        SamplingParams(seed=6, top_k=40, top_p=0.95, n=2, max_tokens=8, ignore_eos=True),
+    ),
+    "penalised": (
+        "Once upon a time",
+        SamplingParams(seed=7, frequency_penalty=0.6, max_tokens=8, ignore_eos=True),
+    ),
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 3.0},
+    "greedy": {"temperature": 0},
+    "top_p": {"top_p": 0.3},
+    "top_k": {"top_k": 2},
+    "min_p": {"min_p": 0.5},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "logit_bias": {"logit_bias": {300: 100.0, 20: -100.0}},
+    "allowed_token_ids": {"allowed_token_ids": [300, 301]},
+    "bad_words": {"bad_words": ["e", "there was"]},
+    "min_tokens": {"min_tokens": 9, "ignore_eos": False},
+    "stop": {"stop": ["a", "e"]},
+    "stop_token_ids": {"stop_token_ids": list(range(300, 400))},
+    "logprobs": {"logprobs": 5},
+    "prompt_logprobs": {"prompt_logprobs": 5},
+    "logprob_token_ids": {"logprob_token_ids": [300, 20, 7]},
+    "repetition_detection": {
+        "repetition_detection": RepetitionDetectionParams(4, 1, 2),
+        "allowed_token_ids": [300, 301],
+    },
+    "n": {"n": 5},
+    "max_tokens": {"max_tokens": 3},
+    "detokenize": {"detokenize": False},
+}
+
+
+async def neighbours_tokens(engine: AsyncLLMEngine) -> dict[str, list[list[int]]]:
+    outputs = await asyncio.gather(*(engine.generate(*request) for request in NEIGHBOURS.values()))
+    return {
+        name: [completion.token_ids for completion in output.outputs]
+        for name, output in zip(NEIGHBOURS, outputs, strict=True)
+    }
+
+
+async def beside(engine: AsyncLLMEngine, fields: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """The neighbours' tokens with requests of `fields` before, among and after them."""
+
+    def ask(seed: int) -> Any:
+        params = {"seed": seed, "max_tokens": 11, "ignore_eos": True} | fields
+        return engine.generate("Once upon a time there was", SamplingParams(**params))
+
+    async def late() -> None:
+        await asyncio.sleep(0.01)
+        await ask(3)
+
+    before = asyncio.create_task(_final(ask(1)))
+    await asyncio.sleep(0.005)
+    tokens, *_ = await asyncio.gather(neighbours_tokens(engine), _final(ask(2)), late())
+    await before
+    return tokens
+
+
+async def _final(generation: Any) -> Any:
+    return await generation
+
+
+def test_each_parameter_leaves_its_neighbours_tokens_unchanged() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **ENGINE) as engine:
+            alone = {
+                name: [c.token_ids for c in (await engine.generate(*request)).outputs]
+                for name, request in NEIGHBOURS.items()
+            }
+            assert await neighbours_tokens(engine) == alone
+            for name, fields in FIELDS.items():
+                assert await beside(engine, fields) == alone, name
+            engine.check_idle()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize(
+    "regime",
+    [
+        {},
+        {"async_scheduling": False},
+        {"max_num_batched_tokens": 12},
+        {"num_gpu_blocks_override": 11, "preemption_mode": "swap", "max_model_len": 96},
+        {"num_gpu_blocks_override": 11, "preemption_mode": "recompute", "max_model_len": 96},
+        {"max_num_seqs": 3},
+    ],
+    ids=["ahead", "synchronous", "chunked", "swap", "recompute", "few-slots"],
+)
+def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(
+    regime: dict[str, Any],
+) -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **ENGINE | regime) as engine:
+            params = SamplingParams(seed=11, n=2, max_tokens=30, top_p=0.97, ignore_eos=True)
+            alone = (await engine.generate("Once upon a time", params)).outputs
+            crowd = [
+                engine.generate(f"{i} and {i} is", SamplingParams(seed=i, max_tokens=40))
+                for i in range(6)
+            ]
+            again, *_ = await asyncio.gather(
+                _final(engine.generate("Once upon a time", params)),
+                *(_final(generation) for generation in crowd),
+            )
+            assert again.outputs == alone
+            assert alone[0].token_ids != alone[1].token_ids
+            other = await engine.generate(
+                "Once upon a time", SamplingParams(seed=12, max_tokens=30)
+            )
+            assert other.outputs[0].token_ids != alone[0].token_ids
+            stats = engine.stats()
+            if regime.get("preemption_mode"):
+                assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
+            engine.check_idle()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -1,0 +1,110 @@
+"""Requests made from our own OpenAPI document: no 5xx, and every response is as documented.
+
+The real engine with the built-in model. Bodies are those that the document allows and those that
+it does not: for each operation a sample of schemathesis's list (each field at its bounds, left out,
+of a wrong type) and some at random. A stream's events are held to the schema of its chunks. The
+seed is fixed; the context is short, so that no answer takes long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from asyncllm import AsyncLLMEngine
+from asyncllm.server.openapi import openapi
+from asyncllm.server.routes import ROUTES
+from tests.server.http_harness import serving
+
+MAX_LISTED = 60  # per operation, of up to 900
+NUM_RANDOM = 12  # per operation, of allowed bodies and of others
+WITHOUT_END = {"GET /dashboard/events"}  # test_page_routes.py has it
+ENGINE = {"num_gpu_blocks_override": 200, "swap_space": 0, "max_model_len": 40, "device": "cpu"}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    response_headers_conformance,
+    allow_header_conformance,
+    unsupported_method,
+]
+
+SCHEMA = schemathesis.openapi.from_dict(openapi(ROUTES, needs_key=False))
+OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server on a loop of its own; asserts at the end that nothing is left of any request."""
+    started = threading.Event()
+    found: dict[str, Any] = {}
+
+    async def serve() -> None:
+        engine: Any = AsyncLLMEngine("tiny", **ENGINE)
+        async with serving(engine, enable_tokenizer_info_endpoint=True) as server:
+            found.update(url=server.url, stop=asyncio.Event(), loop=asyncio.get_running_loop())
+            started.set()
+            await found["stop"].wait()
+            engine.check_integrity()
+        found["is_clean"] = True
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert started.wait(60)
+    yield found["url"]
+    found["loop"].call_soon_threadsafe(found["stop"].set)
+    thread.join(60)
+    assert found.get("is_clean"), "the server did not end with nothing left"
+
+
+@pytest.mark.parametrize("label", sorted(OPERATIONS.keys() - WITHOUT_END))
+def test_responses_are_as_documented(label: str, url: str) -> None:
+    operation = OPERATIONS[label]
+
+    def check(case: Any) -> None:
+        case.call_and_validate(base_url=url, checks=CHECKS)
+
+    listed = list(
+        SCHEMA.iter_coverage_cases(
+            operation,
+            generation_modes=list(GenerationMode),
+            generation_config=SCHEMA.config.generation,
+        )
+    )
+    for case in random.Random(label).sample(listed, min(len(listed), MAX_LISTED)):
+        check(case)
+    if operation.body:
+        for mode in GenerationMode:
+            at_random(hypothesis.given(case=operation.as_strategy(generation_mode=mode))(check))()
+
+
+at_random = hypothesis.settings(
+    max_examples=NUM_RANDOM,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[hypothesis.Phase.generate],
+)
+
+
+def test_every_operation_is_asked() -> None:
+    assert set(OPERATIONS) >= WITHOUT_END and len(OPERATIONS) == len(ROUTES)

@@ -1,0 +1,13 @@
+"""Whether a grammar accepts a text, token by token."""
+
+from __future__ import annotations
+
+from asyncllm.engine.structured.compiler import CompiledGrammar
+from asyncllm.engine.tokenizer import Tokenizer
+
+
+def fits(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
+    """The whole text, special tokens in it as such, and that it may end there."""
+    matcher = grammar.matcher.deep_copy()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -1,0 +1,56 @@
+"""Random ways through a grammar, without a model: which tokens may come, and one of them taken."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncllm.engine.structured.compiler import GrammarCompiler
+from asyncllm.engine.structured.constraint import GrammarConstraint
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.structured_outputs import StructuredOutputsParams
+
+
+@dataclass(frozen=True)
+class Walk:
+    token_ids: list[int]
+    text: str
+    complete: bool
+
+
+def new_constraint(
+    compiler: GrammarCompiler, params: StructuredOutputsParams, ignore_eos: bool = False
+) -> GrammarConstraint:
+    return compiler.compile(params).constraint(ignore_eos)
+
+
+def allowed_ids(constraint: GrammarConstraint, vocab_size: int) -> np.ndarray:
+    bitmask = np.zeros(-(-vocab_size // 32), np.int32)
+    constraint.fill(bitmask)
+    return np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+
+
+def walk(
+    constraint: GrammarConstraint,
+    tokenizer: Tokenizer,
+    seed: int,
+    max_tokens: int = 400,
+    stay_short: float = 0.5,
+) -> Walk:
+    """Uniform over the allowed tokens, but a quote and the end of the text more often."""
+    rnd = random.Random(seed)
+    token_ids: list[int] = []
+    ends = set(tokenizer.eos_token_ids)
+    (quote,) = tokenizer.encode('"', False)
+    while len(token_ids) < max_tokens:
+        allowed = allowed_ids(constraint, tokenizer.vocab_size).tolist()
+        others = [i for i in allowed if i not in ends]
+        if len(others) < len(allowed) and (not others or rnd.random() < stay_short):
+            constraint.accept(next(i for i in allowed if i in ends))
+            return Walk(token_ids, tokenizer.decode(token_ids, False), True)
+        takes_quote = quote in others and rnd.random() < stay_short / 2
+        token_ids.append(quote if takes_quote else rnd.choice(others))
+        constraint.accept(token_ids[-1])
+    return Walk(token_ids, tokenizer.decode(token_ids, False), False)
