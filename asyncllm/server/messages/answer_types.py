@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -56,9 +56,14 @@ class InputTokens(Struct):
     input_tokens: int
 
 
+class AnthropicErrorCode(Struct):
+    error_code: str
+
+
 class AnthropicErrorDetail(Struct):
     type: str
     message: str
+    details: AnthropicErrorCode | UnsetType = UNSET
 
 
 class AnthropicError(Struct, tag_field="type", tag="error"):
