@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):
