@@ -18,7 +18,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from asyncllm.server.fields import describe_fields
+from asyncllm.server.field_schemas import SHAPES, describe_fields
 from asyncllm.server.route import Route
 
 _REF = "#/components/schemas/{name}"
@@ -86,11 +86,11 @@ class _Schemas:
             for kind in (route.request, route.answer, route.event, route.error)
             if kind is not None
         ]
-        types = list(dict.fromkeys(types))
+        types = list(dict.fromkeys([*types, *SHAPES]))
         schemas, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = dict(zip(types, schemas, strict=True))
         requests = {route.request for route in routes if route.request is not None}
-        describe_fields(requests, self.components, _REF)
+        describe_fields(requests, self.components, self.of)
 
     def of(self, kind: Any) -> dict[str, Any]:
         return self._of[kind]

@@ -11,14 +11,15 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.fields import NOTES, _with_parts, note_of
+from asyncllm.server.field_schemas import with_parts
+from asyncllm.server.fields import NOTES, note_of
 from asyncllm.server.openapi import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import run, serving
 
 REQUESTS = list(dict.fromkeys(route.request for route in ROUTES if route.request is not None))
-TYPES = _with_parts(REQUESTS)
+TYPES = with_parts(REQUESTS)
 
 
 def operations(document: dict[str, Any]) -> set[tuple[str, str]]:
@@ -47,6 +48,7 @@ def test_references_resolve_and_components_are_used() -> None:
     text = repr(document)
     used = set(re.findall(r"#/components/schemas/(\w+)", text))
     assert used == set(document["components"]["schemas"])
+    assert not [name for name in used if "." in name or "_" in name], "two types of one name"
 
 
 def test_key_is_asked_for_where_it_is() -> None:
