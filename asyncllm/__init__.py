@@ -20,8 +20,16 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestFailedError,
     )
-    from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from asyncllm.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from asyncllm.sampling_params import (
+        BeamSearchParams,
         RepetitionDetectionParams,
         RequestOutputKind,
         SamplingParams,
@@ -34,6 +42,9 @@ __version__ = version("asyncllm")
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLMEngine": "engine.async_engine",
+    "BeamSearchOutput": "outputs",
+    "BeamSearchParams": "sampling_params",
+    "BeamSearchSequence": "outputs",
     "CompletionOutput": "outputs",
     "ContextLengthError": "errors",
     "EngineArgs": "config",
@@ -57,6 +68,9 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ContextLengthError",
     "EngineArgs",

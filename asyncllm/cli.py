@@ -7,14 +7,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import uvloop
 
-from asyncllm.commands import bench, doctor, kernels
+from asyncllm.commands import bench, chat, complete, doctor, kernels, run_batch
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
@@ -25,6 +26,7 @@ from asyncllm.server.log_format import set_up_logging
 STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130
 COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
+CLIENTS: dict[str, Any] = {"chat": chat, "complete": complete}  # of a running server: no engine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         parser.print_help(sys.stderr)
         return 2
+    if command in CLIENTS:
+        return int(CLIENTS[command].run(argparse.Namespace(**given)))
     try:
         engine_args, server_args = merge(flags, given)
     except ValueError as error:
         parser.error(str(error))
     if command == "serve":
         return _serve(engine_args, server_args)
-    return _run_command(command, engine_args, argparse.Namespace(**given))
+    options = argparse.Namespace(**given)
+    if command == "run-batch":
+        work = partial(run_batch.run, engine_args, server_args, options)
+    else:
+        work = partial(COMMANDS[command].run, engine_args, options)
+    return _run_command(work, "info" if command == "kernels" else "warning")
 
 
 def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
@@ -72,6 +81,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "serve", parents=[flags], help="serve a model over HTTP", allow_abbrev=False
     )
     _add_model(serve)
+    batch = commands.add_parser(
+        "run-batch", parents=[flags], help=run_batch.HELP, allow_abbrev=False
+    )
+    run_batch.add_arguments(batch)
+    _add_model(batch)
+    for name, module in CLIENTS.items():
+        client = commands.add_parser(name, help=module.HELP, allow_abbrev=False)
+        module.add_arguments(client)
     for name, module in COMMANDS.items():
         command = commands.add_parser(
             name, parents=[engine_flags], help=module.HELP, allow_abbrev=False
@@ -88,13 +105,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
 
 
-def _run_command(name: str, engine_args: EngineArgs, options: argparse.Namespace) -> int:
-    _set_up_logging("warning" if name != "kernels" else "info")
+def _run_command(work: Callable[[], int], log_level: str) -> int:
+    _set_up_logging(log_level)
     try:
-        return COMMANDS[name].run(engine_args, options)
+        return work()
     except KeyboardInterrupt:
         return EXIT_CODE_INTERRUPTED
-    except (ModelLoadError, ValueError, OSError) as error:
+    except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
         print(f"asyncllm: error: {error}", file=sys.stderr)
         return 1
 

@@ -67,3 +67,23 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None  # why finish_reason is "error"
     overloaded: bool = False  # the error is that it waited too long: trying again may help
+    num_unreturned_tokens: int = 0  # of answers that `best_of` left out
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam. As in vLLM `tokens` and `text` begin with the prompt's."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    score: float  # cum_logprob / number of new tokens ** length_penalty
+    finish_reason: FinishReasonText | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What `LLM.beam_search` returns for a prompt: its beams, the best first."""
+
+    sequences: list[BeamSearchSequence]

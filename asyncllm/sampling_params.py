@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured_outputs import StructuredOutputsParams
@@ -24,6 +24,7 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
+MAX_LENGTH_PENALTY = 10.0
 MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary is larger
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_REPETITION_PATTERN_SIZE = 2048
@@ -33,6 +34,17 @@ MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
 MAX_REPETITION_PENALTY = 10
 MAX_SEED = 2**63 - 1
 MAX_ID_DIGITS = 18  # of a token id written out
+# What a beam search takes: its own, how the answer is shown, and what only drawing needs.
+BEAM_SEARCH_FIELDS = frozenset(
+    [
+        *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
+        *("max_tokens", "ignore_eos", "stop_token_ids", "truncate_prompt_tokens"),
+        *("logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
+        *("extra_args", "temperature", "top_p", "top_k", "min_p", "seed"),
+    ]
+)
+EarlyStopping = bool | Literal["never"]
 
 
 class RequestOutputKind(Enum):
@@ -82,9 +94,20 @@ class SamplingParams:
     of the most likely. A `seed` makes a request's tokens independent of what else is in its batch;
     -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
     `repetition_detection` may be a dict of its fields. Source: vllm.SamplingParams.
+
+    `best_of` answers are made and the `n` with the highest mean log-probability returned, at the
+    end. With `use_beam_search` it is the width of the search (None: `n`), which draws nothing:
+    temperature, filters and seed are without effect, and the `n` beams with the highest
+    log-probability / length ** `length_penalty` are returned. `early_stopping` as in transformers:
+    True ends at the first `best_of` finished beams, False when by a heuristic none can be better,
+    "never" when none can be.
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -127,6 +150,12 @@ class SamplingParams:
             self.seed = None
         if self.thinking_token_budget == -1:
             self.thinking_token_budget = None
+        self._check_search()
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated, to return `n` of them."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:
@@ -141,6 +170,7 @@ class SamplingParams:
         for name in ("n", "top_k", "min_tokens"):
             _require_int(name, getattr(self, name))
         optional = (
+            "best_of",
             "seed",
             "max_tokens",
             "logprobs",
@@ -152,6 +182,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name))
         for name in (
+            "use_beam_search",
             "ignore_eos",
             "detokenize",
             "skip_special_tokens",
@@ -160,6 +191,7 @@ class SamplingParams:
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
         for name in (
+            "length_penalty",
             "presence_penalty",
             "frequency_penalty",
             "repetition_penalty",
@@ -251,6 +283,34 @@ class SamplingParams:
                      "callables of (output_token_ids, logits) or "
                      "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
 
+    def _check_search(self) -> None:
+        if self.best_of is not None:
+            _require(self.n <= self.best_of <= MAX_N, "best_of", self.best_of,
+                     f"between n ({self.n}) and {MAX_N}")  # fmt: skip
+        _require(abs(self.length_penalty) <= MAX_LENGTH_PENALTY, "length_penalty",
+                 self.length_penalty,
+                 f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}")  # fmt: skip
+        early = self.early_stopping
+        _require(isinstance(early, bool) or early == "never", "early_stopping", early,
+                 'true, false or "never"')  # fmt: skip
+        if self.use_beam_search:
+            self._check_beam_search()
+            self.temperature = 0.0
+            return
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) != neutral:
+                raise InvalidRequestError(f"{name} needs use_beam_search", name)
+
+    def _check_beam_search(self) -> None:
+        """Refuse what would change the scores or the ends of beams."""
+        for given in fields(self):
+            value = getattr(self, given.name)
+            is_neutral = value is None or value == [] or value == given.default
+            if given.name not in BEAM_SEARCH_FIELDS and not is_neutral:
+                raise InvalidRequestError(
+                    f"{given.name} cannot be combined with use_beam_search", given.name
+                )
+
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
             return
@@ -283,6 +343,40 @@ class SamplingParams:
                  "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
         if given is not None and not given.max_pattern_size:
             self.repetition_detection = None
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """A beam search, under vLLM's names; `sampling_params()` says the same to the engine.
+
+    All `beam_width` beams are returned, the best first. `temperature` is accepted and without
+    effect: a search draws nothing, and its log-probabilities are those of the model.
+    Source: vllm.BeamSearchParams; `early_stopping` from transformers' GenerationConfig.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: EarlyStopping = False
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `InvalidRequestError`."""
+        _require_int("beam_width", self.beam_width)
+        _require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width,
+                 f"between 1 and {MAX_N}")  # fmt: skip
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            early_stopping=self.early_stopping,
+        )
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:

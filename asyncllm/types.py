@@ -85,7 +85,8 @@ class Request:
     are those that end a sequence, EOS included unless ignored. `bad_words_ids` are token sequences.
     `cache_key` separates prefix caches: by salt, and by the prompt's length where KV depends on it
     (dynamic RoPE past its window). `batch_processors`: which of the engine's logits processors it
-    needs.
+    needs. Where answers are chosen by score (`best_of`, beam search) `sampling_params.logprobs` is
+    what the choice needs, and `num_shown_logprobs` what the client asked for.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class Request:
     priority: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     cache_key: bytes = b""
+    num_shown_logprobs: int = 0
     batch_processors: tuple[int, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -126,6 +128,7 @@ class Sequence:
                    reached them
     num_to_drop    of the samples in flight, those whose token is known already
     num_accepted   output tokens that the constraint has been told; its thread's own
+    held           a beam that waits for its request's other beams: it neither decodes nor queues
     """
 
     seq_id: int
@@ -139,6 +142,7 @@ class Sequence:
     num_computed: int = 0
     num_prefill: int = 0
     num_cached_tokens: int = 0  # of the prompt, served by the prefix cache at first admission
+    held: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     constraint: TokenConstraint | None = None

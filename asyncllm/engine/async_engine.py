@@ -24,7 +24,7 @@ from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 from asyncllm.worker.worker import Worker
@@ -139,6 +139,25 @@ class AsyncLLMEngine:
 
         kind = (sampling_params or SamplingParams()).output_kind
         return Generation(submit, abort, kind)
+
+    def beam_search(
+        self,
+        prompt: PromptInput,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """As `generate`; there is one output, the final one, with `beam_width` completions.
+
+        The best is first, by cumulative_logprob / number of tokens ** length_penalty; a stop token
+        that ended one counts, and is in its `token_ids`. Raises `InvalidRequestError` at once for
+        what no model could search.
+        """
+        return self.generate(
+            prompt, params.sampling_params(), request_id, priority, cache_salt=cache_salt
+        )
 
     async def add_request(
         self,

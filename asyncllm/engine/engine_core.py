@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
+from asyncllm.engine.best_answers import BestAnswers
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import Constrained, constrain
@@ -121,6 +122,8 @@ class EngineCore:
         self._check_open(request_id, len(request.prompt_token_ids))
         request.batch_processors = self._processors_for(params)
         self.admission.enter(request)
+        if params.num_sequences > params.n or params.use_beam_search:
+            sink, text_sink = BestAnswers(params, sink).receive, None
         self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
         self._work.set()
@@ -129,11 +132,16 @@ class EngineCore:
     def _processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Raises `InvalidRequestError` where one of the engine's refuses the request."""
         try:
-            return self.worker.processors_for(params)
+            found = self.worker.processors_for(params)
         except ValueError as error:
             raise InvalidRequestError(
                 f"a logits processor: {error}", "logits_processors"
             ) from error
+        if found and params.use_beam_search:  # its scores are those of the model
+            raise InvalidRequestError(
+                "this server's logits processors do not work with beam search", "use_beam_search"
+            )
+        return found
 
     def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         if self.dead is not None:

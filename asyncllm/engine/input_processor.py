@@ -14,6 +14,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from asyncllm.config import EngineConfig
@@ -61,6 +62,7 @@ class InputProcessor:
             tokenizer, config.model.vocab_size, max_model_len, self._max_tokens_in_all
         )
         self._max_logprobs = config.max_logprobs
+        self._vocab_size = config.model.vocab_size
         self._rope_window = _dynamic_rope_window(config)
         self._eos_token_ids = end_of_text_ids(config, tokenizer)
         self.grammars = GrammarCompiler(
@@ -156,19 +158,23 @@ class InputProcessor:
         max_tokens = self._resolve_max_tokens(len(ids), params, parsed)
         self._check_params(params, max_tokens)
         salt = parsed.cache_salt if cache_salt is None else cache_salt
+        stop_token_ids = self._stop_token_ids(params)
         request = Request(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=ids,
-            sampling_params=params,
+            sampling_params=self._with_scores(params, len(stop_token_ids)),
             max_tokens=max_tokens,
-            stop_token_ids=self._stop_token_ids(params),
+            stop_token_ids=stop_token_ids,
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
             bad_words_ids=bad_words_ids(params, self._encoder),
             cache_key=self._cache_key(salt, len(ids)),
+            num_shown_logprobs=params.logprobs or 0,
         )
-        request.sequences = [self._sequence(request, i, grammar) for i in range(params.n)]
+        request.sequences = [
+            self._sequence(request, index, grammar) for index in range(params.num_sequences)
+        ]
         return request
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
@@ -248,6 +254,22 @@ class InputProcessor:
                 "thinking_token_budget: it is not known how this model marks its reasoning",
                 "thinking_token_budget",
             )
+
+    def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
+        """With the log-probabilities that the choice among several answers needs."""
+        if params.use_beam_search:
+            needed = params.num_sequences + num_stop_tokens
+            if needed > self._vocab_size:
+                raise InvalidRequestError(
+                    f"a beam search of width {params.num_sequences} needs more than the "
+                    f"{self._vocab_size} tokens of this model",
+                    "n" if params.best_of is None else "best_of",
+                )
+        elif params.num_sequences > params.n:
+            needed = 0
+        else:
+            return params
+        return replace(params, logprobs=max(params.logprobs or 0, needed))
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.prompt import PromptInput
-from asyncllm.outputs import RequestOutput
-from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+from asyncllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
 EXIT_TIMEOUT_SECONDS = 5.0
@@ -95,6 +95,17 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Per prompt its `beam_width` best beams; prompts and errors as of `generate`."""
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
+        return [self._beams(output, params) for output in outputs]
+
     def close(self) -> None:
         """Give all memory back. Idempotent."""
         if self._finalizer.detach() is not None:
@@ -137,6 +148,27 @@ class LLM:
                 for index in range(len(prompts)):
                     tasks.create_task(run(index))
         return [done[index] for index in range(len(prompts))]
+
+    def _beams(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        """With prompts in front, as vLLM has it."""
+        prompt = output.prompt
+        if prompt is None:
+            prompt = self.engine.tokenizer.decode(output.prompt_token_ids, False)
+        beams = []
+        for beam in output.outputs:
+            total = beam.cumulative_logprob
+            assert total is not None, "a beam search has scores"
+            beams.append(
+                BeamSearchSequence(
+                    tokens=output.prompt_token_ids + beam.token_ids,
+                    cum_logprob=total,
+                    text=prompt + beam.text,
+                    finish_reason=beam.finish_reason,
+                    stop_reason=beam.stop_reason,
+                    score=total / len(beam.token_ids) ** params.length_penalty,
+                )
+            )
+        return BeamSearchOutput(beams)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -21,6 +21,7 @@ class RunningSet:
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
         self.forked: set[Sequence] = set()  # members that may share the page they write to
+        self.rewritten: set[Sequence] = set()  # members that the host has changed: beams
         self.jumped: list[Sequence] = []  # members that jumped since the last plan
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
@@ -43,6 +44,7 @@ class RunningSet:
         """`seq` gives its slot back; its new status is the caller's to set."""
         self.seqs.remove(seq)
         self.forked.discard(seq)
+        self.rewritten.discard(seq)
         if seq in self.jumped:
             self.jumped.remove(seq)
         self._free_slots.append(seq.slot)
@@ -95,7 +97,8 @@ class RunningSet:
         seqs = [seq for seq in self.seqs if may_decode(seq)]
         self._batch = DecodeBatch.of(tuple(seqs), [seq.num_computed for seq in seqs])
         self._num_steps_left = min([_num_steps_left(seq) for seq in seqs], default=1)
-        self._changed = False
+        # A beam is in every second batch, or waits longer: rebuild each time.
+        self._changed = any(seq.request.sampling_params.use_beam_search for seq in self.seqs)
 
     def check_integrity(self) -> None:
         slots = [seq.slot for seq in self.seqs]
@@ -103,8 +106,8 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        assert self.forked <= set(self.seqs), "a fork is remembered that does not run"
-        assert set(self.jumped) <= set(self.seqs), "a jump is remembered that does not run"
+        remembered = self.forked | self.rewritten | set(self.jumped)
+        assert remembered <= set(self.seqs), "a fork, beam or jump is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not self._changed and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
@@ -114,8 +117,10 @@ class RunningSet:
 
 
 def may_decode(seq: Sequence) -> bool:
-    """False for a prefill, and for a sequence that only waits for tokens in flight."""
-    return seq.num_computed >= seq.num_prefill and _num_steps_left(seq) > 0
+    """False for a prefill, and for a beam that waits for its token or for other beams."""
+    if seq.num_computed < seq.num_prefill or seq.held or _num_steps_left(seq) <= 0:
+        return False
+    return seq.num_in_flight == 0 or not seq.request.sampling_params.use_beam_search
 
 
 def _num_steps_left(seq: Sequence) -> int:

@@ -10,6 +10,7 @@ Invariant: `check_integrity()`; with no live request `check_empty()`.
 from __future__ import annotations
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
+from asyncllm.engine.beam_group import BeamGroup
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.running_set import RunningSet
@@ -24,6 +25,7 @@ from asyncllm.types import (
     StepPlan,
     StepResult,
     SwapCost,
+    TokenLogprobs,
     TokenUpdate,
 )
 
@@ -53,6 +55,7 @@ class Scheduler:
         self.waiting = WaitingQueue(self._key)
         self.running = RunningSet(max_num_seqs, self._key)
         self._requests: dict[str, Request] = {}
+        self._beams: dict[str, BeamGroup] = {}  # of requests that search
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
         self._planner = StepPlanner(
@@ -83,6 +86,10 @@ class Scheduler:
         """Queue a request. With n > 1 its first sequence computes the prompt for all."""
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         self._requests[request.request_id] = request
+        if request.sampling_params.use_beam_search:
+            self._beams[request.request_id] = BeamGroup(
+                request, self.blocks, self.waiting, self.running
+            )
         first, *siblings = request.sequences
         self.waiting.hold_back(siblings)
         self.waiting.add(first)
@@ -110,6 +117,7 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.request.finished:
             del self._requests[seq.request.request_id]
+            self._beams.pop(seq.request.request_id, None)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -135,6 +143,10 @@ class Scheduler:
                 seq.num_to_drop -= 1
                 continue
             seq.num_in_flight -= 1
+            if self._beams and seq.request.request_id in self._beams:
+                assert logprobs is not None, f"sequence {seq.seq_id}: a beam without logprobs"
+                updates += self._take_beam(seq, logprobs)
+                continue
             seq.token_ids.append(token_id)
             self._check_stop(seq, token_id)
             updates.append(TokenUpdate(seq, token_id, logprobs))
@@ -158,15 +170,36 @@ class Scheduler:
         self.running.jump(seq)
         return updates
 
+    def _take_beam(self, seq: Sequence, logprobs: TokenLogprobs) -> list[TokenUpdate]:
+        """What may follow a beam; no news before the end, then all tokens of the best."""
+        group = self._beams[seq.request.request_id]
+        group.take(seq, logprobs)
+        if not group.search.is_over:
+            return []
+        updates: list[TokenUpdate] = []
+        for best, (_, beam) in zip(seq.request.sequences, group.search.ended, strict=True):
+            self._finish_by_token(best, beam.token_id)
+            path = beam.path()
+            best.token_ids = [*seq.request.prompt_token_ids, *(step.token_id for step in path)]
+            updates += [TokenUpdate(best, step.token_id, step.logprobs) for step in path]
+        return updates
+
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         request = seq.request
         num_output = len(seq.token_ids) - len(request.prompt_token_ids)
         may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None
         if may_stop and token_id in request.stop_token_ids:
-            is_eos = token_id not in (request.sampling_params.stop_token_ids or ())
-            self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
+            self._finish_by_token(seq, token_id)
         elif num_output >= request.max_tokens:
             self.finish(seq, FinishReason.LENGTH)
+
+    def _finish_by_token(self, seq: Sequence, token_id: int) -> None:
+        """By its last token, or, where that is no stop token, by its length."""
+        if token_id not in seq.request.stop_token_ids:
+            self.finish(seq, FinishReason.LENGTH)
+        else:
+            is_eos = token_id not in (seq.request.sampling_params.stop_token_ids or ())
+            self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
 
     # --- books -------------------------------------------------------------------------------
 

@@ -60,6 +60,10 @@ class StepPlanner:
         self._plan_decodes(draft)
         self._plan_jumps(draft)
         self._plan_prefills(draft)
+        while draft.empty and (beam := self._idle_beam()) is not None:
+            self._preempt(beam, draft)
+            if not draft.swap_out:
+                self._admit_waiting(draft)
         if draft.empty:
             return None
         for row in draft.prefills:
@@ -78,8 +82,26 @@ class StepPlanner:
             for position in self._next_positions(seq):
                 if seq.status is SequenceStatus.RUNNING and blocks.needs_page(seq, position):
                     self._take_page(seq, position, draft)
+        self._rewrite_slots(draft)
         draft.decodes = self._running.take_batch()
         self._running.forked.difference_update(draft.decodes.seqs)
+
+    def _rewrite_slots(self, draft: StepDraft) -> None:
+        """Tell the device of beams that go on with other tokens and pages than it knows."""
+        rewritten = [seq for seq in self._running.seqs if seq in self._running.rewritten]
+        if rewritten:
+            self._running.rewritten.clear()
+            slots = {seq.slot for seq in rewritten}
+            draft.page_appends = [a for a in draft.page_appends if a.slot not in slots]
+            for seq in rewritten:
+                self._init_slot(seq, draft)
+
+    def _idle_beam(self) -> Sequence | None:
+        """Where nothing can run: the youngest beam that holds pages and only waits for others."""
+        seqs = self._running.seqs
+        if not self._waiting or any(seq.num_in_flight for seq in seqs):
+            return None
+        return next((seq for seq in reversed(seqs) if seq.held), None)
 
     def _next_positions(self, seq: Sequence) -> list[int]:
         """Of what comes next, the first and whichever begin a block."""
@@ -160,6 +182,8 @@ class StepPlanner:
 
     def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
         """Siblings that share this prompt from here on; those without a slot queue on their own."""
+        if seq.request.sampling_params.use_beam_search:
+            return []  # its siblings are forked when beams are chosen: beam_group.py
         siblings = self._waiting.take_siblings(seq)
         forks = siblings[: self._running.num_free_slots]
         for child in forks:

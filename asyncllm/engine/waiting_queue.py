@@ -2,7 +2,8 @@
 
 In order of service, which is the scheduler's `key`: a preempted sequence keeps its place. It counts
 the prompt tokens that wait, because the step's chunk depends on them. Beside the queue it holds
-back the siblings (n > 1) of a prompt whose first sequence computes it for all.
+back the siblings (n > 1) of a prompt whose first sequence computes it for all, and of a beam search
+the sequences that carry no beam, or one that waits for the others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class WaitingQueue:
         return self._seqs[0]
 
     def add(self, seq: Sequence) -> None:
+        if seq.held:
+            self.hold_back([seq])
+            return
         insort(self._seqs, seq, key=self._key)
         self.num_prompt_tokens += seq.num_prompt_tokens
 
@@ -43,8 +47,8 @@ class WaitingQueue:
 
     def hold_back(self, siblings: list[Sequence]) -> None:
         """Sequences of one request, until `take_siblings`."""
-        if siblings:
-            self._siblings[siblings[0].request.request_id] = siblings
+        for seq in siblings:
+            self._siblings.setdefault(seq.request.request_id, []).append(seq)
 
     def take_siblings(self, seq: Sequence) -> list[Sequence]:
         """Those that were held back for the prompt of `seq`."""

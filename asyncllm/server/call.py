@@ -45,6 +45,11 @@ class Call:
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
+    @property
+    def num_sequences(self) -> int:
+        """Answers that are generated: the choices are among them."""
+        return len(self.prompts) * self.params.num_sequences
+
 
 def new_id(prefix: str) -> str:
     """Never a client's own id: it names a request inside the engine."""

@@ -31,7 +31,7 @@ from asyncllm.server.service import (
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.stream import ChoiceFrames, StreamedAnswer
 
-MAX_CHOICES = 1024  # of one call: prompts times n
+MAX_CHOICES = 1024  # of one call: prompts times n, or best_of
 
 
 async def completions(http: web.Request) -> web.StreamResponse:
@@ -62,9 +62,12 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
     )
-    if call.num_choices > MAX_CHOICES:
-        prompts, n = len(call.prompts), call.params.n
-        raise bad_request(f"{prompts} prompts with n={n}, at most {MAX_CHOICES} choices", "n")
+    if call.num_sequences > MAX_CHOICES:
+        prompts, each = len(call.prompts), call.params.num_sequences
+        name = "n" if call.params.best_of is None else "best_of"
+        raise bad_request(
+            f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
+        )
     return call
 
 

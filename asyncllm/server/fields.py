@@ -8,9 +8,12 @@ hold the notes to the request types, the ranges to `SamplingParams`, the promise
 
 from __future__ import annotations
 
+from typing import Literal
+
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
@@ -47,7 +50,24 @@ NOTES: dict[str, Note] = {
     "prompt": Note("Text, or token ids, or a list of either: one answer for each."),
     # --- how many, how long ---
     "n": _between(1, MAX_N, "Answers for each prompt."),
-    "best_of": _refused("Except where it equals n."),
+    "best_of": _between(
+        1, MAX_N, "Answers to generate, of which the n likeliest are returned; at least n. Not "
+        "with stream. With use_beam_search: the width of the search."
+    ),
+    "use_beam_search": Note(
+        "Search for the n likeliest answers instead of drawing them; a stream brings them at the "
+        "end. What would change the scores is refused beside it."
+    ),
+    "length_penalty": _between(
+        -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY,
+        "Of a beam search: log-probability / length ** length_penalty is what counts.",
+        default=1,
+    ),
+    "early_stopping": Note(
+        "Of a beam search, as in transformers: end with the first best_of finished beams (true), "
+        "when none is likely to be better (false), when none can be (\"never\").",
+        type=bool | Literal["never"],
+    ),
     "max_tokens": _between(
         0, None, "Most tokens of an answer; without it as many as the context has room for."
     ),
@@ -174,7 +194,6 @@ NOTES: dict[str, Note] = {
     "prompt_cache_retention": _ignored(),
     "safety_identifier": _ignored(),
     # --- not served ---
-    "use_beam_search": _refused(),
     "response_format": _refused('Except {"type": "text"}.'),
     "JsonSchema.name": Note("Yours, for nothing here."),
     "JsonSchema.description": _ignored(),
@@ -198,8 +217,6 @@ NOTES: dict[str, Note] = {
     "guided_regex": _refused("It is structured_outputs.regex now."),
     "guided_choice": _refused("It is structured_outputs.choice now."),
     "guided_grammar": _refused("It is structured_outputs.grammar now."),
-    "length_penalty": Note("Of beam search."),
-    "early_stopping": Note("Of beam search."),
     "truncation_side": _refused('Except "left".'),
     "watermarking": _refused(),
     "ec_transfer_params": _refused("There is one server."),

@@ -71,6 +71,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     # SamplingParams fields under their own names: see sampling_overrides.
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -119,10 +123,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     media_io_kwargs: Any = None
 
     # Refused where they would change the answer.
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None  # of beam search only
-    early_stopping: bool | str | None = None  # of beam search only
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None

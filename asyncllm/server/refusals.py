@@ -26,7 +26,6 @@ def _empty(value: Any) -> bool:
 
 # field -> the values that ask for nothing (None always does)
 _COMMON: dict[str, _Harmless] = {
-    "use_beam_search": _empty,
     "response_format": lambda value: isinstance(value, TextFormat),
     "structured_outputs": lambda value: False,
     "logits_processors": _empty,
@@ -68,8 +67,6 @@ def refuse_unsupported(request: ChatRequest | CompletionRequest, args: ServerArg
     for name, now in _MOVED.items():
         if getattr(request, name) is not None:
             raise bad_request(f"{name} is not supported: send {now}", name)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise bad_request("best_of other than n is not supported", "best_of")
     if isinstance(request, ChatRequest):
         _refuse(request, _CHAT)
         _refuse_template(request, args)

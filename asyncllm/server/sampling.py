@@ -21,6 +21,10 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 _SAME_NAME = (
     "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -141,3 +145,5 @@ def _check_streaming(request: ChatRequest | CompletionRequest) -> None:
         raise bad_request("stream_options needs stream=true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")
+    if request.stream and (request.best_of or 1) > (request.n or 1):
+        raise bad_request("best_of above n is not available with stream=true", "best_of")

@@ -40,7 +40,7 @@ class CallObserver(Protocol):
 class Service:
     def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
         """Raises `ValueError` for the name of a parser that there is not."""
-        resolve(None, (), args.tool_call_parser, engine.config.reasoning_parser)
+        resolve(None, None, args.tool_call_parser, engine.config.reasoning_parser)
         self.engine = engine
         self.args = args
         self.model_names = engine.config.served_model_names

@@ -23,6 +23,7 @@ class Usage:
             self._cached_tokens[prompt_index] = output.num_cached_tokens
         for completion in output.outputs:
             self.completion_tokens += len(completion.token_ids)
+        self.completion_tokens += output.num_unreturned_tokens
 
     def as_dict(self) -> dict[str, Any]:
         usage = usage_dict(

@@ -29,6 +29,7 @@ from asyncllm.types import (
     SequenceStatus,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     TokenMasks,
 )
 
@@ -51,6 +52,13 @@ def next_token(cells: list[int], seed: int, banned: frozenset[int]) -> int:
     while token_id in banned:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id
+
+
+def continuations(cells: list[int]) -> TokenLogprobs:
+    """Every token that may follow `cells` in a beam search, the most likely first."""
+    logprobs = {token: -(hash((token, *cells)) % 10_007) / 1000 for token in range(VOCAB_SIZE)}
+    top_ids = sorted(logprobs, key=lambda token: -logprobs[token])
+    return TokenLogprobs(logprobs[top_ids[0]], 1, top_ids, [logprobs[token] for token in top_ids])
 
 
 def banned_tokens(request: Request, output_ids: list[int]) -> frozenset[int]:
@@ -156,17 +164,18 @@ class FakeDevice:
         """Execute the queue up to and including `launched`."""
         while launched.result is None:
             step = self._queue.popleft()
-            step.result = StepResult(self._execute(step))
+            step.result = self._execute(step)
             self.num_executed += 1
 
     # --- one step, in the order of the plan's fields -------------------------------------------
 
-    def _execute(self, step: FakeLaunched) -> list[int]:
+    def _execute(self, step: FakeLaunched) -> StepResult:
         plan = step.plan
         for page, host_page in plan.swap_out:
             self._host_pages[host_page] = list(self._pages[page])
-        for source, target in plan.page_copies:
-            self._pages[target] = list(self._pages[source])
+        copies = [(list(self._pages[source]), target) for source, target in plan.page_copies]
+        for content, target in copies:  # all reads before all writes, as KVCache.copy_pages
+            self._pages[target] = content
         for host_page, page in plan.swap_in:
             self._pages[page] = list(self._host_pages[host_page])
         for init in plan.slot_inits:
@@ -181,7 +190,12 @@ class FakeDevice:
             table = self._slots[slot].block_table
             assert index <= len(table), f"slot {slot}: entry {index} skips one"
             table[index : index + 1] = [page]
-        return self._sample(step, self._forward(plan))
+        contexts = self._forward(plan)
+        logprobs = [
+            continuations(context) if seq.request.sampling_params.use_beam_search else None
+            for seq, context in zip(plan.sampled, contexts, strict=True)
+        ]
+        return StepResult(self._sample(step, contexts), logprobs)
 
     def _forward(self, plan: StepPlan) -> list[list[int]]:
         """The whole context of each sample, read back from the pages after all writes.
@@ -248,8 +262,6 @@ def check_plan(plan: StepPlan) -> None:
     _assert_distinct("a page of swap_out", [host_page for _, host_page in plan.swap_out])
     targets = [page for _, page in plan.page_copies] + [page for _, page in plan.swap_in]
     _assert_distinct("a page of copies and swap_in", targets)
-    sources = {page for page, _ in plan.page_copies}
-    assert sources.isdisjoint(targets), "page copies that cannot all be made at once"
     entries = [(init.slot, i) for init in plan.slot_inits for i in range(len(init.block_ids))]
     entries += [(append.slot, append.block_index) for append in plan.page_appends]
     _assert_distinct("an entry of a block table", entries)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncllm.types import FinishReason, Sequence
+from asyncllm.engine.beam_search import Beam, BeamSearch
+from asyncllm.types import FinishReason, Request, Sequence
 from tests.engine.automaton import Automaton
 from tests.engine.fake_device import (
     banned_tokens,
+    continuations,
     first_cell,
     kv_cell,
     masked_tokens,
@@ -28,9 +30,7 @@ def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
     """The whole answer of `seq`, however much of it the engine has computed."""
     request = seq.request
     params = request.sampling_params
-    cells = [first_cell(request.cache_key)]
-    for token_id in request.prompt_token_ids:
-        cells.append(kv_cell(token_id, cells))
+    cells = cells_of(request, [])
     output_ids: list[int] = []
     while True:
         banned = banned_tokens(request, output_ids)
@@ -39,13 +39,48 @@ def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
         token_id = next_token(cells, seq.seed, banned)
         output_ids.append(token_id)
         cells.append(kv_cell(token_id, cells))
-        if token_id in request.stop_token_ids and len(output_ids) >= params.min_tokens:
+        may_stop = len(output_ids) >= params.min_tokens or seq.constraint is not None
+        if may_stop and token_id in request.stop_token_ids:
             asked_for = token_id in (params.stop_token_ids or ())
             return Answer(output_ids, FinishReason.STOP, token_id if asked_for else None)
         if len(output_ids) >= request.max_tokens:
             return Answer(output_ids, FinishReason.LENGTH, None)
         if has_stop_string and ends_with_stop_string(output_ids):
             return Answer(output_ids, FinishReason.STOP, "string")
+
+
+def cells_of(request: Request, output_ids: list[int]) -> list[int]:
+    cells = [first_cell(request.cache_key)]
+    for token_id in [*request.prompt_token_ids, *output_ids]:
+        cells.append(kv_cell(token_id, cells))
+    return cells
+
+
+def search_alone(request: Request) -> list[Answer]:
+    """The beams of `request`, each computed from its own text alone."""
+    params = request.sampling_params
+    search = BeamSearch(
+        width=params.num_sequences,
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+    )
+    while not search.is_over:
+        search.advance([continuations(cells_of(request, _tokens(beam))) for beam in search.live])
+    return [_beam_answer(request, _tokens(beam)) for _, beam in search.ended]
+
+
+def _tokens(beam: Beam) -> list[int]:
+    return [step.token_id for step in beam.path()]
+
+
+def _beam_answer(request: Request, output_ids: list[int]) -> Answer:
+    last = output_ids[-1]
+    if last not in request.stop_token_ids:
+        return Answer(output_ids, FinishReason.LENGTH, None)
+    asked_for = last in (request.sampling_params.stop_token_ids or ())
+    return Answer(output_ids, FinishReason.STOP, last if asked_for else None)
 
 
 def ends_with_stop_string(output_ids: list[int]) -> bool:

@@ -36,7 +36,7 @@ from asyncllm.types import (
 from tests.engine.automaton import Automaton
 from tests.engine.builders import make_request
 from tests.engine.fake_device import VOCAB_SIZE, FakeDevice, FakeLaunched
-from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone
+from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone, search_alone
 
 MAX_LEN = 40  # tokens of prompt and answer
 MAX_REQUESTS = 24
@@ -104,7 +104,9 @@ class World:
     def plan(self) -> StepPlan | None:
         swapped = [s for s in self.scheduler.waiting if s.status is SequenceStatus.SWAPPED]
         on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
-        prefilling = [s for s in self.scheduler.running.seqs if s.num_computed < s.num_prefill]
+        running = list(self.scheduler.running.seqs)
+        prefilling = [seq for seq in running if seq.num_computed < seq.num_prefill]
+        held = [seq for seq in running if seq.held]
         self.jumped = {id(seq) for seq in self.scheduler.running.jumped}
         plan = self.scheduler.plan()
         self._check_sequences()
@@ -114,6 +116,9 @@ class World:
         )
         self.seen["preemption of a prefill"] += sum(
             seq.status is not SequenceStatus.RUNNING for seq in prefilling
+        )
+        self.seen["preemption of a held beam"] += sum(
+            seq.status is not SequenceStatus.RUNNING for seq in held
         )
         if plan is not None:
             self.num_steps += 1
@@ -197,6 +202,9 @@ class World:
         for seq in self.scheduler.waiting:
             assert seq.slot == PADDING_SLOT
             assert seq.status is SequenceStatus.SWAPPED or seq.num_computed == 0
+            assert not seq.held
+        for seq in self.scheduler.waiting.held_back():
+            self.seen["held beam without a slot"] += seq.held
 
     async def linger(self) -> None:
         pass
@@ -226,6 +234,27 @@ class World:
             await asyncio.sleep(0)
 
     def _random_request(self) -> Request:
+        return self._random_search() if self.rng.random() < 0.2 else self._random_sampling()
+
+    def _random_search(self) -> Request:
+        rng, number = self.rng, len(self.requests)
+        most = min(self.num_pages * self.block_size, MAX_LEN)
+        prompt = self._random_prompt(f"r{number}")[: max(1, most - rng.randint(1, 9))]
+        max_tokens = rng.randint(1, max(1, most - len(prompt)))
+        return make_request(
+            number,
+            prompt,
+            max_tokens=max_tokens,
+            priority=rng.randint(-1, 1),
+            stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 5, 30])),
+            cache_key=rng.choice([b"", b"adapter"]),
+            n=rng.choice([1, 2, 3, 5]),
+            use_beam_search=True,
+            length_penalty=rng.choice([1.0, 1.0, 0.0, 2.0]),
+            early_stopping=rng.choice([False, True, "never"]),
+        )
+
+    def _random_sampling(self) -> Request:
         rng = self.rng
         most = min(self.num_pages * self.block_size, MAX_LEN)  # what admission lets in
         request_id = f"r{len(self.requests)}"
@@ -289,7 +318,9 @@ class World:
 
     @staticmethod
     def _work(request: Request) -> int:
-        return len(request.sequences) * (len(request.prompt_token_ids) + request.max_tokens)
+        """Steps of one token each, at most; a beam may be computed again for each of its tokens."""
+        times = request.max_tokens if request.sampling_params.use_beam_search else 1
+        return times * len(request.sequences) * (len(request.prompt_token_ids) + request.max_tokens)
 
     # --- what happened ---
 
@@ -298,6 +329,11 @@ class World:
         seen["copy on write"] += len(plan.page_copies)
         begun = [row.start > row.seq.num_cached_tokens for row in plan.prefills]
         seen["short prompt before a long one"] += (False, True) in pairwise(begun)
+        decoding = {id(seq) for seq in plan.decodes.seqs}
+        seen["beam rewritten"] += sum(
+            id(init.seq) in decoding and init.seq.request.sampling_params.use_beam_search
+            for init in plan.slot_inits
+        )
         for row in plan.prefills:
             seen["chunked prefill"] += not row.samples
             seen["fork"] += len(row.samples[1:])
@@ -323,6 +359,8 @@ class World:
     def _state(self, seq: Sequence) -> str:
         if seq.status is SequenceStatus.FINISHED:
             return "finished"
+        if seq.held:
+            return "held"
         if seq.status is SequenceStatus.RUNNING:
             state = "prefilling" if seq.num_computed < seq.num_prefill else "decoding"
         elif seq.status is SequenceStatus.SWAPPED:
@@ -342,14 +380,26 @@ class World:
         await self.clients
         self.scheduler.check_empty()
         for request in self.requests:
-            for seq in request.sequences:
-                self._check_answer(seq)
+            if request.sampling_params.use_beam_search:
+                self._check_beams(request)
+            else:
+                for seq in request.sequences:
+                    self._check_answer(seq)
             before = self.followed.get(request.request_id, 1 << 30)
             self.seen["prefix hit of an output"] += request.sequences[0].num_cached_tokens > before
         stats = self.scheduler.stats()
         self.seen["swap preemption"] += stats.num_preemptions_swap
         self.seen["recompute preemption"] += stats.num_preemptions_recompute
         self.seen["prefix hit"] += stats.prefix_cache_hits
+
+    def _check_beams(self, request: Request) -> None:
+        if request.sequences[0].finish_reason is FinishReason.ABORT:
+            return
+        beams = [
+            Answer(seq.token_ids[seq.num_prompt_tokens :], seq.finish_reason, seq.stop_reason)  # type: ignore[arg-type]
+            for seq in request.sequences
+        ]
+        assert beams == search_alone(request), request.request_id
 
     def _check_answer(self, seq: Sequence) -> None:
         right = generate_alone(seq, seq.request.request_id in self.stop_strings)

@@ -12,14 +12,10 @@ from anthropic import AsyncAnthropic
 
 from tests.server.fake_engine import FakeEngine, reply
 from tests.server.http_harness import run, serving, until
-from tests.server.scripted import script
+from tests.server.scripted import NAMES, PARAMETERS, script
 
 HELLO = [{"role": "user", "content": "Hello"}]
-WEATHER = {
-    "name": "weather",
-    "description": "The weather of a city",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
+TOOLS = [{"name": name, "description": "Ask.", "input_schema": PARAMETERS} for name in NAMES]
 
 
 @asynccontextmanager
@@ -90,29 +86,22 @@ def test_stream() -> None:
     run(test())
 
 
-def test_stream_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_helper() -> None:
     """The accumulating helper of the client checks the shape and order of every event."""
-    script(monkeypatch)
 
     async def test() -> None:
-        async with (
-            client() as (api, engine),
-            api.messages.stream(
-                model="fake",
-                max_tokens=100,
-                messages=HELLO,
-                tools=[WEATHER],
-                tool_choice={"type": "none"},
-                thinking={"type": "adaptive"},
-            ) as stream,
-        ):
-            kinds = [event.type async for event in stream]
-            final = await stream.get_final_message()
-            assert "{1 tools}" in engine.seen[0].prompt
-        assert kinds.count("thinking") == 5 and kinds.count("signature") == 1
+        async with client() as (api, engine):
+            script(engine)
+            async with api.messages.stream(
+                model="fake", max_tokens=500, messages=HELLO, tools=TOOLS
+            ) as stream:
+                kinds = [event.type async for event in stream]
+                final = await stream.get_final_message()
+            assert "{2 tools}" in engine.seen[0].prompt
+        assert kinds.count("thinking") > 1 and kinds.count("signature") == 1
         thinking, text, weather, time = final.content
         assert (thinking.type, thinking.thinking) == ("thinking", "Grün?")
-        assert text.text == "\n\nI will ask.\n"
+        assert text.text == "I will ask."
         assert (weather.type, weather.name, weather.input) == (
             "tool_use",
             "weather",
@@ -125,29 +114,28 @@ def test_stream_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
-def test_whole_is_what_the_stream_adds_up_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch)
-
+def test_whole_is_what_the_stream_adds_up_to() -> None:
     async def test() -> None:
-        async with client() as (api, _):
-            args = {"model": "fake", "max_tokens": 100, "messages": HELLO}
+        async with client() as (api, engine):
+            script(engine)
+            args = {"model": "fake", "max_tokens": 500, "messages": HELLO, "tools": TOOLS}
             whole = await api.messages.create(**args)
             async with api.messages.stream(**args) as stream:
                 streamed = await stream.get_final_message()
         left, right = (m.model_dump(exclude={"id", "parsed_output"}) for m in (whole, streamed))
         for block in (*left["content"], *right["content"]):
             block.pop("parsed_output", None)
+            block.pop("id", None)  # of a call
         assert left == right
 
     run(test())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thinking_that_is_not_to_be_shown(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch)
-
+def test_thinking_that_is_not_to_be_shown(stream: bool) -> None:
     async def test() -> None:
-        async with client() as (api, _):
+        async with client() as (api, engine):
+            script(engine)
             thinking = {"type": "adaptive", "display": "omitted"}
             args = {"model": "fake", "max_tokens": 100, "messages": HELLO, "thinking": thinking}
             if stream:
@@ -164,11 +152,11 @@ def test_count_tokens() -> None:
     async def test() -> None:
         async with client() as (api, engine):
             count = await api.messages.count_tokens(
-                model="fake", system="Be brief.", messages=HELLO, tools=[WEATHER]
+                model="fake", system="Be brief.", messages=HELLO, tools=TOOLS
             )
             assert not engine.seen
             await api.messages.create(
-                model="fake", max_tokens=5, system="Be brief.", messages=HELLO, tools=[WEATHER],
+                model="fake", max_tokens=5, system="Be brief.", messages=HELLO, tools=TOOLS,
                 tool_choice={"type": "none"},
             )  # fmt: skip
             assert count.input_tokens == len(engine.seen[0].token_ids)

@@ -12,20 +12,21 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from tests.server.http_harness import HELLO, run, serving
-from tests.server.scripted import script
+from tests.server.scripted import NAMES, PARAMETERS, script
 from tests.server.test_answers import check, check_event
 from tests.server.test_hostile import hostile_body
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-GOOD: dict[str, Any] = {"model": "fake", "max_tokens": 100, "messages": HELLO}
+TOOLS = [{"name": name, "input_schema": PARAMETERS} for name in NAMES]
+GOOD: dict[str, Any] = {"max_tokens": 500, "messages": HELLO, "tools": TOOLS}
+PLAIN: dict[str, Any] = {"max_tokens": 100, "messages": HELLO}
 NUM_BODIES = 80  # per route
 
 
-def test_answers_and_events_are_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch)
-
+def test_answers_and_events_are_as_documented() -> None:
     async def test() -> None:
         async with serving() as server:
+            script(server.engine)
             for body in (GOOD, {**GOOD, "max_tokens": 3}):
                 status, answer = await server.post(MESSAGES, body)
                 assert status == 200
@@ -38,18 +39,17 @@ def test_answers_and_events_are_as_documented(monkeypatch: pytest.MonkeyPatch) -
             check("POST", MESSAGES, 400, answer)
             _, answer = await server.post(COUNT, GOOD)
             check("POST", COUNT, 200, answer)
-            failing = {**GOOD, "system": "<fail>"}
+            failing = {**PLAIN, "system": "<fail>"}
             for event in await server.named_events(MESSAGES, failing):
                 check_event(MESSAGES, event)
 
     run(test())
 
 
-def test_a_call_that_is_cut_off_has_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch, '<call f>{"a": 1')
-
+def test_a_call_that_is_cut_off_has_no_arguments() -> None:
     async def test() -> None:
         async with serving() as server:
+            script(server.engine, '<tool_call>\n{"name": "time", "arguments": {"a": 1')
             _, answer = await server.post(MESSAGES, GOOD)
             assert answer["content"][0]["input"] == {}
 
@@ -57,16 +57,13 @@ def test_a_call_that_is_cut_off_has_no_arguments(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("blank", ["\n", " \n\n "])
-def test_an_answer_of_white_space_alone_is_kept(
-    blank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch, blank)
-
+def test_an_answer_of_white_space_alone_is_kept(blank: str) -> None:
     async def test() -> None:
         async with serving() as server:
-            _, answer = await server.post(MESSAGES, GOOD)
+            server.engine.script = blank
+            _, answer = await server.post(MESSAGES, PLAIN)
             assert [block["text"] for block in answer["content"]] == [blank]
-            kinds = [event["type"] for event in await server.named_events(MESSAGES, GOOD)]
+            kinds = [event["type"] for event in await server.named_events(MESSAGES, PLAIN)]
             assert kinds[2:5] == [
                 "content_block_start",
                 "content_block_delta",
@@ -79,7 +76,7 @@ def test_an_answer_of_white_space_alone_is_kept(
 def test_one_write_per_step_and_few_bytes_around_the_text() -> None:
     async def test() -> None:
         async with serving() as server:
-            events = await server.named_events(MESSAGES, GOOD)
+            events = await server.named_events(MESSAGES, PLAIN)
             deltas = [event for event in events if event["type"] == "content_block_delta"]
             text = "".join(delta["delta"]["text"] for delta in deltas)
             assert len(deltas) == len(text)  # the fake engine's step: a character

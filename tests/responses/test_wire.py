@@ -11,13 +11,14 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.server.responses.protocol import ResponsesRequest
 from tests.server.http_harness import run, serving
-from tests.server.scripted import script
+from tests.server.scripted import NAMES, PARAMETERS, script
 from tests.server.test_answers import check, check_event
 from tests.server.test_hostile import check_one, hostile_body
 
 RESPONSES, COUNT = "/v1/responses", "/v1/responses/input_tokens"
 NUM_BODIES = 100
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in NAMES]
 CALLED = [
     {"role": "user", "content": "Hi"},
     {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
@@ -29,14 +30,11 @@ CALLED = [
     "fields",
     [{}, {"max_output_tokens": 3}, LOGPROBS, {"reasoning": {"summary": "auto"}}, {"input": CALLED}],
 )
-def test_answers_and_events_are_as_documented(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch)
-
+def test_answers_and_events_are_as_documented(fields: dict[str, Any]) -> None:
     async def test() -> None:
         async with serving() as server:
-            body = {"input": "Hello", **fields}
+            script(server.engine)
+            body = {"input": "Hello", "tools": TOOLS, **fields}
             status, answer = await server.post(RESPONSES, body)
             assert status == 200
             check("POST", RESPONSES, 200, answer)

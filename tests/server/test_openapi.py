@@ -86,11 +86,12 @@ SAMPLED = [name for name in NOTES if name in SamplingParams.__dataclass_fields__
 @pytest.mark.parametrize("name", SAMPLED)
 def test_ranges_are_those_of_sampling_params(name: str) -> None:
     schema = NOTES[name].schema
+    beside: dict[str, Any] = {"use_beam_search": True} if name == "length_penalty" else {}
     for limit, step in (("minimum", -1), ("maximum", 1)):
         if limit in schema and (name, limit) != ("max_tokens", "minimum"):  # 0 scores the prompt
-            SamplingParams(**{name: schema[limit]})
+            SamplingParams(**{name: schema[limit]}, **beside)
             with pytest.raises(InvalidRequestError) as caught:
-                SamplingParams(**{name: schema[limit] + step})
+                SamplingParams(**{name: schema[limit] + step}, **beside)
             assert caught.value.param == name
     if "maxItems" in schema:
         items: list[Any] = [str(i) if name == "bad_words" else i for i in range(schema["maxItems"])]

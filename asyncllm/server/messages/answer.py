@@ -60,6 +60,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
 
 

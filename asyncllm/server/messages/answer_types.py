@@ -28,6 +28,10 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
 MessageBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
+class ThinkingTokens(Struct):
+    thinking_tokens: int
+
+
 class MessageUsage(Struct):
     """Input tokens that the prefix cache had are counted apart."""
 
@@ -35,6 +39,7 @@ class MessageUsage(Struct):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens
 
 
 class MessageBody(Struct, tag_field="type", tag="message"):

@@ -6,6 +6,7 @@ refuses (no key, no such route) is refused in the same shape, so the shape hangs
 
 from __future__ import annotations
 
+import re
 import uuid
 
 import orjson
@@ -36,7 +37,7 @@ def new_request_id() -> str:
 def error_body(error: ApiError, name: str) -> bytes:
     """There is no `param` here, so the message begins with it."""
     message = error.message
-    if error.param is not None and not message.startswith(error.param):
+    if error.param is not None and re.match(rf"{re.escape(error.param)}\b", message) is None:
         message = f"{error.param}: {message}"
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": name}

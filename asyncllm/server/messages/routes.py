@@ -30,6 +30,8 @@ async def messages(http: web.Request) -> web.StreamResponse:
     request_id = new_request_id()
     hide_thinking = request.thinking is not None and request.thinking.display == "omitted"
     chat = chat_request(request)
+    if service.answer_format is None or service.answer_format.reasoning is None:
+        chat.thinking_token_budget = None  # clients send one to every model
     with named_as(FIELD_NAMES):
         call = message_call(chat, service, f"msg_{uuid.uuid4().hex}")
         if request.stream:

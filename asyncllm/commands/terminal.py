@@ -1,0 +1,151 @@
+"""What `asyncllm chat` and `asyncllm complete` share: their flags, the loop of questions, printing.
+
+Ctrl-C ends an answer, and the client's leaving ends it in the server; Ctrl-D, or the end of a
+piped input, ends the program. Colours only on a terminal, and there a model's control characters
+are left out: its words could otherwise do to the terminal whatever escape sequences can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any, TextIO
+
+from asyncllm.server.args import API_KEY_VARIABLE
+
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+EXIT_CODE_INTERRUPTED = 130
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])
+del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
+
+Ask = Callable[[str], Coroutine[Any, Any, None]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the API (default: {DEFAULT_URL})")
+    parser.add_argument("--model-name", metavar="NAME", help="default: the server's first model")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}, or else $OPENAI_API_KEY"
+    )
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="ask this alone, then exit")
+    parser.add_argument("--stats", action="store_true", help="tokens and speed after each answer")
+
+
+def api_key(options: argparse.Namespace) -> str | None:
+    given = options.api_key or os.environ.get(API_KEY_VARIABLE)
+    return given or os.environ.get("OPENAI_API_KEY") or None
+
+
+class Screen:
+    """Writes an answer as it comes: reasoning and calls dim, the text plain."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._has_colours = self._is_terminal and not os.environ.get("NO_COLOR")
+        self._is_dim = False
+        self._at_line_start = True
+
+    def write(self, text: str, dim: bool = False) -> None:
+        if not text:
+            return
+        if dim != self._is_dim:
+            self.end_line()
+            self._is_dim = dim
+            self._colour(DIM if dim else PLAIN)
+        if self._is_terminal:
+            text = text.translate(_CONTROLS)
+        self._out.write(text)
+        self._at_line_start = text.endswith("\n") if text else self._at_line_start
+        self._out.flush()
+
+    def end_line(self) -> None:
+        if not self._at_line_start:
+            self._out.write("\n")
+            self._at_line_start = True
+
+    def end(self) -> None:
+        """Of an answer, complete or not."""
+        self.end_line()
+        if self._is_dim:
+            self._colour(PLAIN)
+            self._is_dim = False
+        self._out.flush()
+
+    def _colour(self, code: str) -> None:
+        if self._has_colours:
+            self._out.write(code)
+
+
+class Stopwatch:
+    """Tokens and times of one answer."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._usage: dict[str, Any] = {}
+
+    def event(self, event: dict[str, Any]) -> None:
+        if self._first is None and event.get("choices"):
+            self._first = time.perf_counter()
+        self._usage = event.get("usage") or self._usage
+
+    def words(self) -> str:
+        now = time.perf_counter()
+        first = self._first or now
+        num_tokens = self._usage.get("completion_tokens") or 0
+        rate = (
+            f", {(num_tokens - 1) / (now - first):.1f} tokens/s after it" if num_tokens > 1 else ""
+        )
+        return (
+            f"[{self._usage.get('prompt_tokens', 0)} + {num_tokens} tokens, first after "
+            f"{first - self._start:.2f} s{rate}]"
+        )
+
+
+def ask_all(ask: Ask, quick: str | None, greeting: str) -> int:
+    """Ask `quick`, or whatever is typed or piped in until it ends; the exit code."""
+    from asyncllm.commands.api_client import AnswerError
+
+    if quick is not None:
+        lines: Iterator[str] = iter([quick])
+    else:
+        lines = _typed(greeting) if sys.stdin.isatty() else _piped()
+    code = 0
+    for line in lines:
+        try:
+            asyncio.run(ask(line))
+        except KeyboardInterrupt:
+            if quick is not None:
+                return EXIT_CODE_INTERRUPTED
+        except AnswerError as error:
+            print(f"asyncllm: error: {error}", file=sys.stderr)
+            code = 1
+    return code
+
+
+def _piped() -> Iterator[str]:
+    return (line.rstrip("\n") for line in sys.stdin if line.strip())
+
+
+def _typed(greeting: str) -> Iterator[str]:
+    with suppress(ImportError):  # line editing and history for input(), where there is one
+        import readline  # noqa: F401
+    print(greeting)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line.strip():
+            yield line

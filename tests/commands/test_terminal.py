@@ -1,0 +1,248 @@
+"""`asyncllm chat` and `asyncllm complete`, through pipes and on a terminal, with a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from asyncllm.commands import api_client, terminal
+from asyncllm.commands.api_client import AnswerError, ApiClient, read_events
+from asyncllm.commands.terminal import Screen
+
+TIMEOUT_SECONDS = 60
+SERVER = """
+import asyncio, sys
+from asyncllm import AsyncLLMEngine
+from tests.server.http_harness import serving
+
+async def main():
+    engine = AsyncLLMEngine("tiny", num_gpu_blocks_override=200, swap_space=0)
+    async with serving(engine, api_key=["secret"]) as server:
+        print(server.url + "/v1", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        print(server.engine.stats().num_running, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [sys.executable, "-c", SERVER]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as server:
+        assert server.stdin is not None and server.stdout is not None
+        yield server.stdout.readline().strip()
+        server.stdin.close()
+        assert server.stdout.read() == "0\n"  # every answer that was left has ended
+
+
+def start(command: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_API_KEY")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncllm.cli", command, *words],
+        env=environment | {"ASYNCLLM_API_KEY": "secret"},
+        **options,
+    )
+
+
+def run(command: str, *words: str, typed: str = "") -> tuple[int, str, str]:
+    pipe = subprocess.PIPE
+    process = start(command, *words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    out, errors = process.communicate(typed, timeout=TIMEOUT_SECONDS)
+    return process.returncode, out, errors
+
+
+def prompt_lengths(errors: str) -> list[int]:
+    """As --stats tells them, one per answer."""
+    return [int(number) for number in re.findall(r"\[(\d+) \+ \d+ tokens, first after", errors)]
+
+
+def test_quick_question(url: str) -> None:
+    code, out, errors = run("chat", "--url", url, "-q", "What is 2 + 2?", "--stats")
+    assert code == 0 and out.strip() and out.endswith("\n")
+    assert prompt_lengths(errors) == [16]
+
+
+def test_piped_lines_are_one_conversation(url: str) -> None:
+    prompts = ["--url", url, "--model-name", "tiny", "--system-prompt", "You are brief.", "--stats"]
+    code, out, errors = run("chat", *prompts, typed="What is 2 + 2?\n\nWhat is 2 + 2?\n")
+    assert code == 0 and len(out.splitlines()) >= 2
+    assert "\x1b" not in out and ">" not in out
+    first, second = prompt_lengths(errors)
+    assert first > 16  # the system prompt
+    assert second > 2 * first - 10  # all before it, the answer too
+
+
+def test_complete(url: str) -> None:
+    code, out, _ = run("complete", "--url", url, "-q", "Once upon a time", "--max-tokens", "3")
+    assert code == 0 and 0 < len(out.split()) <= 3
+    code, out, _ = run("complete", "--url", url, "--max-tokens", "2", typed="One\nTwo\n")
+    assert code == 0 and len(out.splitlines()) >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--api-key", "wrong"], "no valid API key"),
+        (["--model-name", "other"], "'other' does not exist"),
+        (["--url", "http://127.0.0.1:1/v1"], "http://127.0.0.1:1/v1: "),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_1(url: str, words: list[str], message: str) -> None:
+    code, out, errors = run("chat", "--url", url, "-q", "Hi", *words)
+    assert (code, out) == (1, "")
+    assert errors.startswith("asyncllm: error: ") and message in errors
+    assert errors.count("\n") == 1
+
+
+# --- on a terminal --------------------------------------------------------------------------------
+
+
+class Terminal:
+    """The other end of a pty; what came out is in `seen`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Until `text` has come; what came up to its end, which is taken from `seen`."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while text not in self.seen:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
+            if select.select([self._fd], [], [], 0.1)[0]:
+                self.seen += os.read(self._fd, 65536).decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+
+@contextmanager
+def on_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
+    ours, theirs = pty.openpty()
+    process = start(*words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        yield Terminal(ours), process
+        assert process.wait(TIMEOUT_SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(url: str) -> None:
+    with on_terminal("complete", "--url", url, "--max-tokens", "3000") as (screen, process):
+        screen.wait_for("> ")
+        process.send_signal(signal.SIGINT)  # at the prompt: nothing
+        screen.wait_for("> ")
+        screen.type("Once upon a time\n")
+        screen.wait_for("time\r\n")  # the echo
+        screen.wait_for(" ")  # it has begun
+        process.send_signal(signal.SIGINT)
+        screen.wait_for("> ")
+        screen.type("\x04")
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(out: io.StringIO) -> str:
+    screen = Screen(out)
+    screen.write("let me think", dim=True)
+    screen.write("It is\x1b]0;title\x07 4\r\x9b2J\t.")
+    screen.write("")
+    screen.end()
+    screen.end()
+    return out.getvalue()
+
+
+def test_reasoning_is_dim_and_controls_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    answer = "It is]0;title 42J\t.\n"
+    assert show(Tty()) == f"{terminal.DIM}let me think\n{terminal.PLAIN}{answer}"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert show(Tty()) == f"let me think\n{answer}"
+    assert show(io.StringIO()) == "let me think\nIt is\x1b]0;title\x07 4\r\x9b2J\t.\n"
+
+
+EVENTS = (
+    b': hello\n\ndata: {"choices": [{"delta": {"reasoning": "hm"}}]}\r\n\r\ndata: {"choices": '
+    b'[{"delta": {"content": "\xc3\xa9"}}]}\n\nevent: x\ndata:[DONE]\n\n'
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_events_however_they_are_cut(size: int) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start_at in range(0, len(EVENTS), size):
+            yield EVENTS[start_at : start_at + size]
+
+    async def work() -> list[bytes]:
+        return [data async for data in read_events(pieces())]
+
+    first, second, last = asyncio.run(work())
+    assert b'"hm"' in first and "é".encode() in second and last == b"[DONE]"
+
+
+async def answers(payload: bytes, status: int = 200) -> list[dict[str, Any]]:
+    """What the client makes of a server that answers with `payload`."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=payload, status=status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        async with ApiClient(f"http://127.0.0.1:{port}/v1/", None) as client:
+            return [event async for event in client.stream("/chat/completions", {})]
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("payload", "status", "words"),
+    [
+        (b'data: {"error": {"message": "too hot"}}\n\n', 200, "too hot"),
+        (b'data: {"error": true}\n\n', 200, "reported an error"),
+        (b"data: {\n\n", 200, "not JSON"),
+        (b"data: []\n\n", 200, "no object"),
+        (b'data: {"choices": []}\n\n', 200, "ended before"),
+        (b"<html>", 502, "HTTP status 502"),
+        (b'{"error": "gone"}', 410, "gone"),
+        (b"x" * 2000, 200, "more than 1000 bytes"),
+    ],
+)
+def test_what_is_no_answer(
+    payload: bytes, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_client, "MAX_EVENT_BYTES", 1000)
+    with pytest.raises(AnswerError, match=words):
+        asyncio.run(answers(payload, status))

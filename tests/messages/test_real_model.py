@@ -1,0 +1,60 @@
+"""The built-in model through Anthropic's client: a call and its result, a thought, a prefill."""
+
+from __future__ import annotations
+
+from anthropic import AsyncAnthropic
+
+from asyncllm import AsyncLLMEngine
+from tests.server.http_harness import run, serving
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the weather of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+ROME = {"role": "user", "content": "How is the weather in Rome today?"}
+FRANCE = {"role": "user", "content": "What is the capital of France?"}
+
+
+def test_what_the_model_says() -> None:
+    async def test() -> None:
+        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
+        async with (
+            serving(engine) as server,
+            AsyncAnthropic(base_url=server.url, api_key="key", max_retries=0) as api,
+        ):
+
+            async def say(*messages: object, **fields: object) -> object:
+                extra = {"temperature": 0, "chat_template_kwargs": fields.pop("kwargs", None)}
+                return await api.messages.create(
+                    model="tiny", max_tokens=60, messages=messages, extra_body=extra, **fields
+                )
+
+            asked = await say(ROME, tools=[WEATHER])
+            (call,) = asked.content
+            assert asked.stop_reason == "tool_use"
+            assert (call.name, call.input) == ("get_weather", {"city": "Rome"})
+            result = {
+                "type": "tool_result",
+                "tool_use_id": call.id,
+                "content": '{"weather": "sunny", "temperature": 20}',
+            }
+            answer = await say(
+                ROME, asked.to_param(), {"role": "user", "content": [result]}, tools=[WEATHER]
+            )
+            assert answer.stop_reason == "end_turn" and "sunny" in answer.content[0].text
+
+            thought = await say(FRANCE, kwargs={"enable_thinking": True})
+            assert [block.type for block in thought.content] == ["thinking", "text"]
+            assert thought.usage.output_tokens_details.thinking_tokens > 0
+            prefilled = await say(FRANCE, {"role": "assistant", "content": "The capital of"})
+            assert prefilled.content[0].text == " France is Paris."
+            stopped = await say(FRANCE, stop_sequences=["Par"])
+            assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Par")
+            assert stopped.content[0].text == "The capital of France is "
+
+    run(test())
