@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prometheus_client import CONTENT_TYPE_LATEST
+
 from asyncllm.server import answers
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.batch import BatchChatRequest, chat_completions_batch
@@ -47,7 +49,6 @@ from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
 from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
 
 _HELLO = [{"role": "user", "content": "What is the capital of France?"}]
-_TEXT = "text/plain; version=1.0.0; charset=utf-8"
 
 
 def _has_page(args: ServerArgs) -> bool:
@@ -156,7 +157,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/version", show_version, "Server", "Of asyncllm", answer=answers.Version),
     Route(
         "GET", "/metrics", metrics, "Server", "Prometheus series: docs/metrics.md",
-        media_type=_TEXT,
+        media_type=CONTENT_TYPE_LATEST,
     ),
     Route(
         "GET", "/openapi.json", show_document, "Server", "This description, as OpenAPI 3.1",

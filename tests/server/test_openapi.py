@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jsonschema
+import jsonschema_rs  # schemathesis's own validator
 import pytest
+import schemathesis
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
@@ -49,6 +52,16 @@ def test_references_resolve_and_components_are_used() -> None:
     used = set(re.findall(r"#/components/schemas/(\w+)", text))
     assert used == set(document["components"]["schemas"])
     assert not [name for name in used if "." in name or "_" in name], "two types of one name"
+
+
+def test_it_is_openapi_31_and_its_schemas_are_json_schemas() -> None:
+    document = openapi(ROUTES, needs_key=True)
+    schemathesis.openapi.from_dict(document).validate()
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    del document["info"]
+    with pytest.raises(jsonschema_rs.ValidationError):
+        schemathesis.openapi.from_dict(document).validate()
 
 
 def test_key_is_asked_for_where_it_is() -> None:
