@@ -103,11 +103,15 @@ def _operation(route: Route, path: str, schemas: _Schemas, needs_key: bool) -> d
         "summary": route.summary,
         "responses": {"200": _answer(route, schemas)},
     }
-    if names := re.findall(r"\{(\w+)\}", path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if route.request is not None:
         body: dict[str, Any] = {"schema": schemas.of(route.request)}
         if route.example is not None:

@@ -38,6 +38,8 @@ from asyncllm.server.protocol import (
 from asyncllm.server.responses import answer_types as responses
 from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.responses.routes import (
+    DEFAULT_LISTED,
+    MAX_LISTED,
     cancel_response,
     count_input_tokens,
     create_response,
@@ -92,7 +94,14 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "GET", "/v1/responses/{response_id}/input_items", list_input_items, "Responses",
-        "What went into it: order, after, limit",
+        "What went into it",
+        query={
+            "order": {"enum": ["asc", "desc"], "default": "desc"},
+            "after": {"type": "string", "description": "the id of an item"},
+            "limit": {
+                "type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": DEFAULT_LISTED,
+            },
+        },
         answer=responses.InputItemList, errors=(400, 404, *READS),
     ),
     Route(
