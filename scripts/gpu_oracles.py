@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 
 Args = dict[str, Any]
 Outcome = tuple[bool, str]  # whether it holds, and what was seen
@@ -49,6 +50,40 @@ SAMPLED = [
         min_tokens=3,
         max_tokens=48,
     ),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "sum": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "sure": {"enum": ["yes", "no"]},
+    },
+    "required": ["sum", "sure"],
+    "additionalProperties": False,
+}
+
+
+def favour_digits(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor."""
+    logits[16:26] += len(output_token_ids) % 3
+    return logits
+
+
+# Rows whose sampling waits for the host, between rows that do not.
+HOSTED = [
+    SamplingParams(temperature=0, max_tokens=48),
+    SamplingParams(
+        temperature=0,
+        max_tokens=48,
+        structured_outputs=StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+    ),
+    SamplingParams(
+        temperature=1.0,
+        seed=6,
+        max_tokens=48,
+        structured_outputs=StructuredOutputsParams(regex="(yes|no), because [a-z ]{5,60}"),
+    ),
+    SamplingParams(temperature=0, max_tokens=48, logits_processors=[favour_digits]),
+    SamplingParams(temperature=0.8, seed=7, max_tokens=48, bad_words=["the capital", "is a"]),
 ]
 QUESTIONS = [
     *(f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (25, 41), (3, 96))),
@@ -164,6 +199,15 @@ async def no_synchronisation() -> Outcome:
     return True, "torch.cuda.set_sync_debug_mode('error') around a sampled batch"
 
 
+async def schema_is_kept() -> Outcome:
+    """On the device too: JSON that is complete, and digits of the right kind."""
+    answers = await answer(HOSTED, ROOMY)
+    texts = [output.outputs[0].text for output in answers.outputs[1 :: len(HOSTED)]]
+    records = [json.loads(text) for text in texts]
+    ok = all(set(r) == {"sum", "sure"} and isinstance(r["sum"], int) for r in records)
+    return ok and len(records) > 1, f"{len(records)} answers parse, the first is {texts[0]!r}"
+
+
 async def no_leak() -> Outcome:
     left = []
     for _ in range(3):
@@ -183,6 +227,12 @@ CHECKS: list[tuple[str, Check]] = [
         "one ahead = synchronous",
         partial(same_tokens, SAMPLED, ROOMY, ROOMY | {"async_scheduling": False}),
     ),
+    ("graph = eager, rows that need the host", partial(same_tokens, HOSTED, ROOMY, EAGER)),
+    (
+        "one ahead = synchronous, rows that need the host",
+        partial(same_tokens, HOSTED, ROOMY, ROOMY | {"async_scheduling": False}),
+    ),
+    ("structured output", schema_is_kept),
     ("cached = cold", cached_as_cold),
     ("swapped = never preempted", partial(preempted_as_never, "swap")),
     ("recomputed = never preempted", partial(preempted_as_never, "recompute")),
