@@ -56,6 +56,9 @@ CASES: list[tuple[Fields, list[str], list[str]]] = [
     ({"grammar": 'start: <|im_start|> "x" <[3]>\n'}, ["<|im_start|>x<|pad|>"], ["x"]),
     ({"grammar": 'root ::= "a" [0-9]+ ("x" | "y"){2,3}\n'}, ["a1xy", "a12yyy"], ["axy", "a1x"]),
     ({"grammar": 'root ::= p\np ::= "(" p ")" | "z" # nested\n'}, ["z", "((z))"], ["((z)", "()"]),
+    ({"grammar": r'root ::= [\u0041-\u0043]+ "\u00e9\U0001F600" "\\u0041" "\u0022"'},
+     ['ABé😀\\u0041"'], ["Dé😀", "AB"]),
+    ({"grammar": r'root ::= [^"\\\x7F\x00-\x1F]+ "\n"? [\]/-]'}, ["a]", "a\n/", "é-"], ['"]', "a"]),
     ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", "{", '{"a"}']),
     # structural tags
     ({"structural_tag": INTEGER_TAG},
@@ -121,6 +124,8 @@ def test_texts(
         ({"grammar": 'start: %json {"not": {}}\n'}, "not"),
         ({"grammar": 'root ::= "a" b\n'}, "'b' not found"),
         ({"grammar": 'root ::= "a'}, "no GBNF"),
+        ({"grammar": r'root ::= "\ud800"'}, "no GBNF"),
+        ({"grammar": r'root ::= "\UFFFFFFFF"'}, "no GBNF"),
         ({"grammar": 'a ::= "a"'}, "root"),
         (formatted({"type": "json_schema", "json_schema": {"not": {}}}), "'not'"),
         (formatted({"type": "json_schema", "json_schema": 5}), "schema object"),
