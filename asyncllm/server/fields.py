@@ -187,6 +187,8 @@ NOTES: dict[str, Note] = {
     "session_id": _ignored(),
     "stream_interval": _ignored("Every step has its event."),
     "return_token_offsets": _ignored("vLLM's, of other routes."),
+    "return_mm_kwargs": _ignored("vLLM's, of other routes."),
+    "routed_experts_prompt_start": _ignored("No routed experts are returned."),
     "store": _ignored("Nothing is stored."),
     "prediction": _ignored(),
     "prompt_cache_key": _ignored("Prefixes are cached by their tokens."),
