@@ -58,7 +58,8 @@ class StructuredOutputsParams:
     json_object     any JSON object
     structural_tag  free text with constrained parts, as JSON: {"structures", "triggers"} or
                     {"type": "structural_tag", "format"}
-    The next three change what JSON is allowed; `after` (not vLLM's) lets reasoning come first.
+    The next three change what JSON is allowed. Not vLLM's: `after` lets reasoning come first, and
+    `alternative` is Lark of what the answer may be instead (a chat's tool calls).
     Raises `InvalidRequestError` (a `ValueError`) naming the field.
     """
 
@@ -72,6 +73,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     after: ReasoningMarkers | None = None
+    alternative: str | None = None
     kind: str = field(init=False, repr=False, compare=False)
     """The one of `KINDS` that is asked."""
 

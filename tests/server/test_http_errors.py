@@ -146,8 +146,6 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ),
         ({"structured_outputs": {"jsno": {}}}, "structured_outputs"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_choice": ["a"]}, "guided_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
