@@ -45,7 +45,7 @@ def test_one_choice_for_each_conversation() -> None:
         ({"stream": True}, "stream"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"temperature": -1}, "temperature"),
     ],
