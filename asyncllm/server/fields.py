@@ -187,6 +187,8 @@ NOTES: dict[str, Note] = {
     "session_id": _ignored(),
     "stream_interval": _ignored("Every step has its event."),
     "return_token_offsets": _ignored("vLLM's, of other routes."),
+    "return_mm_kwargs": _ignored("vLLM's, of other routes."),
+    "routed_experts_prompt_start": _ignored("No routed experts are returned."),
     "store": _ignored("Nothing is stored."),
     "prediction": _ignored(),
     "prompt_cache_key": _ignored("Prefixes are cached by their tokens."),
@@ -194,7 +196,9 @@ NOTES: dict[str, Note] = {
     "prompt_cache_retention": _ignored(),
     "safety_identifier": _ignored(),
     # --- not served ---
-    "response_format": _refused('Except {"type": "text"}.'),
+    "response_format": Note(
+        "The answer is JSON, JSON of a schema, or free text with constrained parts."
+    ),
     "JsonSchema.name": Note("Yours, for nothing here."),
     "JsonSchema.description": _ignored(),
     "JsonSchema.schema": Note("A JSON Schema of an object; without it any JSON object."),
@@ -203,7 +207,7 @@ NOTES: dict[str, Note] = {
     "format": Note("What the answer is made of: xgrammar's structural tags."),
     "structures": Note("The older form: each with begin, schema and end."),
     "triggers": Note("The older form: texts that a structure begins with."),
-    "structured_outputs": _refused(),
+    "structured_outputs": Note("What the whole answer must be: one of the six."),
     "json": Note("A JSON Schema, or its text."),
     "regex": Note("What the whole answer matches."),
     "choice": Note("One of these."),

@@ -91,6 +91,8 @@ def test_conversations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await server.post(BATCH, {"messages": [HELLO] * 3}))[0] == 200
             status, answer = await server.post(BATCH, {"messages": [HELLO] * 4})
             assert (status, answer["error"]["param"]) == (400, "messages")
+            status, answer = await server.post(BATCH, {"messages": [HELLO] * 2, "best_of": 2})
+            assert (status, answer["error"]["param"]) == (400, "best_of")
 
     run(test())
 

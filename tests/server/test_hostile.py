@@ -31,6 +31,16 @@ VALUES: list[Any] = [
     {"include_usage": True}, NESTED, [{"role": "user", "content": "Hi"}],
     [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
     [{"role": "tool", "content": None, "tool_calls": [{}]}], [{"role": {}, "content": 1}],
+    {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+    {"type": "json_schema", "json_schema": {"name": "", "schema": {"$ref": "file:///"}}},
+    {"type": "structural_tag", "format": NESTED}, {"type": "structural_tag", "triggers": []},
+    {"json": {"type": ["object", 7]}}, {"json": "{"}, {"regex": "(a|aa)+$"}, {"regex": "\\"},
+    {"choice": ["", "a"]}, {"grammar": "start: start"}, {"grammar": "root ::= root"},
+    "required", "auto", "none", {"type": "function", "function": {"name": "f"}},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NESTED]}},
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}],
+    [{"type": "custom", "custom": {}}], [{"name": "f"}], {"name": "f"}, "high", "openai",
 ]  # fmt: skip
 ROUTES = [route for route in routes.ROUTES if route.request is not None]
 
