@@ -59,6 +59,7 @@ CASES: list[tuple[Fields, list[str], list[str]]] = [
     ({"grammar": r'root ::= [\u0041-\u0043]+ "\u00e9\U0001F600" "\\u0041" "\u0022"'},
      ['ABé😀\\u0041"'], ["Dé😀", "AB"]),
     ({"grammar": r'root ::= [^"\\\x7F\x00-\x1F]+ "\n"? [\]/-]'}, ["a]", "a\n/", "é-"], ['"]', "a"]),
+    ({"grammar": 'start: "a ::= " NAME\nNAME: /[a-z]+/\n'}, ["a ::= b"], ["a"]),
     ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", "{", '{"a"}']),
     # structural tags
     ({"structural_tag": INTEGER_TAG},
@@ -67,6 +68,8 @@ CASES: list[tuple[Fields, list[str], list[str]]] = [
     ({"structural_tag": json.dumps(INTEGER_TAG)}, ["", "<f=a>1</f>"], ["<f=a>x</f>"]),
     (formatted({"type": "const_string", "value": "é<|pad|>!"}), ["é<|pad|>!"], ["é", "é!"]),
     (formatted(BOOL), ["true"], ["1"]),
+    (formatted({"type": "const_string", "value": ""}), [""], ["x"]),
+    (formatted(tag("", ANY, "\n<|pad|>")), ["\n<|pad|>", "a\nb\n<|pad|>"], ["a<|pad|>", "a\n"]),
     (formatted(ANY), ["", "anything"], ["x<|pad|>"]),
     (formatted({"type": "regex", "pattern": "[ab]{2}"}), ["ab"], ["a"]),
     (formatted({"type": "grammar", "grammar": 'root ::= "x" | "y"'}), ["y"], ["z"]),
