@@ -57,7 +57,8 @@ class StructuredOutputsParams:
     json_object     any JSON object
     structural_tag  free text with constrained parts, as JSON: {"structures", "triggers"} or
                     {"type": "structural_tag", "format"}
-    The next three change what JSON is allowed; `after` (not vLLM's) lets reasoning come first.
+    The next three change what JSON is allowed. Not vLLM's: `after` lets reasoning come first, and
+    `alternative` is Lark of what the answer may be instead (a chat's tool calls).
     Raises `InvalidRequestError` (a `ValueError`) naming the field.
     """
 
@@ -71,6 +72,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     after: ReasoningMarkers | None = None
+    alternative: str | None = None
     kind: str = field(init=False, repr=False, compare=False)
     """The one of `KINDS` that is asked."""
 
@@ -115,6 +117,9 @@ class StructuredOutputsParams:
                 pattern,
             )
             _require(not self.disable_any_whitespace, name, "left out with disable_any_whitespace")
+        if self.alternative is not None:
+            _require(is_text(self.alternative), "alternative", "a text", self.alternative)
+            _check_chars(len(self.alternative), "alternative")
         is_markers = isinstance(self.after, ReasoningMarkers | None)
         _require(is_markers, "after", "ReasoningMarkers", self.after)
 
