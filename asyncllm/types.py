@@ -99,7 +99,7 @@ class Request:
     priority: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     cache_key: bytes = b""
-    num_shown_logprobs: int = 0
+    num_shown_logprobs: int | None = None
     batch_processors: tuple[int, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
 

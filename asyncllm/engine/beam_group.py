@@ -30,7 +30,7 @@ class BeamGroup:
             stop_token_ids=request.stop_token_ids,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
-            num_top_logprobs=request.num_shown_logprobs,
+            num_top_logprobs=request.num_shown_logprobs or 0,
         )
         self._request = request
         self._blocks = blocks

@@ -38,7 +38,7 @@ class BestAnswers:
             answer.index = index
             if self._params.num_logprobs is None:
                 answer.logprobs = None
-        num_rest = sum(len(answer.token_ids) for answer in rest)
+        num_rest = output.num_unreturned_tokens + sum(len(answer.token_ids) for answer in rest)
         return replace(output, outputs=best, num_unreturned_tokens=num_rest)
 
 

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
+from asyncllm.engine.beam_output import render
+from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.best_answers import BestAnswers
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
@@ -35,7 +37,7 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRe
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
     FinishReason,
@@ -97,6 +99,7 @@ class EngineCore:
             lambda: str(self.scheduler.stats()),
         )
         self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
+        self._rendering: set[asyncio.Task[None]] = set()  # beams, on their way to their sinks
         self._work = asyncio.Event()
         self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
         self._planning = False  # left true by a plan that raised
@@ -122,7 +125,7 @@ class EngineCore:
         self._check_open(request_id, len(request.prompt_token_ids))
         request.batch_processors = self._processors_for(params)
         self.admission.enter(request)
-        if params.num_sequences > params.n or params.use_beam_search:
+        if params.num_sequences > params.n:
             sink, text_sink = BestAnswers(params, sink).receive, None
         self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
@@ -232,6 +235,8 @@ class EngineCore:
         for row, error in result.failures.items():
             self._fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self._tell(self.scheduler.finish_step(plan, result), result.prompt_logprobs)
+        for search in self.scheduler.take_ended_searches():
+            self._end_search(search)
         self._record(step)
         self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
@@ -247,6 +252,17 @@ class EngineCore:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
         for request_id, cause in aborts:
             self.abort(request_id, cause)
+
+    def _end_search(self, search: EndedSearch) -> None:
+        """Its pages are free; its words follow, when a thread has put them together."""
+        output, sink = self.outputs.end_search(search, time.monotonic())
+
+        async def tell() -> None:
+            sink(await in_own_thread(render, search, output, self.tokenizer))
+
+        task = asyncio.create_task(tell())
+        self._rendering.add(task)
+        task.add_done_callback(self._rendering.discard)
 
     def _record(self, step: StepRecord | None) -> None:
         """Tell the observers what came since the last time."""
@@ -325,7 +341,9 @@ class EngineCore:
             request = seq.request
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             logger.error("request %s: %s", request.request_id, what, exc_info=error)
-            self._fail([request], f"{what}: {type(error).__name__}: {error}")
+            is_told = isinstance(error, RequestFailedError)  # made for who asked
+            told = str(error) if is_told else f"{what}: {type(error).__name__}: {error}"
+            self._fail([request], told)
 
     def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
@@ -348,7 +366,7 @@ class EngineCore:
     async def close(self) -> None:
         self.dead = "the engine is closed"
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await asyncio.wait([self._task, *self._rendering])
         live = self.scheduler.requests()
         for request in live:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)

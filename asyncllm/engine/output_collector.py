@@ -61,6 +61,7 @@ def _update(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.finished = delta.finished
     whole.metrics = delta.metrics
     whole.num_cached_tokens = delta.num_cached_tokens
+    whole.num_unreturned_tokens += delta.num_unreturned_tokens
     whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.error = whole.error or delta.error
     whole.overloaded = delta.overloaded

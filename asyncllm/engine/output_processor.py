@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
+from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_state import RequestState, SequenceState, Sink, TextSink
 from asyncllm.engine.repetition import REPETITION_STOP_REASON, RepetitionDetector
@@ -22,7 +24,7 @@ from asyncllm.engine.sequence_text import sequence_text
 from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.stop_checker import StopStrings
 from asyncllm.engine.tokenizer import Tokenizer
-from asyncllm.outputs import CompletionOutput, FinishReasonText
+from asyncllm.outputs import CompletionOutput, FinishReasonText, RequestOutput
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
     FinishReason,
@@ -109,6 +111,25 @@ class OutputProcessor:
         self._emit_all(with_text, touched, now)
         self._iteration.num_generation_tokens += len(updates)
         return stops
+
+    def end_search(self, search: EndedSearch, now: float) -> tuple[RequestOutput, Sink]:
+        """Forget a request whose beam search has ended: its output, completions to be added.
+
+        They go to the sink by themselves: to render them takes longer than a step may.
+        """
+        request = search.request
+        owner = self._requests.pop(request.request_id)
+        self._count_first_token(owner, now)
+        for seq, beam in zip(request.sequences, search.beams, strict=True):
+            state = self._sequences[seq.seq_id]
+            state.num_tokens = beam.num_tokens
+            assert seq.finish_reason is not None
+            self._finish(state, state.add_end("", seq.finish_reason.value))
+        request.metrics.last_token_time = now
+        self._iteration.num_generation_tokens += owner.num_generated
+        output = owner.take_output(now)
+        self._iteration.finished.append(owner.stats())
+        return replace(output, outputs=[]), owner.sink
 
     def abort(self, request_id: str, now: float | None = None) -> Request | None:
         """End a request with "abort", its last output out; None where it is not live."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.beam_group import BeamGroup
+from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.running_set import RunningSet
@@ -56,6 +57,7 @@ class Scheduler:
         self.running = RunningSet(max_num_seqs, self._key)
         self._requests: dict[str, Request] = {}
         self._beams: dict[str, BeamGroup] = {}  # of requests that search
+        self._ended_searches: list[EndedSearch] = []
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
         self._planner = StepPlanner(
@@ -128,7 +130,8 @@ class Scheduler:
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take a finished step's tokens. Sequences that are over are finished and freed here.
 
-        Rows of sequences that ended or jumped while the step was in flight are dropped.
+        Rows of sequences that ended or jumped while the step was in flight are dropped. Beams bring
+        no news before their search has ended: `take_ended_searches`.
         """
         for seq, num_complete in plan.decodes.full_blocks(self.blocks.block_size):
             if seq.status is SequenceStatus.RUNNING:
@@ -145,7 +148,7 @@ class Scheduler:
             seq.num_in_flight -= 1
             if self._beams and seq.request.request_id in self._beams:
                 assert logprobs is not None, f"sequence {seq.seq_id}: a beam without logprobs"
-                updates += self._take_beam(seq, logprobs)
+                self._take_beam(seq, logprobs)
                 continue
             seq.token_ids.append(token_id)
             self._check_stop(seq, token_id)
@@ -170,19 +173,21 @@ class Scheduler:
         self.running.jump(seq)
         return updates
 
-    def _take_beam(self, seq: Sequence, logprobs: TokenLogprobs) -> list[TokenUpdate]:
-        """What may follow a beam; no news before the end, then all tokens of the best."""
-        group = self._beams[seq.request.request_id]
+    def take_ended_searches(self) -> list[EndedSearch]:
+        """Those that ended since the last call: their requests are finished."""
+        taken, self._ended_searches = self._ended_searches, []
+        return taken
+
+    def _take_beam(self, seq: Sequence, logprobs: TokenLogprobs) -> None:
+        """What may follow a beam; the end of its request, where that ends the search."""
+        request = seq.request
+        group = self._beams[request.request_id]
         group.take(seq, logprobs)
-        if not group.search.is_over:
-            return []
-        updates: list[TokenUpdate] = []
-        for best, (_, beam) in zip(seq.request.sequences, group.search.ended, strict=True):
-            self._finish_by_token(best, beam.token_id)
-            path = beam.path()
-            best.token_ids = [*seq.request.prompt_token_ids, *(step.token_id for step in path)]
-            updates += [TokenUpdate(best, step.token_id, step.logprobs) for step in path]
-        return updates
+        if group.search.is_over:
+            beams = [beam for _, beam in group.search.ended]
+            for best, beam in zip(request.sequences, beams, strict=True):
+                self._finish_by_token(best, beam.token_id)
+            self._ended_searches.append(EndedSearch(request, beams))
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         request = seq.request

@@ -18,7 +18,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from asyncllm.server.fields import describe_fields
+from asyncllm.server.field_schemas import SHAPES, describe_fields
 from asyncllm.server.route import Route
 
 _REF = "#/components/schemas/{name}"
@@ -86,11 +86,11 @@ class _Schemas:
             for kind in (route.request, route.answer, route.event, route.error)
             if kind is not None
         ]
-        types = list(dict.fromkeys(types))
+        types = list(dict.fromkeys([*types, *SHAPES]))
         schemas, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = dict(zip(types, schemas, strict=True))
         requests = {route.request for route in routes if route.request is not None}
-        describe_fields(requests, self.components, _REF)
+        describe_fields(requests, self.components, self.of)
 
     def of(self, kind: Any) -> dict[str, Any]:
         return self._of[kind]
@@ -103,11 +103,15 @@ def _operation(route: Route, path: str, schemas: _Schemas, needs_key: bool) -> d
         "summary": route.summary,
         "responses": {"200": _answer(route, schemas)},
     }
-    if names := re.findall(r"\{(\w+)\}", path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if route.request is not None:
         body: dict[str, Any] = {"schema": schemas.of(route.request)}
         if route.example is not None:

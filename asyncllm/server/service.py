@@ -73,6 +73,7 @@ class Service:
             tokenizer.special_tokens,
             tool_call_parser,
             self.engine.config.reasoning_parser,
+            tokenizer.response_template,
         )
 
     @property

@@ -166,14 +166,17 @@ def _forced_now(seq: Sequence) -> int | None:
 
 
 def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
-    arrays["penalty_slots"] = int32([init.slot for init in inits])
-    prompts = [init.token_ids[: init.seq.num_prompt_tokens] for init in inits]
-    outputs = [init.token_ids[init.seq.num_prompt_tokens :] for init in inits]
+    """Of prompts, which forks share, each token once; of outputs each time."""
+    requests = {init.seq.request.request_id: init.seq.request for init in inits}
+    prompt_of = {
+        name: np.unique(int32(request.prompt_token_ids)) for name, request in requests.items()
+    }
+    slots = arrays["penalty_slots"] = int32([init.slot for init in inits])
+    prompts = [prompt_of[init.seq.request.request_id] for init in inits]
+    outputs = [int32(init.token_ids[init.seq.num_prompt_tokens :]) for init in inits]
     for name, lists in (("prompt", prompts), ("output", outputs)):
-        arrays[f"{name}_slots"] = int32(
-            [init.slot for init, ids in zip(inits, lists, strict=True) for _ in ids]
-        )
-        arrays[f"{name}_tokens"] = int32([token for ids in lists for token in ids])
+        arrays[f"{name}_slots"] = slots.repeat([len(ids) for ids in lists])
+        arrays[f"{name}_tokens"] = np.concatenate(lists)
 
 
 def _allowed_entries(inits: list[SlotInit], arrays: Arrays) -> None:

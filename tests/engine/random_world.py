@@ -59,6 +59,7 @@ class World:
     steps_at_add: dict[str, int] = field(default_factory=dict)
     finished_texts: list[tuple[list[int], int]] = field(default_factory=list)  # and prompt lengths
     cut: dict[int, int] = field(default_factory=dict)  # seq_id -> tokens up to its stop string
+    beams: dict[str, list[list[int]]] = field(default_factory=dict)  # of searches that ended
     followed: dict[str, int] = field(default_factory=dict)  # request -> prompt length before it
 
     def __post_init__(self) -> None:
@@ -167,6 +168,12 @@ class World:
             for s in plan.sampled
         )
         self._take(self.scheduler.finish_step(plan, result))
+        for request, beams in self.scheduler.take_ended_searches():
+            self.beams[request.request_id] = [
+                [step.token_id for step in beam.path()] for beam in beams
+            ]
+            for seq in request.sequences:
+                self._note_finish(seq)
         self._check_sequences()
         work = sum(self._work(request) for request in self.requests)
         for request in self.scheduler.requests():
@@ -396,8 +403,10 @@ class World:
         if request.sequences[0].finish_reason is FinishReason.ABORT:
             return
         beams = [
-            Answer(seq.token_ids[seq.num_prompt_tokens :], seq.finish_reason, seq.stop_reason)  # type: ignore[arg-type]
-            for seq in request.sequences
+            Answer(token_ids, seq.finish_reason, seq.stop_reason)  # type: ignore[arg-type]
+            for seq, token_ids in zip(
+                request.sequences, self.beams[request.request_id], strict=True
+            )
         ]
         assert beams == search_alone(request), request.request_id
 

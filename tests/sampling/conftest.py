@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.text.conftest import byte_level, model_folder
+
+__all__ = ["byte_level", "model_folder"]  # fixtures
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

@@ -30,7 +30,7 @@ STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
 MAX_CONCURRENT_COMPILES = 2
 MAX_QUEUED_COMPILES = 128
 MAX_FILL_THREADS = 8
-MAX_CACHED_GRAMMARS = 128
+MAX_CACHED_GRAMMARS = 64  # the lexer of a hostile one takes 20 MB, of a usual one nearly nothing
 MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
 COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
 """For the longest chain that fits into `MAX_STRUCTURED_OUTPUT_CHARS`, twice over."""
@@ -133,6 +133,7 @@ class GrammarCompiler:
                     return
                 key, params = self._queue.popleft()
                 future = self._pending[key]
+            future.set_running_or_notify_cancel()  # nobody's cancelling may reach it from here on
             try:
                 grammar = self._compile(params)
             except Exception as error:  # whatever it is, it is this request's
@@ -162,7 +163,8 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
         probe = matcher.deep_copy()
         probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
-        if probe.is_error():
+        forced = probe.compute_ff_tokens()
+        if probe.is_error() or not probe.consume_tokens(forced[:1]):
             raise _refusal(params, probe.get_error())
         return CompiledGrammar(matcher, executor, vocabulary.eos_ids)
 

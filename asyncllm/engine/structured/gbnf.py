@@ -1,30 +1,32 @@
 """Which notation a client's grammar is written in, and GBNF (llama.cpp's) as Lark; its limits.
 
 llguidance ships the converter; it is Python and takes time with the square of the rules. Terminals
-that name each other take llguidance time with their cube: a minute for 3000. So both are limited.
+that name each other take llguidance time with their cube: a minute for 3000. Both are limited.
 """
 
 from __future__ import annotations
 
-import re
-
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from asyncllm.engine.structured.lark_terminals import LarkTerminals
 from asyncllm.errors import InvalidRequestError
 
 MAX_GBNF_CHARS = 2**14
 MAX_TERMINALS = 256
-
-_TERMINAL = re.compile(r"(?<![\w\"-])_?[A-Z][A-Z0-9_]*\s*(?:\.\s*\d+\s*)?(?:\[[^\]]*\]\s*)?:")
+MAX_TERMINAL_DEPTH = 32  # names within names
 
 
 def any_to_lark(grammar: str, param: str) -> str:
     """Raises `InvalidRequestError` with `param`."""
     lark = _gbnf_to_lark(grammar, param) if "::=" in grammar else grammar
-    num_terminals = len(_TERMINAL.findall(lark))
-    if num_terminals > MAX_TERMINALS:
+    terminals = LarkTerminals(lark)
+    if len(terminals) > MAX_TERMINALS:
         raise InvalidRequestError(
-            f"{param}: at most {MAX_TERMINALS} terminals, got {num_terminals}", param
+            f"{param}: at most {MAX_TERMINALS} terminals, got {len(terminals)}", param
+        )
+    if terminals.depth() > MAX_TERMINAL_DEPTH:
+        raise InvalidRequestError(
+            f"{param}: terminals may name each other at most {MAX_TERMINAL_DEPTH} deep", param
         )
     return lark
 

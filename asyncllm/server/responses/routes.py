@@ -26,6 +26,7 @@ from asyncllm.server.responses.items import Item, read_items
 from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.responses.store import LostTurnError, ResponseStore, StoredResponse
 from asyncllm.server.responses.stream import StreamedResponse
+from asyncllm.server.responses.truncation import drop_oldest_turns
 from asyncllm.server.service import SERVICE, json_response
 from asyncllm.server.sse import SSEStream
 
@@ -42,6 +43,8 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     items = read_items(request.input, unique, partial(_find_item, http))
     chat = chat_request(request, _items_before(http, request) + items)
     with named_as(FIELD_NAMES):
+        if request.truncation == "auto":
+            await drop_oldest_turns(chat, service)
         call = message_call(chat, service, f"resp_{unique}")
         view = ResponseView(request, call, service.token_names(request))
         keep = partial(_keep, http, request, items)

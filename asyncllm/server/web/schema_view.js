@@ -32,7 +32,10 @@ export function typeName(schema, spec) {
   if ("const" in schema) return JSON.stringify(schema.const);
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" or ");
   if (schema.anyOf) return schema.anyOf.map((arm) => typeName(arm, spec)).join(" or ");
-  if (schema.type === "array") return `list of ${schema.items && Object.keys(schema.items).length ? typeName(schema.items, spec) : "anything"}`;
+  if (schema.type === "array") {
+    const items = schema.items && Object.keys(schema.items).length ? typeName(schema.items, spec) : "anything";
+    return schema.items?.anyOf ? `list of (${items})` : `list of ${items}`;
+  }
   if (schema.type === "object") {
     const values = schema.additionalProperties;
     return values && typeof values === "object" && Object.keys(values).length ? `object of ${typeName(values, spec)}` : "object";

@@ -1,0 +1,77 @@
+"""The words of a beam search: its best beams as completions.
+
+They come all at once, so many tokens that to detokenise them on the loop would delay everybody:
+`render` is for a thread, and raises nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from asyncllm.engine.beam_search import Beam, EndedSearch
+from asyncllm.engine.output_logprobs import TokenText, logprob_dict
+from asyncllm.engine.sequence_text import sequence_text
+from asyncllm.engine.stop_checker import StopStrings
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
+from asyncllm.types import FinishReason, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+def render(
+    search: EndedSearch, output: RequestOutput, tokenizer: Tokenizer | None
+) -> RequestOutput:
+    """`output` with its completions, or with the error that they met."""
+    request, num_returned = search.request, search.request.sampling_params.n
+    pairs = list(zip(request.sequences, search.beams, strict=True))
+    num_rest = sum(beam.num_tokens for _, beam in pairs[num_returned:])
+    try:
+        best = [_completion(seq, beam, tokenizer) for seq, beam in pairs[:num_returned]]
+    except Exception as error:  # one request's own: it may only hurt itself
+        logger.exception("request %s: output failed", request.request_id)
+        return replace(output, error=f"output failed: {type(error).__name__}: {error}")
+    return replace(output, outputs=best, num_unreturned_tokens=num_rest)
+
+
+def _completion(seq: Sequence, beam: Beam, tokenizer: Tokenizer | None) -> CompletionOutput:
+    assert seq.finish_reason is not None, f"sequence {seq.seq_id} has not ended"
+    path = beam.path()
+    token_ids = [step.token_id for step in path]
+    return CompletionOutput(
+        seq.index,
+        _text(seq, token_ids, tokenizer),
+        token_ids,
+        beam.total,
+        _logprobs(seq, path, tokenizer),
+        seq.finish_reason.value,
+        seq.stop_reason,
+    )
+
+
+def _text(seq: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str:
+    text = sequence_text(seq.request, tokenizer, StopStrings(()))
+    hides_last = seq.finish_reason is FinishReason.STOP
+    if hides_last and not seq.request.sampling_params.include_stop_str_in_output:
+        token_ids = token_ids[:-1]
+    return "".join([text.push(token_id, False)[0] for token_id in token_ids]) + text.close()
+
+
+def _logprobs(
+    seq: Sequence, path: list[Beam], tokenizer: Tokenizer | None
+) -> SampleLogprobs | None:
+    num_top = seq.request.num_shown_logprobs
+    if num_top is None:
+        return None
+    shows_text = seq.request.sampling_params.detokenize and tokenizer is not None
+    text_of: TokenText = tokenizer.token_text if shows_text and tokenizer else _no_text
+    return [
+        logprob_dict(step.token_id, step.logprobs, num_top, text_of)
+        for step in path
+        if step.logprobs is not None
+    ]
+
+
+def _no_text(token_id: int) -> None:
+    return None
