@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
@@ -42,8 +42,7 @@ class ReasoningMarkers:
     def __post_init__(self) -> None:
         wanted = f"markers of 1 to {MAX_REASONING_MARKER_CHARS} characters"
         for text in (self.end,) if self.begin is None else (self.end, self.begin):
-            is_text = isinstance(text, str) and 0 < len(text) <= MAX_REASONING_MARKER_CHARS
-            _require(is_text, "after", wanted)
+            _require(is_text(text) and len(text) <= MAX_REASONING_MARKER_CHARS, "after", wanted)
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class StructuredOutputsParams:
     def _check_text(self) -> None:
         value, name = getattr(self, self.kind), self.kind
         if name in ("regex", "grammar"):
-            _require(isinstance(value, str) and value != "", name, "a text", value)
+            _require(is_text(value), name, "a text", value)
             _check_chars(len(value), name)
         elif name == "choice":
             self._check_choice(value)
@@ -105,21 +104,35 @@ class StructuredOutputsParams:
         most = f"a list of 1 to {MAX_CHOICES} texts"
         _require(isinstance(value, list) and 0 < len(value) <= MAX_CHOICES, "choice", most, value)
         for text in value:
-            _require(isinstance(text, str) and text != "", "choice", "texts", text)
+            _require(is_text(text), "choice", "texts", text)
         _check_chars(sum(map(len, value)), "choice")
 
     def _check_options(self) -> None:
         pattern, name = self.whitespace_pattern, "whitespace_pattern"
         if pattern is not None:
             _require(
-                isinstance(pattern, str) and 0 < len(pattern) <= MAX_WHITESPACE_PATTERN_CHARS,
+                is_text(pattern) and len(pattern) <= MAX_WHITESPACE_PATTERN_CHARS,
                 name,
                 f"a regex of 1 to {MAX_WHITESPACE_PATTERN_CHARS} characters",
                 pattern,
             )
             _require(not self.disable_any_whitespace, name, "left out with disable_any_whitespace")
+        if self.alternative is not None:
+            _require(is_text(self.alternative), "alternative", "a text", self.alternative)
+            _check_chars(len(self.alternative), "alternative")
         is_markers = isinstance(self.after, ReasoningMarkers | None)
         _require(is_markers, "after", "ReasoningMarkers", self.after)
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Not empty, and Unicode: without lone surrogates."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_json(value: Any, field_name: str) -> dict[str, Any]:

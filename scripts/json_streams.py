@@ -47,7 +47,7 @@ class JsonStreams:
         rng = random.Random(0)
         self._answers = [self._tokens(_text(rng)) for _ in range(NUM_ANSWERS)]
         self._process = core.input_processor.process_async
-        core.input_processor.process_async = self._with_grammar  # type: ignore[method-assign]
+        core.input_processor.process_async = self._with_grammar  # type: ignore[assignment,method-assign]
 
     def answer(self, seq: Sequence) -> list[int]:
         return self._answers[seq.seq_id % NUM_ANSWERS]

@@ -61,6 +61,9 @@ def _check(request: BatchChatRequest) -> None:
     num = len(request.messages)
     if not 1 <= num <= MAX_CONVERSATIONS:
         raise bad_request(f"{num} conversations, 1 to {MAX_CONVERSATIONS} in one call", "messages")
+    if num * (request.best_of or 1) > MAX_CONVERSATIONS:
+        asked = f"{num} conversations with best_of={request.best_of}"
+        raise bad_request(f"{asked}, at most {MAX_CONVERSATIONS} answers", "best_of")
 
 
 def _chat(request: ChatRequest, service: Service) -> tuple[Call, ChatView]:

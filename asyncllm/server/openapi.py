@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable
-from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -27,6 +26,18 @@ _ABOUT = (
     "An LLM served by asyncllm, under the names of OpenAI's, Anthropic's and vLLM's APIs. Unknown "
     "fields of a request are ignored; null is the same as leaving a field out."
 )
+
+_MEANINGS = {
+    400: "The request cannot be served as it is; param names the field to blame.",
+    401: "No valid API key.",
+    404: "There is no such model, or nothing of that name.",
+    408: "The body took too long to come.",
+    413: "The body is over --max-body-bytes.",
+    415: "The body is not declared application/json.",
+    429: "Too many wait already; Retry-After says when to try again.",
+    500: "A failure of the server, which the same request would meet again.",
+    503: "Loading, shutting down, or it waited too long for its turn.",
+}
 
 
 class Document:
@@ -121,7 +132,7 @@ def _operation(route: Route, path: str, schemas: _Schemas, needs_key: bool) -> d
         operation["security"] = [{_SECURITY_SCHEME: []}]
     for status in sorted({*route.errors, *([401] if needs_key else [])}):
         operation["responses"][str(status)] = {
-            "description": HTTPStatus(status).phrase,
+            "description": _MEANINGS[status],
             "content": {"application/json": {"schema": schemas.of(route.error)}},
         }
     return operation

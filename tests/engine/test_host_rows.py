@@ -15,11 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncllm import AsyncLLMEngine, RequestFailedError, RequestOutput, SamplingParams
+from asyncllm import (
+    AsyncLLMEngine,
+    RequestFailedError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from asyncllm.engine import constraints
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
-from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint
+from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint, TokenMasks
+from asyncllm.worker.model_runner import HostStep
 from tests.engine.automaton import Automaton
 
 VOCAB_SIZE = AsyncLLMEngine("tiny").config.model.vocab_size
@@ -41,7 +48,8 @@ def _constraints_from_extra_args(monkeypatch: pytest.MonkeyPatch) -> None:
     def _sequence(self: InputProcessor, request: Request, index: int, grammar: Any) -> Sequence:
         seq = plain(self, request, index, grammar)
         make = (request.sampling_params.extra_args or {}).get("constraint")
-        seq.constraint = make(index) if make else None
+        if make is not None:
+            seq.constraint = make(index)
         return seq
 
     monkeypatch.setattr(InputProcessor, "_sequence", _sequence)
@@ -122,6 +130,32 @@ def test_all_ways_to_run_give_the_tokens_that_the_grammar_allows(
     jumps.clear()
     no_jumps(monkeypatch)
     assert generate(requests) == together and not jumps
+
+
+def test_jumps_of_a_real_grammar_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, jumps: list[int]
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "the_first_of_the_names": {"enum": ["red", "green"]},
+            "the_number_of_them": {"type": "integer", "minimum": 10, "maximum": 99},
+        },
+        "required": ["the_first_of_the_names", "the_number_of_them"],
+        "additionalProperties": False,
+    }
+    wanted = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    ways = [GREEDY, SEEDED, PENALISED, replace(SEEDED, n=3)]
+    requests = [
+        (prompt, replace(params, structured_outputs=wanted, max_tokens=200, ignore_eos=False))
+        for prompt, params in zip(PROMPTS, ways, strict=True)
+    ]
+    expected = generate(requests)
+    assert sum(jumps) > 6 * 10, "most of it is forced"
+    assert generate(requests, async_scheduling=False) == expected
+    no_jumps(monkeypatch)
+    jumps.clear()
+    assert generate(requests) == expected and not jumps
 
 
 def test_each_of_n_answers_has_a_grammar_of_its_own(jumps: list[int]) -> None:
@@ -297,3 +331,31 @@ def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
     outputs: list[list[Any]] = []
     asyncio.run(main())
     assert outputs == generate([(PROMPTS[0], by(automaton(1, 0.7), GREEDY))])
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
+def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = HostStep.sample
+    num_left = 5
+
+    def sample(self: HostStep, masks: TokenMasks) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise RuntimeError("no memory for a sampling")
+        plain(self, masks)
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
+            params = by(automaton(1), GREEDY)
+            expected = await tokens(engine, PROMPTS[0], params)
+            monkeypatch.setattr(HostStep, "sample", sample)
+            failed = await tokens(engine, PROMPTS[0], params)
+            assert isinstance(failed, RequestFailedError)
+            assert "no memory for a sampling" in str(failed)
+            assert await tokens(engine, PROMPTS[0], params) == expected
+            engine.check_idle()
+
+    asyncio.run(main())

@@ -69,6 +69,7 @@ def test_each_is_answered_as_if_alone() -> None:
         ({"stream": True}, "stream"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"temperature": -1}, "temperature"),
     ],
@@ -91,6 +92,8 @@ def test_conversations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await server.post(BATCH, {"messages": [HELLO] * 3}))[0] == 200
             status, answer = await server.post(BATCH, {"messages": [HELLO] * 4})
             assert (status, answer["error"]["param"]) == (400, "messages")
+            status, answer = await server.post(BATCH, {"messages": [HELLO] * 2, "best_of": 2})
+            assert (status, answer["error"]["param"]) == (400, "best_of")
 
     run(test())
 

@@ -6,6 +6,8 @@ that name each other take llguidance time with their cube: a minute for 3000. Bo
 
 from __future__ import annotations
 
+import re
+
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from asyncllm.engine.structured.lark_terminals import LarkTerminals
@@ -15,10 +17,14 @@ MAX_GBNF_CHARS = 2**14
 MAX_TERMINALS = 256
 MAX_TERMINAL_DEPTH = 32  # names within names
 
+_LARK_START = re.compile(r"^\s*(?:%llguidance\b|start\s*(?:\[[^\]]*\]\s*)?:(?!:=))", re.MULTILINE)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
 
 def any_to_lark(grammar: str, param: str) -> str:
     """Raises `InvalidRequestError` with `param`."""
-    lark = _gbnf_to_lark(grammar, param) if "::=" in grammar else grammar
+    is_gbnf = "::=" in grammar and not _LARK_START.search(grammar)
+    lark = _gbnf_to_lark(grammar, param) if is_gbnf else grammar
     terminals = LarkTerminals(lark)
     if len(terminals) > MAX_TERMINALS:
         raise InvalidRequestError(
@@ -39,8 +45,21 @@ def _gbnf_to_lark(grammar: str, param: str) -> str:
             param,
         )
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark(_ESCAPE.sub(_as_character, grammar))
     except RecursionError:
         raise InvalidRequestError(f"{param}: nested too deep", param) from None
     except Exception as error:  # the converter raises bare Exception for what it cannot read
         raise InvalidRequestError(f"{param}: no GBNF: {error!s:.200}", param) from None
+
+
+def _as_character(escape: re.Match[str]) -> str:
+    """A code point's escape, which the converter spoils, as itself; others as they are.
+
+    Raises `ValueError` for a code point that no text has.
+    """
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    character = chr(int(digits, 16))
+    character.encode()
+    return f"\\x{ord(character):02x}" if character.isascii() else character

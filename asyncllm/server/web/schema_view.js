@@ -3,6 +3,7 @@
 import { el } from "./dom.js";
 
 const KINDS = { ignored: "Accepted and ignored", refused: "Refused" };
+const KIND_WORDS = /^(Accepted and ignored|Refused)[^.]*\. ?/;
 const LIMITS = { minimum: "≥", exclusiveMinimum: ">", maximum: "≤", exclusiveMaximum: "<" };
 const SIZES = { minItems: "at least", maxItems: "at most", maxProperties: "at most", minLength: "at least", maxLength: "at most" };
 
@@ -70,7 +71,7 @@ function row(name, schema, isRequired, isRequest, spec) {
     limits(schema),
     schema.default !== null && schema.default !== undefined && !("const" in schema) ? `default ${JSON.stringify(schema.default)}` : "",
   ].filter(Boolean).join(" · ");
-  const text = schema["x-kind"] && schema["x-kind"] !== "done" ? schema.description.split(". ").slice(1).join(". ") || schema.description : schema.description;
+  const text = schema.description?.replace(KIND_WORDS, ""); // the heading above says it for all
   return el("tr", {},
     el("th", { scope: "row" }, el("code", {}, name), isRequired && isRequest ? el("span", { class: "required" }, "required") : null),
     el("td", {},
