@@ -26,13 +26,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
-# Beside round numbers, where steps of one large prompt end, a chunk and a few decodes.
-PREFILL_GRAPH_SIZES = tuple(
-    sorted(
-        {16, 32, 64, *range(128, 1025, 128), *range(1280, 2049, 256)}
-        | {chunk + decodes for chunk in (512, 1024, 1536) for decodes in (16, 32, 64)}
-    )
-)
+PREFILL_GRAPH_SIZES = (16, 32, 64, *range(128, 1025, 128), *range(1280, 2049, 256))
 GIB = 1 << 30
 
 

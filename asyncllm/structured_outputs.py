@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
@@ -42,8 +42,7 @@ class ReasoningMarkers:
     def __post_init__(self) -> None:
         wanted = f"markers of 1 to {MAX_REASONING_MARKER_CHARS} characters"
         for text in (self.end,) if self.begin is None else (self.end, self.begin):
-            is_text = isinstance(text, str) and 0 < len(text) <= MAX_REASONING_MARKER_CHARS
-            _require(is_text, "after", wanted)
+            _require(is_text(text) and len(text) <= MAX_REASONING_MARKER_CHARS, "after", wanted)
 
 
 @dataclass(slots=True)
@@ -58,7 +57,8 @@ class StructuredOutputsParams:
     json_object     any JSON object
     structural_tag  free text with constrained parts, as JSON: {"structures", "triggers"} or
                     {"type": "structural_tag", "format"}
-    The next three change what JSON is allowed; `after` (not vLLM's) lets reasoning come first.
+    The next three change what JSON is allowed. Not vLLM's: `after` lets reasoning come first, and
+    `alternative` is Lark of what the answer may be instead (a chat's tool calls).
     Raises `InvalidRequestError` (a `ValueError`) naming the field.
     """
 
@@ -72,6 +72,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     after: ReasoningMarkers | None = None
+    alternative: str | None = None
     kind: str = field(init=False, repr=False, compare=False)
     """The one of `KINDS` that is asked."""
 
@@ -92,7 +93,7 @@ class StructuredOutputsParams:
     def _check_text(self) -> None:
         value, name = getattr(self, self.kind), self.kind
         if name in ("regex", "grammar"):
-            _require(isinstance(value, str) and value != "", name, "a text", value)
+            _require(is_text(value), name, "a text", value)
             _check_chars(len(value), name)
         elif name == "choice":
             self._check_choice(value)
@@ -103,14 +104,14 @@ class StructuredOutputsParams:
         most = f"a list of 1 to {MAX_CHOICES} texts"
         _require(isinstance(value, list) and 0 < len(value) <= MAX_CHOICES, "choice", most, value)
         for text in value:
-            _require(isinstance(text, str) and text != "", "choice", "texts", text)
+            _require(is_text(text), "choice", "texts", text)
         _check_chars(sum(map(len, value)), "choice")
 
     def _check_options(self) -> None:
         pattern, name = self.whitespace_pattern, "whitespace_pattern"
         if pattern is not None:
             _require(
-                isinstance(pattern, str) and 0 < len(pattern) <= MAX_WHITESPACE_PATTERN_CHARS,
+                is_text(pattern) and len(pattern) <= MAX_WHITESPACE_PATTERN_CHARS,
                 name,
                 f"a regex of 1 to {MAX_WHITESPACE_PATTERN_CHARS} characters",
                 pattern,
@@ -118,6 +119,17 @@ class StructuredOutputsParams:
             _require(not self.disable_any_whitespace, name, "left out with disable_any_whitespace")
         is_markers = isinstance(self.after, ReasoningMarkers | None)
         _require(is_markers, "after", "ReasoningMarkers", self.after)
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Not empty, and Unicode: without lone surrogates."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_json(value: Any, field_name: str) -> dict[str, Any]:

@@ -11,8 +11,11 @@ per number of streams, in microseconds per step:
   emit, write     deltas and SSE frames; their writes, system calls included
   loop            everything else on the loop's thread
   us/token        all of it per token: the CPU time of the loop's thread, the wait apart
+  threads         CPU time of all other threads, per step: masks, mostly
 
-Lag is how long a packet from another process lies before the loop sees it. Ends in a JSON line.
+Lag is how long a packet from another process lies before the loop sees it. With --json, late is the
+share of steps whose masks came after their forward pass (late_us: by how much, over all steps).
+Ends in a JSON line.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from typing import Any
 import numpy as np
 import uvloop
 from aiohttp import web
+from json_streams import ANSWER_TOKENS, JsonStreams
 from simulated_worker import SimulatedWorker
 from tqdm import tqdm
 
@@ -114,8 +118,10 @@ class LagProbe(asyncio.DatagramProtocol):
         self._meter.lags_s.append(time.perf_counter() - struct.unpack("d", data)[0])
 
 
-async def measure(num_streams: int, num_steps: int, profile: bool) -> dict[str, Any]:
-    args = EngineArgs(max_num_seqs=num_streams, max_num_batched_tokens=8192)
+async def measure(
+    model: str, as_json: bool, num_streams: int, num_steps: int, profile: bool
+) -> dict[str, Any]:
+    args = EngineArgs(model, max_num_seqs=num_streams, max_num_batched_tokens=8192)
     engine = AsyncLLMEngine.from_engine_args(args)
     await engine.start()
     server_args = ServerArgs(port=0)
@@ -127,9 +133,13 @@ async def measure(num_streams: int, num_steps: int, profile: bool) -> dict[str, 
     assert listener.sock is not None
     meter = Meter()
     meter.watch(engine._running(), app[SERVICE])
+    if as_json:
+        worker: Any = engine._running().worker
+        worker.answer = JsonStreams(engine._running()).answer
     loop = asyncio.get_running_loop()
     lag, _ = await loop.create_datagram_endpoint(lambda: LagProbe(meter), ("127.0.0.1", 0))
-    body = {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": MAX_TOKENS}
+    max_tokens = ANSWER_TOKENS - 1 if as_json else MAX_TOKENS
+    body = {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": max_tokens}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0}
     lag_port = lag.get_extra_info("sockname")[1]
     port = listener.sock.getsockname()[1]
@@ -157,9 +167,12 @@ async def _measure(
     if profile:
         profiler.enable()
     meter.reset()
-    start_s, cpu_s = time.perf_counter(), time.thread_time()
+    worker: Any = engine._running().worker
+    worker.lateness_s.clear()
+    start_s, cpu_s, all_cpu_s = time.perf_counter(), time.thread_time(), time.process_time()
     await _steps(meter, num_steps)
     wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - cpu_s
+    other_cpu_s = time.process_time() - all_cpu_s - cpu_s
     steps, tokens, seconds = meter.steps, meter.tokens, dict(meter.seconds)
     lags_s = np.array(meter.lags_s or [0.0])
     if profile:
@@ -167,6 +180,7 @@ async def _measure(
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(25)
     num_writes, num_bytes, num_tokens = await _count_writes(meter)
     gc.unfreeze()
+    late_s = np.array(worker.lateness_s or [-np.inf])
     assert tokens == steps * num_streams, f"{tokens} tokens in {steps} steps: the streams changed"
     loop_s = cpu_s - sum(seconds[name] for name in PHASES if name != "wake")
     return {
@@ -174,7 +188,10 @@ async def _measure(
         "us_per_step": {n: round(s / steps * 1e6, 1) for n, s in seconds.items()}
         | {"loop": round(loop_s / steps * 1e6, 1)},
         "us_per_token": round(cpu_s / tokens * 1e6, 2),
+        "other_threads_us_per_step": round(other_cpu_s / steps * 1e6, 1),
         "step_ms": round(wall_s / steps * 1e3, 3),
+        "late_masks": round(float((late_s > 0).mean()), 3),
+        "late_us_per_step": round(float(late_s.clip(min=0).mean()) * 1e6, 1),
         "lag_p50_us": round(float(np.percentile(lags_s, 50)) * 1e6),
         "lag_p99_us": round(float(np.percentile(lags_s, 99)) * 1e6),
         "bytes_per_token": round(num_bytes / num_tokens, 1),
@@ -213,11 +230,23 @@ async def _count_writes(meter: Meter) -> tuple[int, int, int]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     phases = [*PHASES, "loop"]
-    last = ("us/token", "step ms", "lag p50", "lag p99", "bytes", "writes")
+    last = (
+        "us/token",
+        "threads",
+        "step ms",
+        "late",
+        "late us",
+        "lag p50",
+        "lag p99",
+        "bytes",
+        "writes",
+    )
     print("".join(f"{name:>9}" for name in ("streams", *phases, *last)))
     for row in rows:
         values = [row["streams"], *(row["us_per_step"][name] for name in phases)]
-        values += [row["us_per_token"], row["step_ms"], row["lag_p50_us"], row["lag_p99_us"]]
+        values += [row["us_per_token"], row["other_threads_us_per_step"], row["step_ms"]]
+        values += [row["late_masks"], row["late_us_per_step"]]
+        values += [row["lag_p50_us"], row["lag_p99_us"]]
         values += [row["bytes_per_token"], row["writes_per_token"]]
         print("".join(f"{value:>9}" for value in values))
 
@@ -229,6 +258,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256, 512])
     parser.add_argument("--steps", type=int, default=400, help="measured, per number of streams")
     parser.add_argument("--device-ms", type=float, default=5.0, help="the device's time per step")
+    parser.add_argument("--model", default="tiny", help="of whose vocabulary the tokens are")
+    parser.add_argument("--json", action="store_true", help="all streams are JSON by a schema")
     parser.add_argument("--profile", action="store_true", help="top functions, on stderr")
     args = parser.parse_args()
     if args.steps > MAX_TOKENS // 2:
@@ -236,11 +267,12 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     async_engine.Worker = SimulatedWorker  # type: ignore[assignment, misc]
     rows = [
-        uvloop.run(measure(num_streams, args.steps, args.profile))
+        uvloop.run(measure(args.model, args.json, num_streams, args.steps, args.profile))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)
     ]
     print_table(rows)
     conditions = {"steps": args.steps, "device_ms": args.device_ms, "profile": args.profile}
+    conditions |= {"model": args.model, "json": args.json}
     conditions |= {"python": platform.python_version(), "machine": platform.processor()}
     print(json.dumps({"conditions": conditions, "rows": rows}))
 

@@ -54,10 +54,10 @@ SAMPLED = [
 SCHEMA = {
     "type": "object",
     "properties": {
-        "sum": {"type": "integer"},
-        "words": {"type": "array", "items": {"enum": ["a"]}},
+        "sum": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "sure": {"enum": ["yes", "no"]},
     },
-    "required": ["sum", "words"],
+    "required": ["sum", "sure"],
     "additionalProperties": False,
 }
 
@@ -72,7 +72,9 @@ def favour_digits(output_token_ids: list[int], logits: torch.Tensor) -> torch.Te
 HOSTED = [
     SamplingParams(temperature=0, max_tokens=48),
     SamplingParams(
-        temperature=0, max_tokens=48, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+        temperature=0,
+        max_tokens=48,
+        structured_outputs=StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     ),
     SamplingParams(
         temperature=1.0,
@@ -202,7 +204,7 @@ async def schema_is_kept() -> Outcome:
     answers = await answer(HOSTED, ROOMY)
     texts = [output.outputs[0].text for output in answers.outputs[1 :: len(HOSTED)]]
     records = [json.loads(text) for text in texts]
-    ok = all(set(r) == {"sum", "words"} and isinstance(r["sum"], int) for r in records)
+    ok = all(set(r) == {"sum", "sure"} and isinstance(r["sum"], int) for r in records)
     return ok and len(records) > 1, f"{len(records)} answers parse, the first is {texts[0]!r}"
 
 

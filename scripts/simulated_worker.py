@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.tokenizer import Tokenizer
-from asyncllm.types import StepPlan, StepResult
+from asyncllm.types import Sequence, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
+from asyncllm.worker.executor import LaunchedStep
 from asyncllm.worker.memory import MemoryPlan
+from asyncllm.worker.model_runner import HostStep
 from asyncllm.worker.step_inputs import StepBuilder
 from asyncllm.worker.step_timer import DeviceTimes
+from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -74,16 +78,36 @@ class SimulatedWorker:
         self._tokens = _random_words(config)
         self._next = 0  # of _tokens
         self._free_s = 0.0  # when the device will be
+        self.answer: Callable[[Sequence], list[int]]  # of host rows; set by who makes such
+        self.lateness_s: list[float] = []  # of masks: after the forward pass, if positive
+        vocab_size = config.model.vocab_size
+        self.token_masks = TokenMaskBuffer(config.num_slots, vocab_size, torch.device("cpu"))
         self._waiter = EventWaiter()
 
     def processors_for(self, params: object) -> tuple[int, ...]:
         return ()
 
-    def launch(self, plan: StepPlan) -> SimulatedStep:
-        num_rows = len(self.builder.build(plan).plan.sampled)
-        self._next = (self._next + 997) % (len(self._tokens) - num_rows)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        inputs = self.builder.build(plan)
         self._free_s = max(self._free_s, time.perf_counter()) + self.step_s
-        tokens = self._tokens[self._next : self._next + num_rows]
+        if not plan.needs_host:
+            return self._step(self._words(len(inputs.sampled_slots)))
+
+        def end(masks: TokenMasks) -> LaunchedStep:
+            self.builder.build_sampling(inputs, masks)
+            late_s = time.perf_counter() - self._free_s
+            self.lateness_s.append(late_s)
+            self._free_s += max(0.0, late_s)
+            said = [self.answer(seq)[seq.num_output_tokens] for seq in plan.sampled]
+            return self._step(torch.tensor(said, dtype=torch.int32))
+
+        return HostStep(end)
+
+    def _words(self, number: int) -> torch.Tensor:
+        self._next = (self._next + 997) % (len(self._tokens) - number)
+        return self._tokens[self._next : self._next + number]
+
+    def _step(self, tokens: torch.Tensor) -> SimulatedStep:
         step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, self.step_s)
         self.in_flight.append(step)
         return step

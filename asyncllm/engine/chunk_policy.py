@@ -5,8 +5,7 @@ tokens cost its decodes nothing; beyond it every token adds its own time. A chun
 the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
 full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
 card. Where more could start than DRAIN_STEPS such steps compute, the chunk grows. A step of a size
-that is not captured is padded to the next, so chunk and decodes together make up a captured size:
-the next one where it is near, so that a few decodes do not cut off the last tokens of a prompt.
+that is not captured is padded to the next, so chunk and decodes together make up a captured size.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
@@ -21,7 +20,6 @@ from asyncllm.types import StepCost
 CHUNK_KNEES = 2.0
 CHUNK_MULTIPLE = 256  # the noise of a measurement should not change the steps
 DRAIN_STEPS = 128
-NEAR = 1 / 24  # of a step's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,12 @@ class ChunkPolicy:
         if num_decodes == 0 or self.chunk_tokens is None:
             return sys.maxsize
         num_tokens = num_decodes + max(self.chunk_tokens, num_startable_tokens // DRAIN_STEPS)
-        return max(1, self._good_size(num_tokens) - num_decodes)
+        return max(1, self._nearest_size(num_tokens) - num_decodes)
 
-    def _good_size(self, num_tokens: int) -> int:
+    def _nearest_size(self, num_tokens: int) -> int:
         place = bisect_left(self.step_sizes, num_tokens)
         if place == len(self.step_sizes):
             return num_tokens  # not captured, and not padded
-        if self.step_sizes[place] <= num_tokens * (1 + NEAR):
-            return self.step_sizes[place]
         return min(
             self.step_sizes[max(0, place - 1) : place + 1], key=lambda size: abs(size - num_tokens)
         )

@@ -1,8 +1,8 @@
 """What the constraints of a step's rows say: masks, and tokens that must come whatever is sampled.
 
     loop     finish N | awaits ........................ | jump, plan N+2 ...
-    thread            | accept, fill, forced | launch the sampling of N+1 |
-    device    ... N+1's forward pass ...                    | its sampling
+    thread            | accept, fill | launch the sampling of N+1 | forced |
+    device    ... N+1's forward pass ...     | its sampling
 
 It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
 with its sequence; its row is sampled freely, for nobody.
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 
 from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, StepPlan, TokenMasks
 
-# Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode:
-# that costs all of its rows about a sixth of a step more (a prefill graph of 8B at 64 rows), and
-# saves a row one step for each token but the first, which this step's row is sampled for anyway.
+# Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
+# That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
+# step for each token but the first, for which it is in flight anyway. A stream alone jumps for two.
 JUMP_COST = 1 / 6
 
 FillMany = Callable[[list[object], np.ndarray], None]
@@ -30,7 +31,6 @@ FillMany = Callable[[list[object], np.ndarray], None]
 class Constrained:
     """`jumps`: tokens that follow the known ones of a sequence, to be appended unsampled."""
 
-    masks: TokenMasks
     jumps: list[tuple[Sequence, list[int]]]
     failures: list[tuple[Sequence, Exception]]
 
@@ -41,10 +41,12 @@ class MaskBuffer(Protocol):
         ...
 
 
-def constrain(plan: StepPlan, buffer: MaskBuffer) -> Constrained:
-    """For a step that is about to be sampled, all tokens before it known."""
+def constrain(
+    plan: StepPlan, buffer: MaskBuffer, sample: Callable[[TokenMasks], None]
+) -> Constrained:
+    """For a step that is about to be sampled, all tokens before it known; `sample` launches it."""
     failures: list[tuple[Sequence, Exception]] = []
-    rows, seqs = [], []
+    rows: list[tuple[int, Sequence]] = []
     for row, seq in enumerate(plan.sampled):
         if seq.constraint is None or seq.status is SequenceStatus.FINISHED:
             continue
@@ -53,17 +55,16 @@ def constrain(plan: StepPlan, buffer: MaskBuffer) -> Constrained:
         except Exception as error:  # its own grammar: it ends its own request
             failures.append((seq, error))
         else:
-            rows.append(row)
-            seqs.append(seq)
+            rows.append((row, seq))
     if not rows:
-        return Constrained(NO_MASKS, [], failures)
+        sample(NO_MASKS)
+        return Constrained([], failures)
+    rows.sort(key=lambda row: id(_kind(row[1])))  # those of one class together
+    seqs = [seq for _, seq in rows]
     bits = buffer.host()[: len(rows)]
     failures += _fill(seqs, bits)
-    return Constrained(
-        TokenMasks(np.array(rows, np.int32), bits),
-        _jumps(seqs, bits, len(plan.sampled)),
-        failures,
-    )
+    sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
+    return Constrained(_jumps(seqs, bits, len(plan.sampled)), failures)
 
 
 def _accept_known(seq: Sequence) -> None:
@@ -74,16 +75,30 @@ def _accept_known(seq: Sequence) -> None:
 
 
 def _fill(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
-    """Each sequence's mask into its row. What cannot be filled allows everything."""
-    kinds = {type(seq.constraint) for seq in seqs}
-    fill_many: FillMany | None = None
-    if len(kinds) == 1:
-        fill_many = getattr(kinds.pop(), "fill_many", None)
+    """Each sequence's mask into its row; neighbours of one class in one call."""
+    failures: list[tuple[Sequence, Exception]] = []
+    begin = 0
+    for kind, group in groupby(seqs, _kind):
+        alike = list(group)
+        failures += _fill_alike(kind, alike, bits[begin : begin + len(alike)])
+        begin += len(alike)
+    return failures
+
+
+def _kind(seq: Sequence) -> type[object]:
+    return type(seq.constraint)
+
+
+def _fill_alike(
+    kind: type[object], seqs: list[Sequence], bits: np.ndarray
+) -> list[tuple[Sequence, Exception]]:
+    """What cannot be filled allows everything."""
+    fill_many: FillMany | None = getattr(kind, "fill_many", None)
     if fill_many is not None:
         try:
             fill_many([seq.constraint for seq in seqs], bits)
             return []
-        except Exception:  # whose it was shows below
+        except Exception:  # whose it is shows below
             pass
     failures: list[tuple[Sequence, Exception]] = []
     for seq, row in zip(seqs, bits, strict=True):

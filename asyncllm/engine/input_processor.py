@@ -35,6 +35,7 @@ __all__ = ["InputProcessor", "PromptInput", "TextPrompt", "TokensPrompt", "parse
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOKENIZER_THREADS = 2
+MAX_PROMPT_LOGPROB_ENTRIES = 2**19  # of one answer, which is rendered in one piece
 
 
 class InputProcessor:
@@ -156,7 +157,7 @@ class InputProcessor:
         if type(priority) is not int or abs(priority) >= 2**63:
             raise InvalidRequestError("priority must be a 64-bit integer", "priority")
         max_tokens = self._resolve_max_tokens(len(ids), params, parsed)
-        self._check_params(params, max_tokens)
+        self._check_params(params, len(ids), max_tokens)
         salt = parsed.cache_salt if cache_salt is None else cache_salt
         stop_token_ids = self._stop_token_ids(params)
         request = Request(
@@ -175,13 +176,16 @@ class InputProcessor:
         request.sequences = [
             self._sequence(request, index, grammar) for index in range(params.num_sequences)
         ]
+        if params.thinking_token_budget is not None and self._reasoning is not None:
+            num_open = self._reasoning.num_open(ids)
+            for seq in request.sequences:
+                seq.forcer = ThinkingBudget(
+                    self._reasoning, params.thinking_token_budget, len(ids), num_open
+                )
         return request
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
         params, seed = request.sampling_params, request.sampling_params.seed
-        budget, forcer = params.thinking_token_budget, None
-        if budget is not None and self._reasoning is not None:
-            forcer = ThinkingBudget(self._reasoning, budget, request.prompt_token_ids)
         return Sequence(
             seq_id=next(self._seq_ids),
             request=request,
@@ -189,7 +193,6 @@ class InputProcessor:
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
             token_ids=list(request.prompt_token_ids),
             constraint=None if grammar is None else grammar.constraint(params.ignore_eos),
-            forcer=forcer,
         )
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
@@ -232,7 +235,7 @@ class InputProcessor:
 
     # --- parameters that depend on the model -------------------------------------------------
 
-    def _check_params(self, params: SamplingParams, max_tokens: int) -> None:
+    def _check_params(self, params: SamplingParams, num_prompt: int, max_tokens: int) -> None:
         if params.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"min_tokens must be at most {max_tokens}, what fits after this prompt, "
@@ -245,6 +248,13 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} must be at most {self._max_logprobs}, got {asked}", name
                 )
+        num_entries = num_prompt * (1 + (params.prompt_logprobs or 0))
+        if params.prompt_logprobs is not None and num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+            raise InvalidRequestError(
+                f"prompt_logprobs of this prompt are {num_entries} entries, at most "
+                f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",
+                "prompt_logprobs",
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             self._encoder.check_ids(getattr(params, name) or (), name)
         if params.detokenize:

@@ -21,7 +21,7 @@ class RunningSet:
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
         self.forked: set[Sequence] = set()  # members that may share the page they write to
-        self.rewritten: set[Sequence] = set()  # members that the host has changed: beams
+        self.rewritten: set[Sequence] = set()  # members that are not as their slots say
         self.jumped: list[Sequence] = []  # members that jumped since the last plan
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
@@ -59,6 +59,8 @@ class RunningSet:
         """A member that decodes knows more tokens than it has computed: they are a prefill."""
         seq.num_prefill = len(seq.token_ids)
         self.jumped.append(seq)
+        if _counts_tokens(seq):  # as its slot does, of those that it samples
+            self.rewritten.add(seq)
         self._changed = True
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
@@ -127,3 +129,10 @@ def _num_steps_left(seq: Sequence) -> int:
     """Decodes until its last token is sampled, those in flight not counted."""
     request = seq.request
     return len(request.prompt_token_ids) + request.max_tokens - 1 - seq.num_computed
+
+
+def _counts_tokens(seq: Sequence) -> bool:
+    """Whether what it has said changes its logits."""
+    params = seq.request.sampling_params
+    penalties = params.presence_penalty or params.frequency_penalty
+    return bool(penalties) or params.repetition_penalty != 1

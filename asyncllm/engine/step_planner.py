@@ -79,15 +79,14 @@ class StepPlanner:
         if self._running.jumped:
             seqs = self._running.in_order([*seqs, *self._running.jumped])
         for seq in seqs:
-            for position in self._next_positions(seq):
-                if seq.status is SequenceStatus.RUNNING and blocks.needs_page(seq, position):
-                    self._take_page(seq, position, draft)
+            if seq.status is SequenceStatus.RUNNING:
+                self._take_pages(seq, self._next_positions(seq), draft)
         self._rewrite_slots(draft)
         draft.decodes = self._running.take_batch()
         self._running.forked.difference_update(draft.decodes.seqs)
 
     def _rewrite_slots(self, draft: StepDraft) -> None:
-        """Tell the device of beams that go on with other tokens and pages than it knows."""
+        """Tell the device of those that go on with other tokens (or pages) than it knows."""
         rewritten = [seq for seq in self._running.seqs if seq in self._running.rewritten]
         if rewritten:
             self._running.rewritten.clear()
@@ -110,26 +109,30 @@ class StepPlanner:
             return [first]
         return [first, *range((first // size + 1) * size, seq.num_prefill, size)]
 
-    def _take_page(self, seq: Sequence, position: int, draft: StepDraft) -> None:
-        """A page for `position` of `seq`, or its own preemption where it is the youngest."""
+    def _take_pages(self, seq: Sequence, positions: list[int], draft: StepDraft) -> None:
+        """Pages for these positions of `seq`, or its own preemption where it is the youngest.
+
+        All or none: what was taken in a step cannot be swapped out by the same step.
+        """
         blocks = self._blocks
-        while blocks.device.num_free == 0:
+        needing = [position for position in positions if blocks.needs_page(seq, position)]
+        while blocks.device.num_free < len(needing):
             victim = self._running.seqs[-1]
             self._preempt(victim, draft)
-            if victim is seq or not blocks.needs_page(seq, position):
-                return  # or the victim shared the page and left it
-        append, copy = blocks.reserve(seq, position)
-        draft.page_appends.append(append)
-        if copy is not None:
-            draft.page_copies.append(copy)
+            if victim is seq:
+                return
+            # The victim may have shared the page and left it.
+            needing = [position for position in needing if blocks.needs_page(seq, position)]
+        for position in needing:
+            append, copy = blocks.reserve(seq, position)
+            draft.page_appends.append(append)
+            if copy is not None:
+                draft.page_copies.append(copy)
 
     def _plan_jumps(self, draft: StepDraft) -> None:
         """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
         draft.budget = self._max_num_batched_tokens - len(draft.decodes)
         for seq in self._running.take_jumped():
-            if _counts_tokens(seq):  # as the device does, of what it samples: count anew
-                draft.page_appends = [a for a in draft.page_appends if a.slot != seq.slot]
-                self._init_slot(seq, draft)
             if draft.budget > 0:
                 self._prefill_chunk(seq, draft)
 
@@ -250,8 +253,7 @@ class StepPlanner:
         if seq.num_computed < seq.num_prefill:
             self._prefill_chunk(seq, draft)
         elif may_decode(seq):
-            if self._blocks.needs_page(seq, seq.num_computed):
-                self._take_page(seq, seq.num_computed, draft)
+            self._take_pages(seq, [seq.num_computed], draft)
             draft.decodes = draft.decodes.plus(seq, seq.num_computed)
             draft.budget -= 1
             seq.num_computed += 1
@@ -299,10 +301,3 @@ class StepPlanner:
         num_pages = self._blocks.num_blocks(seq.num_computed)
         recompute = self._blocks.num_uncached_tokens(seq) * cost.seconds_per_token
         return 2 * num_pages * cost.seconds_per_page < recompute
-
-
-def _counts_tokens(seq: Sequence) -> bool:
-    """Whether what it has said changes its logits."""
-    params = seq.request.sampling_params
-    penalties = params.presence_penalty or params.frequency_penalty
-    return bool(penalties) or params.repetition_penalty != 1

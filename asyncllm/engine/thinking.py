@@ -68,13 +68,15 @@ class ThinkingBudget:
 
     __slots__ = ("_end", "_is_open", "_num_left", "_num_matched", "_num_read", "_start")
 
-    def __init__(self, tokens: ReasoningTokens, budget: int, prompt_ids: list[int]) -> None:
-        num_open = tokens.num_open(prompt_ids)
+    def __init__(
+        self, tokens: ReasoningTokens, budget: int, num_prompt: int, num_open: int | None
+    ) -> None:
+        """`num_open`: what `tokens` say of the prompt of `num_prompt` ids."""
         self._start = _Marker(tokens.start)
         self._end = _Marker(tokens.end)
         self._is_open = num_open is not None
         self._num_left = budget - (num_open or 0)
-        self._num_read = len(prompt_ids)
+        self._num_read = num_prompt
         self._num_matched = 0  # tokens of the end, or where it is not open of the start
 
     def next_token(self, token_ids: list[int]) -> int | None:
@@ -106,13 +108,10 @@ class _Marker:
         self.ids = ids
         self._borders = [0, 0]  # for each number of ids matched, the next shorter match
         for token_id in ids[1:]:
-            self._borders.append(self._match(self._borders[-1], token_id))
+            self._borders.append(self.advance(self._borders[-1], token_id))
 
-    def advance(self, num_matched: int, token_id: int) -> int:
-        """How many of its ids the stream ends with after `token_id`; all are fewer before it."""
-        return self._match(num_matched, token_id)
-
-    def _match(self, num: int, token_id: int) -> int:
+    def advance(self, num: int, token_id: int) -> int:
+        """How many of its ids the stream ends with after `token_id`; before, `num` but not all."""
         while num and self.ids[num] != token_id:
             num = self._borders[num]
         return num + 1 if self.ids[num] == token_id else num

@@ -78,6 +78,11 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @property
+    def response_template(self) -> object:
+        """How the model's answers are written, where the folder says so (transformers' field)."""
+        return getattr(self._hf, "response_template", None)
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         """Text to id of what `skip_special_tokens` leaves out."""
         return {self._added[i]: i for i in sorted(self.special_ids)}

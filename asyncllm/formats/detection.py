@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from asyncllm.formats.answer_format import AnswerFormat
+from asyncllm.formats.answer_format import (
+    AnswerFormat,
+    CallBody,
+    CallSyntax,
+    NamedJson,
+    TaggedArguments,
+)
 from asyncllm.formats.families import REASONING_PARSERS, TOOL_PARSERS
 from asyncllm.formats.model_format import ModelFormat
+from asyncllm.formats.response_template import read_response_template
 
 AUTO = "auto"
 NONE = "none"
@@ -67,21 +74,42 @@ def resolve(
     special_tokens: Mapping[str, int] | None = None,
     tool_parser: str = AUTO,
     reasoning_parser: str = AUTO,
+    response_template: object = None,
 ) -> ModelFormat | None:
     """None where the model is not known to write calls or reasoning in any way.
 
     `special_tokens`: the tokenizer's, text to id. The parsers are one of vLLM's names, `auto` or
-    `none`. Raises `ValueError` for another name.
+    `none`. `response_template`: what the tokenizer itself says of its format, which goes before its
+    chat template. Raises `ValueError` for another name.
     """
     calls = _find(tool_parser, TOOL_PARSERS, _TOOL_SIGNS, chat_template, "tool-call")
     reasoning = _find(
         reasoning_parser, REASONING_PARSERS, _REASONING_SIGNS, chat_template, "reasoning"
     )
+    declared = read_response_template(response_template) or AnswerFormat()
+    if tool_parser == AUTO and declared.calls and not _same_calls(calls, declared):
+        calls = replace(declared, reasoning=None)
+    if reasoning_parser == AUTO and declared.reasoning:
+        reasoning = AnswerFormat(declared.reasoning)
     if calls is None and reasoning is None:
         return None
     found, special = _joined(calls, reasoning), special_tokens or {}
     is_marked = any(token in marker for marker in found.markers for token in special)
     return ModelFormat(found, special if is_marked else {})
+
+
+def _same_calls(known: AnswerFormat | None, declared: AnswerFormat) -> bool:
+    """Whether a family is meant, whose record knows more of it."""
+    shapes = [_shape(call) for call in known.calls] if known else []
+    return all(_shape(call) in shapes for call in declared.calls)
+
+
+def _shape(call: CallSyntax) -> tuple[str, str, CallBody]:
+    """A syntax, however its markers are parted."""
+    read = call.without_spaces()
+    body = read.body
+    bare = replace(body, end=()) if isinstance(body, NamedJson | TaggedArguments) else body
+    return "".join(read.begin + read.call_begin), "".join(read.ends), bare
 
 
 def _find(

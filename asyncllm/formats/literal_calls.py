@@ -32,7 +32,10 @@ _CODES = {"x": 2, "u": 4, "U": 8}  # digits of a character's number
 
 
 def read_literal_call(call: OpenCall, body: LiteralArguments) -> Reading[bool]:
-    """False where it breaks off: what is open is closed then, unless the text has ended."""
+    """False where it breaks off: what is open is closed then, unless the text has ended.
+
+    A key whose value did not come, and a word that is no value, are held.
+    """
     cursor = call.cursor
     name = yield from call.read_name()
     if not call.is_tool(name) or not (yield from cursor.literal(body.open)):
@@ -90,10 +93,12 @@ class _LiteralReader:
         inner.num_items += 1
         if not inner.assign:
             return (yield from self._read_value(comma))
+        self._cursor.hold()
         key = yield from self._read_key()
         if key is None or not (yield from self._cursor.literals((inner.assign,))):
             return False
         yield from self._cursor.spaces()
+        self._cursor.let_go()
         return (yield from self._read_value(f"{comma}{_quoted(key)}: "))
 
     def _read_key(self) -> Reading[str | None]:
@@ -122,10 +127,12 @@ class _LiteralReader:
             is_whole = yield from self._read_text(quote, self._emit)
             self._emit('"' if is_whole or not self._cursor.ended else "")
             return is_whole
+        self._cursor.hold()
         word = yield from self._cursor.run(_WORD, MAX_WORD_CHARS)
         value = _WORDS.get(word, word)
         if not _is_json(value) or (self._cursor.ended and self._cursor.is_empty):
             return False
+        self._cursor.let_go()
         self._emit(before + value)
         return True
 

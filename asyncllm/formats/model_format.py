@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from asyncllm.formats.answer_format import AnswerFormat, ReasoningMarks
 from asyncllm.formats.call_grammar import call_grammar
 from asyncllm.formats.events import AnswerParser
 from asyncllm.formats.parser import FormatParser
+from asyncllm.formats.reading_plan import ReadingPlan
 from asyncllm.formats.tools import Tool, ToolChoice
 
 MAX_TAIL_CHARS = 1024  # of a prompt, in which its last marker is looked for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFormat:
     """`special_tokens`: the tokenizer's, text to id, if markers of the format are among them.
 
@@ -49,7 +51,15 @@ class ModelFormat:
         """
         schemas = {tool.name: tool.parameters for tool in tools}
         is_open = self.is_reasoning_open(prompt, prefix)
-        return FormatParser(self.format, schemas, is_open, self.special_tokens)
+        return FormatParser(self._plan if tools else self._plan_without_calls, schemas, is_open)
+
+    @cached_property
+    def _plan(self) -> ReadingPlan:
+        return ReadingPlan(self.format, frozenset(self.special_tokens), reads_calls=True)
+
+    @cached_property
+    def _plan_without_calls(self) -> ReadingPlan:
+        return ReadingPlan(self.format, frozenset(self.special_tokens), reads_calls=False)
 
     def call_grammar(self, choice: ToolChoice, parallel: bool = True) -> str | None:
         """A Lark grammar of what may be written after the reasoning; None where anything may.

@@ -8,12 +8,10 @@ belongs to the marker.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 from asyncllm.formats.answer_format import (
-    AnswerFormat,
     CallSyntax,
     JsonCall,
     LiteralArguments,
@@ -28,40 +26,28 @@ from asyncllm.formats.events import Content, Event, Reasoning
 from asyncllm.formats.json_calls import read_json_call, read_named_json
 from asyncllm.formats.literal_calls import read_literal_call
 from asyncllm.formats.open_call import OpenCall
+from asyncllm.formats.reading_plan import Beginning, ReadingPlan, stray_ends
 from asyncllm.formats.tagged_calls import read_tagged_call
 from asyncllm.formats.text_markers import TextMarkers
-
-MIN_STRAY_CHARS = 4
-
-_Beginning = tuple[Markers, CallSyntax]
 
 
 class FormatParser:
     """An `AnswerParser`. `tools`: the names that may be called, with their parameters' schemas.
 
-    Without tools nothing is a call. `in_reasoning`: the prompt has opened the reasoning.
-    `special_tokens`: the texts of those that are left in the text, to be removed.
+    `in_reasoning`: the prompt has opened the reasoning.
     """
 
     def __init__(
         self,
-        answer_format: AnswerFormat,
+        plan: ReadingPlan,
         tools: Mapping[str, Mapping[str, Any]],
         in_reasoning: bool = False,
-        special_tokens: Collection[str] = (),
     ) -> None:
-        self._format = answer_format
+        self._plan = plan
         self._tools = tools
         self._in_reasoning = in_reasoning
         self._cursor = Cursor()
-        self._log = EventLog(answer_format.short_ids)
-        self._calls = _as_read(answer_format.calls) if tools else ()
-        marked = [call for call in self._calls if not call.at_start]
-        self._triggers = {words[0] for call in marked for words in call.beginnings}
-        # ""  # the end of a call that broke off, to be removed when it comes
-        self._noise = {*answer_format.noise, *special_tokens} - self._triggers
-        ends = {word for call in self._calls for word in _ends(call)}
-        self._markers = TextMarkers(self._triggers | self._noise | ends)
+        self._log = EventLog(plan.format.short_ids)
         self._strays: set[str] = set()  # ends of a call that broke off: removed where they come
         self._blank = ""  # white space that was read where a call could begin, and none did
         # Running text whose next piece is passed on at once if no marker begins in it.
@@ -85,9 +71,10 @@ class FormatParser:
         return self._log.drain()
 
     def _answer(self) -> Reading[None]:
-        if self._format.channels is not None:
+        channels = self._plan.format.channels
+        if channels is not None:
             reader = ChannelReader(
-                self._format.channels, self._cursor, self._log, self._new_call, self._noise
+                channels, self._cursor, self._log, self._new_call, self._plan.noise
             )
             yield from reader.read_answer()
             return
@@ -98,14 +85,14 @@ class FormatParser:
                 trigger = yield from self._content_part()
                 if trigger is None:
                     return
-            yield from self._read_calls(_beginning_with(trigger, self._calls), (trigger,))
+            yield from self._read_calls(self._plan.by_trigger[trigger], (trigger,))
             trigger = None
 
     # --- running text ------------------------------------------------------------------------
 
     def _reasoning_part(self) -> Reading[str | None]:
         """Up to its end; returns the trigger of a call that ended it."""
-        marks = self._format.reasoning
+        marks = self._plan.format.reasoning
         if marks is None:
             return None
         yield from self._read_blank()
@@ -115,8 +102,7 @@ class FormatParser:
             return None
         self._blank = ""
         yield from self._cursor.spaces()
-        ending = {marks.end, *(self._triggers if self._format.calls_end_reasoning else ())}
-        markers = TextMarkers(ending | self._noise)
+        markers = self._plan.reasoning_markers
         while True:
             self._running = markers, Reasoning
             found = yield from self._cursor.until(markers, self._log.reasoning)
@@ -127,7 +113,7 @@ class FormatParser:
             if marker == marks.end:
                 yield from self._cursor.spaces()
                 return None
-            if marker in ending:
+            if marker in self._plan.ends_reasoning:
                 self._cursor.hold(gap + marker)
                 return marker
             self._log.reasoning(gap)
@@ -136,20 +122,20 @@ class FormatParser:
         """Up to the trigger of a call, which is returned and held; None at the text's end."""
         while True:
             if not self._blank:
-                self._running = self._markers, Content
-            found = yield from self._cursor.until(self._markers, self._say)
+                self._running = self._plan.content_markers, Content
+            found = yield from self._cursor.until(self._plan.content_markers, self._say)
             self._running = None
             if found is None:
                 self._say("")
                 return None
             gap, marker = found
-            if marker in self._triggers:
+            if marker in self._plan.by_trigger:
                 self._cursor.hold(self._blank + gap + marker)
                 self._blank = ""
                 return marker
-            if marker in self._format.noise:
+            if marker in self._plan.format.noise:
                 yield from self._cursor.spaces()
-            elif marker in self._noise or marker in self._strays:
+            elif marker in self._plan.noise or marker in self._strays:
                 self._strays.discard(marker)
                 self._blank += gap
             else:
@@ -172,27 +158,27 @@ class FormatParser:
 
     def _unmarked_calls(self) -> Reading[None]:
         """As many as there are where content begins."""
-        beginnings = [(call.beginnings[0], call) for call in self._calls if call.at_start]
-        while beginnings:
+        while self._plan.at_start:
             yield from self._read_blank()
             self._cursor.hold(self._blank)
             self._blank = ""
-            if not (yield from self._read_calls(beginnings)):
+            if not (yield from self._read_calls(self._plan.at_start)):
                 return
 
-    def _read_calls(self, beginnings: list[_Beginning], read: Markers = ()) -> Reading[bool]:
+    def _read_calls(self, beginnings: list[Beginning], read: Markers = ()) -> Reading[bool]:
         """All the calls between one beginning, of which `read` was read, and its end.
 
         By the first syntax that fits; where none does, what was read is content.
         """
-        for words, syntax in beginnings:
+        for beginning in beginnings:
+            words = beginning.words
             if words[: len(read)] != read:
                 continue
             while len(read) < len(words) and (
                 yield from self._cursor.literals((words[len(read)],))
             ):
                 read = words[: len(read) + 1]
-            if read == words and (yield from self._section(syntax)):
+            if read == words and (yield from self._section(beginning.syntax)):
                 yield from self._cursor.spaces()
                 return True
         self._say(self._cursor.let_go())
@@ -214,7 +200,8 @@ class FormatParser:
             is_whole = goes_on and (yield from self._following_call(syntax))
             self._say_unless_blank(self._cursor.let_go())
         if not is_whole:
-            self._strays = set(_ends(syntax))
+            self._say_unless_blank(self._cursor.let_go())
+            self._strays = stray_ends(syntax)
         return True
 
     def _read_separator(self, syntax: CallSyntax) -> Reading[bool]:
@@ -243,19 +230,7 @@ class FormatParser:
                 is_whole = yield from read_tagged_call(call, body)
             case LiteralArguments() as body:
                 is_whole = yield from read_literal_call(call, body)
-        return is_whole and (yield from self._cursor.literals(syntax.call_end))
-
-
-@lru_cache(maxsize=64)
-def _as_read(calls: tuple[CallSyntax, ...]) -> tuple[CallSyntax, ...]:
-    return tuple(call.without_spaces() for call in calls)
-
-
-def _beginning_with(trigger: str, calls: Sequence[CallSyntax]) -> list[_Beginning]:
-    beginnings = [(words, call) for call in calls for words in call.beginnings]
-    return [beginning for beginning in beginnings if beginning[0][0] == trigger]
-
-
-def _ends(call: CallSyntax) -> Markers:
-    """What may be left of a call that broke off; a bracket alone is anybody's."""
-    return tuple(word for word in call.ends if len(word) >= MIN_STRAY_CHARS)
+        is_whole = is_whole and (yield from self._cursor.literals(syntax.call_end))
+        if call.begun and self._cursor.ended:
+            self._cursor.let_go()  # arguments that the text's end has cut are no content
+        return is_whole

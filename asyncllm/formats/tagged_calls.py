@@ -16,7 +16,10 @@ _KEY = re.compile(r'[^<>"\n]+')
 
 
 def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
-    """False where it breaks off: its arguments are closed then, unless the text has ended."""
+    """False where it breaks off: its arguments are closed then, unless the text has ended.
+
+    What was read of an argument whose value did not come is held.
+    """
     cursor = call.cursor
     name = yield from call.read_name()
     if not call.is_tool(name) or not (yield from cursor.literals(body.name_end)):
@@ -24,18 +27,24 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
     call.begin(name)
     value_end = text_markers(body.value_end)
     opener = "{"
-    while (yield from cursor.literals((body.key_begin,))):
+    while True:
+        cursor.hold()
+        if not (yield from cursor.literals((body.key_begin,))):
+            break
         key = (yield from cursor.run(_KEY, MAX_KEY_CHARS)).strip()
         types = call.argument_types(name, key)
         if body.string_key_end and (yield from cursor.literals(body.string_key_end)):
             types = STRING
         elif not (yield from cursor.literals(body.key_end)):
             break
+        cursor.let_go()
         before = f"{opener}{_quoted(key)}: "
         opener = ", "
         if not (yield from _pass_value(call, before, types, value_end, body.lines)):
             return False
     is_whole = yield from cursor.literals(body.end)
+    if is_whole:
+        cursor.let_go()
     if is_whole or not cursor.ended:
         call.arguments("{}" if opener == "{" else "}")
     return is_whole

@@ -1,6 +1,6 @@
-"""How a chat's answer is read: which parser its text goes through, if any.
+"""How a chat's answer is read, and what it is held to: its parser, if any, and its grammar.
 
-A chat whose answer can be nothing but content has none, and takes the short way.
+A chat whose answer can be nothing but content has no parser, and takes the short way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from asyncllm.formats.events import AnswerParser, Event, ToolCallArguments, Tool
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.service import Service
+from asyncllm.server.structure import chat_structure
 from asyncllm.server.tool_use import ToolUse
+from asyncllm.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,24 +25,24 @@ class AnswerReading:
 
     new_parser: Callable[[], AnswerParser] | None = None
     keeps_special_tokens: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 def answer_reading(
     request: ChatRequest, tools: ToolUse, prompt: str, service: Service
 ) -> AnswerReading:
-    """Raises `ApiError` 400 for tools whose calls this model's format cannot tell."""
-    format = service.answer_format
-    if tools.choice.tools:
-        _check_tools(tools, service)
-    if format is None or not (tools.choice.tools or _always_parses(format)):
-        return AnswerReading()
-    known, callable, prefix = format, tools.choice.tools, _begun(request)
+    """Raises `ApiError`, `InvalidRequestError`."""
+    format, prefix = _format(tools, service), _begun(request)
+    structure = chat_structure(request, tools, format, prompt, prefix)
+    callable = tools.choice.tools
+    if format is None or not (callable or _always_parses(format)):
+        return AnswerReading(structured_outputs=structure)
 
     def new_parser() -> AnswerParser:
-        parser = known.parser(callable, prompt, prefix)
+        parser = format.parser(callable, prompt, prefix)
         return parser if tools.parallel else FirstCallOnly(parser)
 
-    return AnswerReading(new_parser, format.keeps_special_tokens)
+    return AnswerReading(new_parser, format.keeps_special_tokens, structure)
 
 
 class FirstCallOnly:
@@ -81,17 +83,21 @@ def _begun(request: ChatRequest) -> str:
     return message_text(request.messages[-1]) if request.continue_final_message else ""
 
 
-def _check_tools(tools: ToolUse, service: Service) -> None:
-    param = tools.param
-    if service.answer_format is None or not service.answer_format.reads_calls:
+def _format(tools: ToolUse, service: Service) -> ModelFormat | None:
+    """Where a call is forced, any model can write it: in a format of ours, if it has none."""
+    format, param = service.answer_format, tools.param
+    if not tools.choice.tools or (tools.choice.required and format and format.reads_calls):
+        return format
+    if tools.choice.required:
+        return service.forced_format
+    if format is None or not format.reads_calls:
         raise bad_request(
             f"{param}: how this model writes tool calls is not known; start with "
-            "--tool-call-parser, or send tool_choice 'none'",
+            "--tool-call-parser, or send tool_choice 'none' or 'required'",
             param,
         )
-    if tools.choice.required:
-        raise bad_request("tool_choice required is not supported", "tool_choice")
     if not service.args.enable_auto_tool_choice:
         raise bad_request(
             "tool_choice 'auto' is switched off: start with --enable-auto-tool-choice", param
         )
+    return format

@@ -62,6 +62,7 @@ class ChatEvents:
         self._view = view
         self._options = ChunkOptions(sse, options)
         self._plain = not call.wants_outputs and call.params.logprobs is None
+        self._includes_reasoning = view.include_reasoning
         self._wants_token_ids = call.return_token_ids
         self._choices = [_Choice(call, i, view) for i in range(call.num_choices)]
 
@@ -71,10 +72,13 @@ class ChatEvents:
 
     def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         state = self._choices[choice]
+        if not self._includes_reasoning:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        if self._plain and len(events) == 1 and not state.opening:  # most steps
+            self._sse.push(self._plain_frame(state, events[0]))
+            return
         frames = [state.opening]
         state.opening = b""
-        if not self._view.include_reasoning:
-            events = [event for event in events if not isinstance(event, Reasoning)]
         if self._plain:
             frames += [self._plain_frame(state, event) for event in events]
         else:
@@ -100,11 +104,10 @@ class ChatEvents:
         self._options.fail(error)
 
     def _plain_frame(self, state: _Choice, event: Event) -> bytes:
-        match event:
-            case Content(text):
-                return state.content.plain(text)
-            case Reasoning(text):
-                return state.reasoning.plain(text)
+        if isinstance(event, Content):
+            return state.content.plain(event.text)
+        if isinstance(event, Reasoning):
+            return state.reasoning.plain(event.text)
         delta = self._delta(event)
         return state.content.choice({"delta": delta, "logprobs": None, "finish_reason": None})
 

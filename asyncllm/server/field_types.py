@@ -10,21 +10,12 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from asyncllm.server.answers import ToolCall
+
 
 class TextPart(Struct):
     type: Literal["text", "input_text", "output_text"]
     text: str
-
-
-class CalledFunction(Struct):
-    name: str
-    arguments: str  # JSON
-
-
-class ToolCall(Struct):
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
 
 
 class Message(Struct):

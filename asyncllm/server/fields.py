@@ -8,11 +8,7 @@ hold the notes to the request types, the ranges to `SamplingParams`, the promise
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
-from typing import Any, Literal
-
-import msgspec
+from typing import Literal
 
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -27,7 +23,6 @@ from asyncllm.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
     RepetitionDetectionParams,
-    SamplingParams,
 )
 from asyncllm.server import field_types as types
 from asyncllm.server.batch import MAX_CONVERSATIONS, REFUSED
@@ -192,6 +187,8 @@ NOTES: dict[str, Note] = {
     "session_id": _ignored(),
     "stream_interval": _ignored("Every step has its event."),
     "return_token_offsets": _ignored("vLLM's, of other routes."),
+    "return_mm_kwargs": _ignored("vLLM's, of other routes."),
+    "routed_experts_prompt_start": _ignored("No routed experts are returned."),
     "store": _ignored("Nothing is stored."),
     "prediction": _ignored(),
     "prompt_cache_key": _ignored("Prefixes are cached by their tokens."),
@@ -199,7 +196,9 @@ NOTES: dict[str, Note] = {
     "prompt_cache_retention": _ignored(),
     "safety_identifier": _ignored(),
     # --- not served ---
-    "response_format": _refused('Except {"type": "text"}.'),
+    "response_format": Note(
+        "The answer is JSON, JSON of a schema, or free text with constrained parts."
+    ),
     "JsonSchema.name": Note("Yours, for nothing here."),
     "JsonSchema.description": _ignored(),
     "JsonSchema.schema": Note("A JSON Schema of an object; without it any JSON object."),
@@ -208,7 +207,7 @@ NOTES: dict[str, Note] = {
     "format": Note("What the answer is made of: xgrammar's structural tags."),
     "structures": Note("The older form: each with begin, schema and end."),
     "triggers": Note("The older form: texts that a structure begins with."),
-    "structured_outputs": _refused(),
+    "structured_outputs": Note("What the whole answer must be: one of the six."),
     "json": Note("A JSON Schema, or its text."),
     "regex": Note("What the whole answer matches."),
     "choice": Note("One of these."),
@@ -264,59 +263,6 @@ NOTES: dict[str, Note] = {
     **RESPONSES_NOTES,
 }  # fmt: skip
 
-_DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(SamplingParams)
-    if isinstance(field.default, bool | int | float)
-}
-
 
 def note_of(kind: type, name: str) -> Note | None:
     return NOTES.get(f"{kind.__name__}.{name}") or NOTES.get(name)
-
-
-def describe_fields(requests: Iterable[type], components: dict[str, Any], ref: str) -> None:
-    """Put notes, ranges, defaults and the shapes of `Any` into the components of these types.
-
-    `ref`: the template of a reference, "#/components/schemas/{name}".
-    """
-    shapes = [note.type for note in NOTES.values() if note.type is not None]
-    schemas, parts = msgspec.json.schema_components(shapes, ref_template=ref)
-    components.update(parts)
-    shape_of = dict(zip(map(id, shapes), schemas, strict=True))
-    for kind in _with_parts(requests):
-        properties = components[kind.__name__]["properties"]
-        for name in kind.__struct_fields__:
-            if (note := note_of(kind, name)) is None:
-                continue
-            if note.type is not None:
-                properties[name] = dict(shape_of[id(note.type)])
-            if name in _DEFAULTS and note.kind == "done":
-                properties[name]["default"] = _DEFAULTS[name]
-            properties[name] |= {
-                **note.schema,
-                "description": note.description,
-                "x-kind": note.kind,
-            }
-
-
-def _with_parts(requests: Iterable[type]) -> list[Any]:
-    """The request types and the Structs within them."""
-    names: dict[str, Any] = {}
-    for part in msgspec.inspect.multi_type_info(list(requests)):
-        _collect(part, names)
-    return list(names.values())
-
-
-def _collect(part: Any, names: dict[str, Any]) -> None:
-    if isinstance(part, msgspec.inspect.StructType):
-        if part.cls.__name__ in names:
-            return
-        names[part.cls.__name__] = part.cls
-        for field in part.fields:
-            _collect(field.type, names)
-    elif isinstance(part, msgspec.inspect.UnionType):
-        for one in part.types:
-            _collect(one, names)
-    elif isinstance(part, msgspec.inspect.ListType):
-        _collect(part.item_type, names)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 Kind = Literal["done", "ignored", "refused"]
 _KIND_WORDS = {
     "done": "",
-    "ignored": "Accepted and ignored: it does not change the answer. ",
-    "refused": "Refused where it asks for anything. ",
+    "ignored": "Accepted and ignored: it does not change the answer.",
+    "refused": "Refused where it asks for anything.",
 }
 
 
@@ -24,7 +24,7 @@ class Note:
 
     @property
     def description(self) -> str:
-        return _KIND_WORDS[self.kind] + self.text
+        return f"{_KIND_WORDS[self.kind]} {self.text}".strip()
 
 
 def between(low: float | None, high: float | None, text: str, **more: Any) -> Note:

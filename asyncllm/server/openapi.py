@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable
-from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from asyncllm.server.fields import describe_fields
+from asyncllm.server.field_schemas import SHAPES, describe_fields
 from asyncllm.server.route import Route
 
 _REF = "#/components/schemas/{name}"
@@ -27,6 +26,18 @@ _ABOUT = (
     "An LLM served by asyncllm, under the names of OpenAI's, Anthropic's and vLLM's APIs. Unknown "
     "fields of a request are ignored; null is the same as leaving a field out."
 )
+
+_MEANINGS = {
+    400: "The request cannot be served as it is; param names the field to blame.",
+    401: "No valid API key.",
+    404: "There is no such model, or nothing of that name.",
+    408: "The body took too long to come.",
+    413: "The body is over --max-body-bytes.",
+    415: "The body is not declared application/json.",
+    429: "Too many wait already; Retry-After says when to try again.",
+    500: "A failure of the server, which the same request would meet again.",
+    503: "Loading, shutting down, or it waited too long for its turn.",
+}
 
 
 class Document:
@@ -86,11 +97,11 @@ class _Schemas:
             for kind in (route.request, route.answer, route.event, route.error)
             if kind is not None
         ]
-        types = list(dict.fromkeys(types))
+        types = list(dict.fromkeys([*types, *SHAPES]))
         schemas, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = dict(zip(types, schemas, strict=True))
         requests = {route.request for route in routes if route.request is not None}
-        describe_fields(requests, self.components, _REF)
+        describe_fields(requests, self.components, self.of)
 
     def of(self, kind: Any) -> dict[str, Any]:
         return self._of[kind]
@@ -103,11 +114,15 @@ def _operation(route: Route, path: str, schemas: _Schemas, needs_key: bool) -> d
         "summary": route.summary,
         "responses": {"200": _answer(route, schemas)},
     }
-    if names := re.findall(r"\{(\w+)\}", path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if route.request is not None:
         body: dict[str, Any] = {"schema": schemas.of(route.request)}
         if route.example is not None:
@@ -117,7 +132,7 @@ def _operation(route: Route, path: str, schemas: _Schemas, needs_key: bool) -> d
         operation["security"] = [{_SECURITY_SCHEME: []}]
     for status in sorted({*route.errors, *([401] if needs_key else [])}):
         operation["responses"][str(status)] = {
-            "description": HTTPStatus(status).phrase,
+            "description": _MEANINGS[status],
             "content": {"application/json": {"schema": schemas.of(route.error)}},
         }
     return operation

@@ -121,6 +121,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream_interval: Any = None
     return_token_offsets: Any = None  # vLLM: only on its render routes
     media_io_kwargs: Any = None
+    return_mm_kwargs: Any = None  # vLLM: only on its render routes
+    routed_experts_prompt_start: Any = None  # of what --enable-return-routed-experts returns
 
     # Refused where they would change the answer.
     guided_json: Any = None

@@ -13,7 +13,6 @@ from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
-    TextFormat,
     TokenizeRequest,
 )
 
@@ -26,8 +25,6 @@ def _empty(value: Any) -> bool:
 
 # field -> the values that ask for nothing (None always does)
 _COMMON: dict[str, _Harmless] = {
-    "response_format": lambda value: isinstance(value, TextFormat),
-    "structured_outputs": lambda value: False,
     "logits_processors": _empty,
     "truncation_side": lambda value: value == "left",
     "watermarking": _empty,

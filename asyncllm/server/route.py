@@ -5,8 +5,8 @@ The table of all of them is routes.py; app.py serves from it and openapi.py desc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ class Route:
     summary: str
     request: type[msgspec.Struct] | None = None
     example: dict[str, Any] | None = None  # a request body that is answered
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> its JSON Schema
     answer: Any = None  # the type of the JSON body; None: the body is `media_type`, or empty
     media_type: str | None = "application/json"  # None: an empty body
     event: Any = None  # the type of a stream's events, where `stream` is a field of the request

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prometheus_client import CONTENT_TYPE_LATEST
+
 from asyncllm.server import answers
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.batch import BatchChatRequest, chat_completions_batch
@@ -36,6 +38,8 @@ from asyncllm.server.protocol import (
 from asyncllm.server.responses import answer_types as responses
 from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.responses.routes import (
+    DEFAULT_LISTED,
+    MAX_LISTED,
     cancel_response,
     count_input_tokens,
     create_response,
@@ -47,7 +51,6 @@ from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
 from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
 
 _HELLO = [{"role": "user", "content": "What is the capital of France?"}]
-_TEXT = "text/plain; version=1.0.0; charset=utf-8"
 
 
 def _has_page(args: ServerArgs) -> bool:
@@ -91,7 +94,14 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "GET", "/v1/responses/{response_id}/input_items", list_input_items, "Responses",
-        "What went into it: order, after, limit",
+        "What went into it",
+        query={
+            "order": {"enum": ["asc", "desc"], "default": "desc"},
+            "after": {"type": "string", "description": "the id of an item"},
+            "limit": {
+                "type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": DEFAULT_LISTED,
+            },
+        },
         answer=responses.InputItemList, errors=(400, 404, *READS),
     ),
     Route(
@@ -156,7 +166,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/version", show_version, "Server", "Of asyncllm", answer=answers.Version),
     Route(
         "GET", "/metrics", metrics, "Server", "Prometheus series: docs/metrics.md",
-        media_type=_TEXT,
+        media_type=CONTENT_TYPE_LATEST,
     ),
     Route(
         "GET", "/openapi.json", show_document, "Server", "This description, as OpenAPI 3.1",

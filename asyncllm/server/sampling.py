@@ -15,7 +15,14 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.answer_reading import AnswerReading
 from asyncllm.server.errors import bad_request
-from asyncllm.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from asyncllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TextFormat,
+)
+from asyncllm.server.structure import content_structure
+from asyncllm.structured_outputs import PARAM as STRUCTURE_PARAM
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
@@ -57,6 +64,7 @@ def chat_params(
     """Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
     overrides = _given(request)
+    overrides["structured_outputs"] = reading.structured_outputs
     if reading.keeps_special_tokens:
         overrides["skip_special_tokens"] = False
     # None: as many tokens as the context has room for.
@@ -81,6 +89,7 @@ def completion_params(request: CompletionRequest, processor: InputProcessor) -> 
     _check_streaming(request)
     overrides = _given(request)
     overrides["max_tokens"] = _completion_max_tokens(request)
+    overrides["structured_outputs"] = content_structure(request)
     if request.logprobs is not None:
         overrides["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
@@ -113,11 +122,19 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        error.param = _client_name(request, error.param)
+        param = error.param
+        error.param = _client_name(request, param)
+        if param is not None and error.param is not None:
+            error.args = (str(error).replace(param, error.param),)
         raise
 
 
 def _client_name(request: GenerationRequest, param: str | None) -> str | None:
+    if param is not None and param.startswith(STRUCTURE_PARAM):
+        if request.structured_outputs is not None:
+            return param
+        is_content = request.response_format not in (None, TextFormat())
+        return "response_format" if is_content else "tools"
     if isinstance(request, ChatRequest):
         if param == "max_tokens" and request.max_completion_tokens is not None:
             return "max_completion_tokens"

@@ -28,6 +28,8 @@ from asyncllm.server.logprobs import TokenNames
 from asyncllm.server.protocol import GenerationRequest
 from asyncllm.server.sse import FrameQueue, SSEStream
 
+FORCED_CALLS = "llama3_json"  # {"name": ..., "parameters": ...}, the plainest of the formats
+
 
 class CallObserver(Protocol):
     """Told of each call, in the context of its handler."""
@@ -57,12 +59,21 @@ class Service:
 
         For when the engine has started.
         """
+        return self._resolve_format(self.args.tool_call_parser)
+
+    @cached_property
+    def forced_format(self) -> ModelFormat | None:
+        """For calls that a grammar forces a model to write which knows no format for them."""
+        return self._resolve_format(FORCED_CALLS)
+
+    def _resolve_format(self, tool_call_parser: str) -> ModelFormat | None:
         tokenizer = self.engine.tokenizer
         return resolve(
             tokenizer.chat_template,
             tokenizer.special_tokens,
-            self.args.tool_call_parser,
+            tool_call_parser,
             self.engine.config.reasoning_parser,
+            tokenizer.response_template,
         )
 
     @property

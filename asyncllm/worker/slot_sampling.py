@@ -16,6 +16,8 @@ from asyncllm.types import Sequence, SlotInit
 
 Arrays = dict[str, np.ndarray]
 NEVER = float("-inf")
+MAX_INT32 = 2**31 - 1
+LEAST_TOP_P = 1e-6  # less than the best token of any vocabulary has; not 0 in float32
 _NO_TOKENS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
@@ -66,12 +68,13 @@ class SlotSampling:
     def init(self, inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
         """Sequences take slots: remember what they need, pack what the device must know."""
         params = [init.seq.request.sampling_params for init in inits]
-        arrays["init_top_ks"] = int32([max(p.top_k, 0) for p in params])
+        # More than any vocabulary has is as good as all.
+        arrays["init_top_ks"] = int32([min(max(p.top_k, 0), MAX_INT32) for p in params])
         arrays["init_seeds"] = np.array([init.seq.seed for init in inits], np.int64)
         arrays["init_floats"] = np.array(
             [
                 [0.0 if p.greedy else p.temperature for p in params],
-                [p.top_p for p in params],
+                [max(p.top_p, LEAST_TOP_P) for p in params],
                 [p.min_p for p in params],
                 [p.presence_penalty for p in params],
                 [p.frequency_penalty for p in params],
@@ -163,14 +166,17 @@ def _forced_now(seq: Sequence) -> int | None:
 
 
 def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
-    arrays["penalty_slots"] = int32([init.slot for init in inits])
-    prompts = [init.token_ids[: init.seq.num_prompt_tokens] for init in inits]
-    outputs = [init.token_ids[init.seq.num_prompt_tokens :] for init in inits]
+    """Of prompts, which forks share, each token once; of outputs each time."""
+    requests = {init.seq.request.request_id: init.seq.request for init in inits}
+    prompt_of = {
+        name: np.unique(int32(request.prompt_token_ids)) for name, request in requests.items()
+    }
+    slots = arrays["penalty_slots"] = int32([init.slot for init in inits])
+    prompts = [prompt_of[init.seq.request.request_id] for init in inits]
+    outputs = [int32(init.token_ids[init.seq.num_prompt_tokens :]) for init in inits]
     for name, lists in (("prompt", prompts), ("output", outputs)):
-        arrays[f"{name}_slots"] = int32(
-            [init.slot for init, ids in zip(inits, lists, strict=True) for _ in ids]
-        )
-        arrays[f"{name}_tokens"] = int32([token for ids in lists for token in ids])
+        arrays[f"{name}_slots"] = slots.repeat([len(ids) for ids in lists])
+        arrays[f"{name}_tokens"] = np.concatenate(lists)
 
 
 def _allowed_entries(inits: list[SlotInit], arrays: Arrays) -> None:

@@ -9,16 +9,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncllm import AsyncLLMEngine, RequestFailedError, RequestOutput, SamplingParams
+from asyncllm import (
+    AsyncLLMEngine,
+    RequestFailedError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from asyncllm.engine import constraints
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
-from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint
+from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint, TokenMasks
+from asyncllm.worker.model_runner import HostStep
 from tests.engine.automaton import Automaton
 
 VOCAB_SIZE = AsyncLLMEngine("tiny").config.model.vocab_size
@@ -37,10 +45,11 @@ def _constraints_from_extra_args(monkeypatch: pytest.MonkeyPatch) -> None:
     """`extra_args["constraint"]` makes that of each sequence, by its index."""
     plain = InputProcessor._sequence
 
-    def _sequence(self: InputProcessor, request: Request, index: int) -> Sequence:
-        seq = plain(self, request, index)
+    def _sequence(self: InputProcessor, request: Request, index: int, grammar: Any) -> Sequence:
+        seq = plain(self, request, index, grammar)
         make = (request.sampling_params.extra_args or {}).get("constraint")
-        seq.constraint = make(index) if make else None
+        if make is not None:
+            seq.constraint = make(index)
         return seq
 
     monkeypatch.setattr(InputProcessor, "_sequence", _sequence)
@@ -54,8 +63,11 @@ def by(make: Make, params: SamplingParams, **changes: Any) -> SamplingParams:
     return replace(params, extra_args={"constraint": make}, **changes)
 
 
-async def tokens(engine: AsyncLLMEngine, prompt: list[int], params: SamplingParams) -> list[Any]:
-    output: RequestOutput = await engine.generate(prompt, params)
+async def tokens(engine: AsyncLLMEngine, prompt: list[int], params: SamplingParams) -> Any:
+    try:
+        output: RequestOutput = await engine.generate(prompt, params)
+    except RequestFailedError as error:
+        return error
     return [answer.token_ids for answer in output.outputs]
 
 
@@ -120,6 +132,32 @@ def test_all_ways_to_run_give_the_tokens_that_the_grammar_allows(
     assert generate(requests) == together and not jumps
 
 
+def test_jumps_of_a_real_grammar_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, jumps: list[int]
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "the_first_of_the_names": {"enum": ["red", "green"]},
+            "the_number_of_them": {"type": "integer", "minimum": 10, "maximum": 99},
+        },
+        "required": ["the_first_of_the_names", "the_number_of_them"],
+        "additionalProperties": False,
+    }
+    wanted = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    ways = [GREEDY, SEEDED, PENALISED, replace(SEEDED, n=3)]
+    requests = [
+        (prompt, replace(params, structured_outputs=wanted, max_tokens=200, ignore_eos=False))
+        for prompt, params in zip(PROMPTS, ways, strict=True)
+    ]
+    expected = generate(requests)
+    assert sum(jumps) > 6 * 10, "most of it is forced"
+    assert generate(requests, async_scheduling=False) == expected
+    no_jumps(monkeypatch)
+    jumps.clear()
+    assert generate(requests) == expected and not jumps
+
+
 def test_each_of_n_answers_has_a_grammar_of_its_own(jumps: list[int]) -> None:
     params = by(automaton(3), SEEDED, n=3)
     (answers,) = generate([(PROMPTS[1], params)])
@@ -160,7 +198,7 @@ def test_a_grammar_wins_over_what_would_leave_nothing() -> None:
     assert answer[0::2] == [40] * 3 and answer[1::2] == [41] * 3
     stopping = by(only, GREEDY, min_tokens=5, stop_token_ids=[40], max_tokens=9)
     ((answer,),) = generate([(PROMPTS[0], stopping)])
-    assert answer == [40, 41, 40, 41, 40]
+    assert answer == [40], "min_tokens is the grammar's to keep, and this one has no choice"
 
 
 class Boom(Automaton):
@@ -195,7 +233,6 @@ def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling
                 tokens(engine, *good),
                 tokens(engine, PROMPTS[2], bad),
                 tokens(engine, *free),
-                return_exceptions=True,
             )
             assert [first, second] == expected
             assert isinstance(failed, RequestFailedError) and f"boom in {where}" in str(failed)
@@ -204,27 +241,39 @@ def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling
     asyncio.run(main())
 
 
-def test_many_are_filled_in_one_call_where_the_class_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_of_a_class_that_can_are_filled_in_one_call() -> None:
     sizes: list[int] = []
 
     class Batched(Automaton):
         @staticmethod
         def fill_many(many: list[Batched], bitmasks: np.ndarray) -> None:
             sizes.append(len(many))
+            assert all(isinstance(one, Batched) for one in many)
+            if any(one.num_accepted == 3 and one._seed == 30 for one in many):
+                raise RuntimeError("boom in fill_many")
             for one, bitmask in zip(many, bitmasks, strict=True):
                 Automaton.fill(one, bitmask)
 
         def fill(self, bitmask: np.ndarray) -> None:
-            raise AssertionError("one by one")
+            assert self.num_accepted == 3, "one by one, where not all can be filled at once"
+            if self._seed == 30:
+                raise RuntimeError("boom in fill")
+            super().fill(bitmask)
 
-    def batched(index: int) -> Batched:
-        return Batched(index, VOCAB_SIZE)
+    def batched(number: int, index: int) -> Automaton:
+        return (Batched if number % 3 else Automaton)(10 * number + index, VOCAB_SIZE, 0.0)
 
-    requests = [(prompt, by(batched, GREEDY)) for prompt in PROMPTS]
-    assert generate(requests) == generate(
-        [(prompt, by(automaton(0), GREEDY)) for prompt in PROMPTS]
-    )
-    assert max(sizes) == len(PROMPTS)
+    params = replace(GREEDY, max_tokens=6)
+    prompts = [*PROMPTS, *PROMPTS]
+    plain = [(p, by(automaton(n, 0.0), params)) for n, p in enumerate(prompts)]
+    mixed = [(p, by(partial(batched, n), params)) for n, p in enumerate(prompts)]
+    assert generate(mixed) == generate(plain)
+    assert max(sizes) == 5
+    failing = [(p, by(lambda i, n=n: Batched(10 * n, VOCAB_SIZE, 0.0), params))
+               for n, p in enumerate(PROMPTS)]  # fmt: skip
+    results = generate(failing)
+    assert isinstance(results[3], RequestFailedError) and "boom in fill" in str(results[3])
+    assert results[:3] == generate(plain[:3])
 
 
 # --- the overlap ---------------------------------------------------------------------------------
@@ -282,3 +331,31 @@ def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
     outputs: list[list[Any]] = []
     asyncio.run(main())
     assert outputs == generate([(PROMPTS[0], by(automaton(1, 0.7), GREEDY))])
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
+def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = HostStep.sample
+    num_left = 5
+
+    def sample(self: HostStep, masks: TokenMasks) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise RuntimeError("no memory for a sampling")
+        plain(self, masks)
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
+            params = by(automaton(1), GREEDY)
+            expected = await tokens(engine, PROMPTS[0], params)
+            monkeypatch.setattr(HostStep, "sample", sample)
+            failed = await tokens(engine, PROMPTS[0], params)
+            assert isinstance(failed, RequestFailedError)
+            assert "no memory for a sampling" in str(failed)
+            assert await tokens(engine, PROMPTS[0], params) == expected
+            engine.check_idle()
+
+    asyncio.run(main())

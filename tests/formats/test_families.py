@@ -487,3 +487,35 @@ LOOKALIKES = {
 )
 def test_what_only_looks_like_a_call(name: str, text: str) -> None:
     assert read_in_all_cuts(model_format(name), text).told() == (text, "", [])
+
+
+BROKEN = [
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<oops>\n"
+        "</function>\n</tool_call> ok",
+        '{"city": "Oslo"}',
+        "<oops> ok",
+    ),
+    (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_value></tool_call>",
+        "{}",
+        "<arg_key>city</arg_value>",
+    ),
+    ("pythonic", "[get_weather(city='Oslo', oops)] ok", '{"city": "Oslo"}', "oops)] ok"),
+    ("pythonic", "[get_weather(city=[1, {'a': oops}])]", '{"city": [1, {}]}', "oops}])]"),
+    ("pythonic", "[get_weather('Oslo')]", "{}", "'Oslo')]"),
+    ("llama3_json", '{"name": "clock", "parameters": {}, oops', "{}", "oops"),
+    ("kimi_k2", CALLS["kimi_k2"][0][0].replace('"Oslo"}', "<no>"), '{"city": ', "<no>"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "arguments", "content"), BROKEN)
+def test_arguments_that_break_off(name: str, text: str, arguments: str, content: str) -> None:
+    """They are closed where we write the JSON ourselves; what follows is content."""
+    answer = read_in_all_cuts(model_format(name), text)
+    assert answer.calls[0][1] == arguments
+    assert "".join(answer.content.split()) == "".join(content.split())
+    if name == "kimi_k2":
+        assert answer.calls[1:] == [["clock", "{}"]]

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncllm.server.messages.answer import stop_fields
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.server.call import Call
+from asyncllm.server.messages.answer import MessageView
 from asyncllm.server.messages.chat_form import chat_request
 from asyncllm.server.messages.protocol import MessagesRequest
 from asyncllm.server.protocol import ChatRequest, JsonSchema, JsonSchemaFormat
@@ -156,5 +158,6 @@ def test_a_schema_for_the_answer(where: str) -> None:
     ],
 )
 def test_why_it_stopped(finish_reason: str, stop_reason: Any, wanted: tuple[str, Any]) -> None:
-    found = stop_fields(finish_reason, stop_reason)
+    call = Call("msg_1", "fake", [], SamplingParams())
+    found = MessageView(call, False, "max_tokens").stop(finish_reason, stop_reason)
     assert (found["stop_reason"], found["stop_sequence"]) == wanted

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from tests.server.fake_engine import FakeEngine, reply
+from tests.server.fake_engine import MAX_MODEL_LEN, FakeEngine, reply
 from tests.server.http_harness import run, serving, until
 from tests.server.scripted import NAMES, PARAMETERS, script
 
@@ -65,6 +65,30 @@ def test_max_tokens() -> None:
             answer = await api.messages.create(model="fake", max_tokens=5, messages=HELLO)
             assert answer.content[0].text == reply(0)[:5]
             assert answer.stop_reason == "max_tokens"
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_that_the_context_has_no_room_for(stream: bool) -> None:
+    async def test() -> None:
+        async with client() as (api, engine):
+            engine.script = "x" * MAX_MODEL_LEN
+            system = "y" * (MAX_MODEL_LEN - 150)
+            args = {"model": "fake", "max_tokens": 20000, "messages": HELLO}
+            args["system"] = [{"type": "text", "text": system}]
+            if stream:
+                async with api.messages.stream(**args) as events:
+                    answer = await events.get_final_message()
+            else:
+                answer = await api.messages.create(**args)
+            assert answer.stop_reason == "model_context_window_exceeded"
+            usage = answer.usage
+            prompt_tokens = usage.input_tokens + usage.cache_read_input_tokens
+            assert prompt_tokens + usage.output_tokens == MAX_MODEL_LEN
+            args["system"][0]["text"] = "y" * MAX_MODEL_LEN
+            with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+                await api.messages.create(**args)
 
     run(test())
 

@@ -145,6 +145,24 @@ def test_path_parameters(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+def test_query_parameters(chromium: Chromium) -> None:
+    async def test(opened: Tab, server: Server) -> None:
+        _, kept = await server.post("/v1/responses", {"input": "Hello"})
+        await show(opened, "#get_v1_responses_response_id_input_items")
+        names = await opened.evaluate(
+            "[...document.querySelectorAll('.try label')].map(l => l.innerText)"
+        )
+        assert names == ["response_id", "order", "after", "limit"]
+        await opened.click(".try input")
+        await opened.type(kept["id"])
+        assert len(json.loads(await send(opened))["data"]) == 1
+        await opened.click("#get_v1_responses_response_id_input_items-limit")
+        await opened.type("0")
+        assert json.loads(await send(opened))["error"]["param"] == "limit"
+
+    run(chromium, test)
+
+
 def test_stop_a_stream(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Server) -> None:
         server.engine.step_seconds = 0.05

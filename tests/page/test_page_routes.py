@@ -39,6 +39,7 @@ def test_files_and_their_headers() -> None:
         async with serving() as server:
             for path, kind in (
                 ("/", "text/html"),
+                ("/docs", "text/html"),
                 ("/web/main.js", "text/javascript"),
                 ("/web/base.css", "text/css"),
                 ("/web/icon.svg", "image/svg+xml"),
@@ -80,14 +81,15 @@ def test_files_name_nothing_foreign() -> None:
         assert set(foreign) <= {"http://www.w3.org"}, file.name  # the name space of SVG
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert word not in text, file.name
-    html = (WEB / "index.html").read_text()
-    assert not re.search(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", html)
+    for name in ("index.html", "docs.html"):
+        html = (WEB / name).read_text()
+        assert not re.search(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", html)
 
 
 def test_key_is_for_the_feed_not_the_files() -> None:
     async def test() -> None:
         async with serving(SeenEngine(), api_key=["secret"]) as server:
-            for path in ("/", "/web/main.js"):
+            for path in ("/", "/docs", "/openapi.json", "/web/main.js"):
                 async with server.session.get(server.url + path) as response:
                     assert response.status == 200
             assert (await server.get(FEED))[0] == 401
@@ -101,7 +103,7 @@ def test_key_is_for_the_feed_not_the_files() -> None:
 def test_page_can_be_turned_off() -> None:
     async def test() -> None:
         async with serving(SeenEngine(), disable_page=True) as server:
-            for path in ("/", "/web/main.js", FEED):
+            for path in ("/", "/docs", "/web/main.js", FEED):
                 assert (await server.get(path))[0] == 404
         async with serving(SeenEngine(), disable_page=True, api_key=["secret"]) as server:
             assert (await server.get("/"))[0] == 401

@@ -1,11 +1,7 @@
-"""Small steps are quickest on one thread, and on a busy machine a second one only waits."""
+"""Fixtures of other folders."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+from tests.text.conftest import byte_level, model_folder
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+__all__ = ["byte_level", "model_folder"]

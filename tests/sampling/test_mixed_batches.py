@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine, RepetitionDetectionParams, SamplingParams
+from asyncllm.structured_outputs import StructuredOutputsParams
 
 ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 160,
@@ -50,6 +51,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "repetition_detection": RepetitionDetectionParams(4, 1, 2),
         "allowed_token_ids": [300, 301],
     },
+    "thinking_token_budget": {"thinking_token_budget": 2},
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="[a-e]{9}")},
+    "logits_processors": {"logits_processors": [lambda ids, logits: -logits]},
     "n": {"n": 5},
     "max_tokens": {"max_tokens": 3},
     "detokenize": {"detokenize": False},
@@ -98,7 +102,7 @@ def test_each_parameter_leaves_its_neighbours_tokens_unchanged() -> None:
                 assert await beside(engine, fields) == alone, name
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 @pytest.mark.parametrize(
@@ -139,4 +143,38 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(
                 assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+def test_what_is_forbidden_never_comes_and_what_is_asked_for_does() -> None:
+    """Hot answers of many seeds at once, each under another kind of rule."""
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **ENGINE) as engine:
+            end = engine.tokenizer.encode("<|im_end|>", False)[0]
+            base: dict[str, Any] = {"temperature": 2.0, "n": 4, "max_tokens": 10}
+            rules: dict[str, dict[str, Any]] = {
+                "bad_words": {"bad_words": ["e", " a", "the"], "ignore_eos": True},
+                "min_tokens": {"min_tokens": 7, "logit_bias": {end: 100.0}},
+                "allowed": {"allowed_token_ids": [300, 301, 302], "ignore_eos": True},
+                "stop": {"stop": ["e"], "ignore_eos": True},
+            }
+            outputs = await asyncio.gather(
+                *(
+                    _final(engine.generate("Once upon a time", SamplingParams(seed=1, **base | r)))
+                    for r in rules.values()
+                )
+            )
+            answers = dict(zip(rules, (output.outputs for output in outputs), strict=True))
+            banned = {engine.tokenizer.encode(word, False)[0] for word in ("e", " e", " a", "a")}
+            for answer in answers["bad_words"]:
+                assert not banned & set(answer.token_ids)
+            for answer in answers["min_tokens"]:
+                assert len(answer.token_ids) == 7 + 1 and answer.token_ids[-1] == end
+            for answer in answers["allowed"]:
+                assert set(answer.token_ids) <= {300, 301, 302} and len(answer.token_ids) == 10
+            for answer in answers["stop"]:
+                assert "e" not in answer.text
+                assert answer.finish_reason == ("stop" if answer.stop_reason == "e" else "length")
+
+    asyncio.run(asyncio.wait_for(main(), 300))

@@ -158,6 +158,28 @@ def test_an_answer_that_repeats_itself_ends() -> None:
     run(test())
 
 
+def test_a_chat_thinks_no_longer_than_its_budget() -> None:
+    async def test() -> None:
+        async with tiny() as server:
+            body = {
+                "messages": MESSAGES,
+                "max_tokens": 40,
+                "chat_template_kwargs": {"enable_thinking": True},
+            }
+            free = (await good(server, CHAT, body))["choices"][0]["message"]
+            body["thinking_token_budget"] = 3
+            cut = (await good(server, CHAT, body))["choices"][0]["message"]
+            assert cut["content"] and free["reasoning"].startswith(cut["reasoning"])
+            num_tokens = len(server.engine.tokenizer.encode(cut["reasoning"], False))
+            assert 0 < num_tokens <= 3 < len(server.engine.tokenizer.encode(free["reasoning"]))
+            events = await server.events(CHAT, {"temperature": 0, **body})
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            for part in ("reasoning", "content"):
+                assert "".join(delta.get(part) or "" for delta in deltas) == cut[part]
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

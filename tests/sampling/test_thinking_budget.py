@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from typing import Any
 
 import pytest
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, SamplingParams
 from asyncllm.engine.thinking import ReasoningTokens, ThinkingBudget
+from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 from tests.server.http_harness import CHAT, run, serving
 
 START, END = (1,), (2,)
@@ -52,7 +54,7 @@ def test_what_a_prompt_leaves_open(
 
 def answer(tokens: ReasoningTokens, budget: int, prompt: list[int], wishes: list[int]) -> list[int]:
     """What comes out where the model would say `wishes` one after the other."""
-    forcer = ThinkingBudget(tokens, budget, prompt)
+    forcer = ThinkingBudget(tokens, budget, len(prompt), tokens.num_open(prompt))
     said: list[int] = []
     todo = list(wishes)
     while todo:
@@ -143,7 +145,7 @@ def test_the_model_s_own_reasoning_is_cut_at_the_budget(is_ahead: bool) -> None:
                 assert (await think(engine, prompt, budget)).outputs[0].token_ids == free
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_nothing_that_a_request_forbids_keeps_the_end_away() -> None:
@@ -165,7 +167,24 @@ def test_nothing_that_a_request_forbids_keeps_the_end_away() -> None:
                 assert output.outputs[0].finish_reason == "length"
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+def test_a_grammar_takes_over_where_the_reasoning_was_cut() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **ENGINE) as engine:
+            after = ReasoningMarkers("</think>", begin="<think>")
+            grammar = StructuredOutputsParams(regex="[0-9]{2}[.]", after=after)
+            output = await think(engine, rendered(engine), 3, structured_outputs=grammar)
+            text = output.outputs[0].text.removesuffix("<|im_end|>")
+            reasoning, answer = text.split("</think>")
+            num_tokens = len(engine.tokenizer.encode(reasoning.removeprefix("<think>"), False))
+            assert reasoning.startswith("<think>") and num_tokens == 3
+            assert re.fullmatch(r"\n{0,2}[0-9]{2}[.]", answer)
+            assert output.outputs[0].finish_reason == "stop"
+            engine.check_idle()
+
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -194,7 +213,7 @@ def test_preempted_forked_and_beside_others_it_is_the_same(mode: str) -> None:
             assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_a_model_that_does_not_mark_its_reasoning_is_a_400() -> None:

@@ -51,7 +51,7 @@ class FakeTokenizer:
 
     vocab_size = VOCAB_SIZE
     chat_template = ""
-    special_tokens: frozenset[str] = frozenset()
+    special_tokens: dict[str, int] = {}  # noqa: RUF012
 
     def info(self) -> dict[str, Any]:
         return {"tokenizer_class": "FakeTokenizer", "chat_template": "{{ messages }}"}

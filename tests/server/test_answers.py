@@ -12,6 +12,7 @@ import pytest
 from asyncllm.server.openapi import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
+from tests.server.scripted import NAMES, PARAMETERS, script
 
 BATCH = "/v1/chat/completions/batch"
 GENERATE = "/inference/v1/generate"
@@ -133,6 +134,25 @@ def test_streams(options: dict[str, Any] | None) -> None:
                 if "text/event-stream" in content and "prompt_logprobs" not in body:
                     await check_stream(server, path, {**body, "stream_options": options})
             await check_stream(server, CHAT, {"messages": [{"role": "user", "content": "<fail>"}]})
+
+    run(test())
+
+
+def test_reasoning_and_calls() -> None:
+    """Whole and streamed, as tools and as the older functions."""
+    function = {"name": "weather", "parameters": PARAMETERS}
+    tools = [{"type": "function", "function": {**function, "name": name}} for name in NAMES]
+
+    async def test() -> None:
+        async with serving() as server:
+            script(server.engine)
+            for more in ({"tools": tools}, {"functions": [function]}, {"include_reasoning": False}):
+                body = {"messages": HELLO, **more}
+                status, answer = await server.post(CHAT, body)
+                assert status == 200, answer
+                check("POST", CHAT, 200, answer)
+                await check_stream(server, CHAT, {**body, "logprobs": True})
+                await check_stream(server, CHAT, {**body, "return_token_ids": True})
 
     run(test())
 

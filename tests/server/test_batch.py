@@ -8,9 +8,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from asyncllm import AsyncLLMEngine
 from asyncllm.server import batch
 from tests.server.fake_engine import reply
-from tests.server.http_harness import HELLO, run, serving, until
+from tests.server.http_harness import CHAT, HELLO, run, serving, until
 
 BATCH = "/v1/chat/completions/batch"
 BYE = [{"role": "user", "content": "Bye"}]
@@ -32,6 +33,29 @@ def test_one_choice_for_each_conversation() -> None:
         assert answer["usage"]["prompt_tokens"] == sum(len(one.token_ids) for one in seen)
         assert [b"Bye" in bytes(one.token_ids) for one in seen] == [False, True, False]
         assert all(one.params.seed == 3 for one in seen)
+
+    run(test())
+
+
+def test_each_is_answered_as_if_alone() -> None:
+    async def test() -> None:
+        engine: Any = AsyncLLMEngine(
+            "tiny", num_gpu_blocks_override=400, swap_space=0, device="cpu"
+        )
+        async with serving(engine) as server:
+            texts = [f"What is {i} + {i}?" for i in range(6)]
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            params = {"seed": 7, "max_tokens": 12, "return_token_ids": True}
+            _, whole = await server.post(BATCH, {"messages": chats, **params})
+            prompt_tokens = 0
+            for choice, chat in zip(whole["choices"], chats, strict=True):
+                _, alone = await server.post(CHAT, {"messages": chat, **params})
+                assert choice["message"] == alone["choices"][0]["message"]
+                assert choice["token_ids"] == alone["choices"][0]["token_ids"]
+                assert choice["prompt_token_ids"] == alone["prompt_token_ids"]
+                prompt_tokens += alone["usage"]["prompt_tokens"]
+            assert whole["usage"]["prompt_tokens"] == prompt_tokens
+            assert "prompt_token_ids" not in whole
 
     run(test())
 

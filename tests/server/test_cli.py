@@ -14,6 +14,7 @@ import torch
 from asyncllm import cli
 from asyncllm.config import EngineArgs
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.flags import field_names, read_config_file
 
 SMALL = ["--num-gpu-blocks-override", "8", "--swap-space", "0"]
 
@@ -27,6 +28,18 @@ def parse(*words: str) -> tuple[EngineArgs, ServerArgs]:
 
 def test_defaults_are_the_dataclasses_own() -> None:
     assert parse() == (EngineArgs(), ServerArgs())
+
+
+def test_a_json_object_is_a_flag_and_a_mapping_of_the_file(tmp_path: Path) -> None:
+    _, server = parse('--default-chat-template-kwargs={"enable_thinking": false}')
+    assert server.default_chat_template_kwargs == {"enable_thinking": False}
+    file = tmp_path / "config.yaml"
+    file.write_text("default-chat-template-kwargs:\n  enable_thinking: true\n")
+    _, server = parse(*read_config_file(str(file), field_names(ServerArgs)))
+    assert server.default_chat_template_kwargs == {"enable_thinking": True}
+    for bad in ("[1]", "{", "1"):
+        with pytest.raises(SystemExit):
+            parse(f"--default-chat-template-kwargs={bad}")
 
 
 def test_every_kind_of_flag() -> None:

@@ -146,8 +146,6 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ),
         ({"structured_outputs": {"jsno": {}}}, "structured_outputs"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_choice": ["a"]}, "guided_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -211,6 +209,27 @@ def test_every_field_of_the_official_client_is_known() -> None:
     assert of_chat <= set(ChatRequest.__struct_fields__)
     of_completions = set(completion_params.CompletionCreateParamsBase.__annotations__)
     assert of_completions <= set(CompletionRequest.__struct_fields__)
+
+
+# Of vLLM's chat and completion requests, beside OpenAI's.
+OF_VLLM = """
+    use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+    include_stop_str_in_output ignore_eos min_tokens skip_special_tokens
+    spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs
+    logprob_token_ids allowed_token_ids bad_words add_special_tokens response_format
+    structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
+    routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params
+    ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval
+""".split()  # noqa: SIM905
+OF_VLLM_CHAT = """
+    include_reasoning echo add_generation_prompt continue_final_message documents chat_template
+    chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text
+""".split()  # noqa: SIM905
+
+
+def test_every_field_of_vllm_is_known() -> None:
+    assert {*OF_VLLM, *OF_VLLM_CHAT} <= set(ChatRequest.__struct_fields__)
+    assert {*OF_VLLM, "prompt_embeds"} <= set(CompletionRequest.__struct_fields__)
 
 
 def test_harmless_fields_are_taken() -> None:

@@ -158,6 +158,32 @@ def test_structured_outputs() -> None:
     run(test())
 
 
+def test_tokenize_generate_detokenize_is_a_chat() -> None:
+    """With tools in the prompt too: what /tokenize tells is what chat runs."""
+
+    async def test() -> None:
+        engine: Any = AsyncLLMEngine("tiny", **ENGINE)
+        async with serving(engine) as server:
+            function = {"name": "f", "description": "?", "parameters": {"type": "object"}}
+            tools = [{"type": "function", "function": function}]
+            for more in ({}, {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}):
+                asked = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], **more}
+                params = {"temperature": 0, "max_tokens": 12}
+                _, chat = await server.post(
+                    "/v1/chat/completions",
+                    {**asked, **params, "tool_choice": "none", "return_token_ids": True},
+                )
+                _, prompt = await server.post("/tokenize", asked)
+                assert prompt["tokens"] == chat["prompt_token_ids"]
+                _, answer = await server.post(GENERATE, body(*prompt["tokens"], **params))
+                ids = answer["choices"][0]["token_ids"]
+                assert ids == chat["choices"][0]["token_ids"]
+                _, text = await server.post("/detokenize", {"tokens": ids})
+                assert chat["choices"][0]["message"]["content"] in text["prompt"]
+
+    run(test())
+
+
 def test_same_tokens_as_the_python_api() -> None:
     async def test() -> None:
         engine: Any = AsyncLLMEngine("tiny", **ENGINE)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jsonschema
+import jsonschema_rs  # schemathesis's own validator
 import pytest
+import schemathesis
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.fields import NOTES, _with_parts, note_of
+from asyncllm.server.field_schemas import with_parts
+from asyncllm.server.fields import NOTES, note_of
 from asyncllm.server.openapi import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import run, serving
 
 REQUESTS = list(dict.fromkeys(route.request for route in ROUTES if route.request is not None))
-TYPES = _with_parts(REQUESTS)
+TYPES = with_parts(REQUESTS)
 
 
 def operations(document: dict[str, Any]) -> set[tuple[str, str]]:
@@ -47,6 +51,17 @@ def test_references_resolve_and_components_are_used() -> None:
     text = repr(document)
     used = set(re.findall(r"#/components/schemas/(\w+)", text))
     assert used == set(document["components"]["schemas"])
+    assert not [name for name in used if "." in name or "_" in name], "two types of one name"
+
+
+def test_it_is_openapi_31_and_its_schemas_are_json_schemas() -> None:
+    document = openapi(ROUTES, needs_key=True)
+    schemathesis.openapi.from_dict(document).validate()
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    del document["info"]
+    with pytest.raises(jsonschema_rs.ValidationError):
+        schemathesis.openapi.from_dict(document).validate()
 
 
 def test_key_is_asked_for_where_it_is() -> None:

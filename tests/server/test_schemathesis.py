@@ -22,6 +22,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     allow_header_conformance,
     content_type_conformance,
+    negative_data_rejection,
     response_headers_conformance,
     response_schema_conformance,
     status_code_conformance,
@@ -33,7 +34,7 @@ from asyncllm.server.openapi import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import serving
 
-MAX_LISTED = 60  # per operation, of up to 900
+MAX_LISTED = 50  # per operation, of up to 900
 NUM_RANDOM = 12  # per operation, of allowed bodies and of others
 WITHOUT_END = {"GET /dashboard/events"}  # test_page_routes.py has it
 ENGINE = {"num_gpu_blocks_override": 200, "swap_space": 0, "max_model_len": 40, "device": "cpu"}
@@ -46,6 +47,17 @@ CHECKS = [
     allow_header_conformance,
     unsupported_method,
 ]
+
+# What is no request by the document is a 400, but for what these leave to others: messages are the
+# chat template's to check, and where only tokens are counted no range of sampling matters.
+LENIENT = {
+    "POST /v1/chat/completions",
+    "POST /v1/chat/completions/batch",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /v1/responses/input_tokens",
+    "POST /tokenize",
+}
 
 SCHEMA = schemathesis.openapi.from_dict(openapi(ROUTES, needs_key=False))
 OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
@@ -78,9 +90,10 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("label", sorted(OPERATIONS.keys() - WITHOUT_END))
 def test_responses_are_as_documented(label: str, url: str) -> None:
     operation = OPERATIONS[label]
+    checks = CHECKS if label in LENIENT else [*CHECKS, negative_data_rejection]
 
     def check(case: Any) -> None:
-        case.call_and_validate(base_url=url, checks=CHECKS)
+        case.call_and_validate(base_url=url, checks=checks)
 
     listed = list(
         SCHEMA.iter_coverage_cases(

@@ -8,6 +8,6 @@ from asyncllm.engine.tokenizer import Tokenizer
 
 def fits(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
     """The whole text, special tokens in it as such, and that it may end there."""
-    matcher = grammar.matcher.deep_copy()
+    matcher = grammar.matchers[0].deep_copy()
     ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -64,6 +64,11 @@ def test_what_is_asked(fields: dict[str, Any], kind: str) -> None:
         ({"json": {"title": "x" * MAX_STRUCTURED_OUTPUT_CHARS}}, "structured_outputs.json"),
         ({"regex": ""}, "structured_outputs.regex"),
         ({"regex": 5}, "structured_outputs.regex"),
+        ({"regex": "\ud800"}, "structured_outputs.regex"),
+        ({"grammar": "\ud800"}, "structured_outputs.grammar"),
+        ({"choice": ["a", "\udfff"]}, "structured_outputs.choice"),
+        ({"json_object": True, "whitespace_pattern": "\ud800"},
+         "structured_outputs.whitespace_pattern"),
         ({"regex": "a" * (MAX_STRUCTURED_OUTPUT_CHARS + 1)}, "structured_outputs.regex"),
         ({"choice": []}, "structured_outputs.choice"),
         ({"choice": "ab"}, "structured_outputs.choice"),
@@ -93,7 +98,13 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
 
 @pytest.mark.parametrize(
     ("end", "begin"),
-    [("", None), (None, None), ("x", ""), ("x" * (MAX_REASONING_MARKER_CHARS + 1), None)],
+    [
+        ("", None),
+        (None, None),
+        ("x", ""),
+        ("\ud800", None),
+        ("x" * (MAX_REASONING_MARKER_CHARS + 1), None),
+    ],
 )
 def test_markers_are_texts(end: Any, begin: Any) -> None:
     with pytest.raises(InvalidRequestError, match="markers"):

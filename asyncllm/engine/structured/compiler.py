@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,28 +31,36 @@ STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
 MAX_CONCURRENT_COMPILES = 2
 MAX_QUEUED_COMPILES = 128
 MAX_FILL_THREADS = 8
-MAX_CACHED_GRAMMARS = 128
+MAX_CACHED_GRAMMARS = 64  # the lexer of a hostile one takes 20 MB, of a usual one nearly nothing
 MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
 COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
 """For the longest chain that fits into `MAX_STRUCTURED_OUTPUT_CHARS`, twice over."""
 MAX_ERROR_CHARS = 400
 
+# Copies of a matcher share its lexer, and a lock: a mask waits for the copies' masks. So a grammar
+# has several lexers, as far as they are made quickly.
+MAX_LEXERS_SECONDS = 0.05
+
 # The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompiledGrammar:
-    """A grammar at its beginning; its constraints share what the lexer has learnt."""
+    """A grammar at its beginning, once for each lexer; constraints share what theirs has learnt."""
 
-    matcher: LLMatcher
+    matchers: list[LLMatcher]
     executor: LLExecutor
     eos_ids: tuple[int, ...]
+    num_constraints: int = 0
 
     def constraint(self, ignore_eos: bool) -> GrammarConstraint:
         """For one sequence."""
+        lexer = self.num_constraints % len(self.matchers)
+        self.num_constraints += 1
+        matcher = self.matchers[lexer]
         ignored_ends = self.eos_ids if ignore_eos else ()
-        return GrammarConstraint(self.matcher.deep_copy(), self.executor, ignored_ends)
+        return GrammarConstraint(matcher.deep_copy(), id(matcher), self.executor, ignored_ends)
 
 
 class GrammarCompiler:
@@ -133,6 +142,7 @@ class GrammarCompiler:
                     return
                 key, params = self._queue.popleft()
                 future = self._pending[key]
+            future.set_running_or_notify_cancel()  # nobody's cancelling may reach it from here on
             try:
                 grammar = self._compile(params)
             except Exception as error:  # whatever it is, it is this request's
@@ -141,6 +151,7 @@ class GrammarCompiler:
             else:
                 self._settle(key, grammar)
                 future.set_result(grammar)
+                self._add_lexers(grammar, params)
 
     def _settle(self, key: bytes, grammar: CompiledGrammar | None = None) -> None:
         with self._lock:
@@ -162,9 +173,18 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
         probe = matcher.deep_copy()
         probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
-        if probe.is_error():
+        forced = probe.compute_ff_tokens()
+        if probe.is_error() or not probe.consume_tokens(forced[:1]):
             raise _refusal(params, probe.get_error())
-        return CompiledGrammar(matcher, executor, vocabulary.eos_ids)
+        return CompiledGrammar([matcher], executor, vocabulary.eos_ids)
+
+    def _add_lexers(self, grammar: CompiledGrammar, params: StructuredOutputsParams) -> None:
+        """As many as threads fill masks: there is no use for more."""
+        vocabulary, _ = self._prepare()
+        text = grammar_text(params, vocabulary.special_ids)
+        deadline = time.monotonic() + MAX_LEXERS_SECONDS
+        while len(grammar.matchers) < _num_fill_threads() and time.monotonic() < deadline:
+            grammar.matchers.append(LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS))
 
     def _prepare(self) -> tuple[Vocabulary, LLExecutor]:
         with self._preparing:
@@ -211,6 +231,7 @@ def _key(params: StructuredOutputsParams) -> bytes:
             params.disable_additional_properties,
             params.whitespace_pattern,
             None if after is None else [after.begin, after.end],
+            params.alternative,
         ]
     )
 

@@ -16,14 +16,21 @@ from asyncllm.errors import RequestFailedError, one_line
 
 
 class GrammarConstraint:
-    """`ignored_ends`: tokens that end the text, to come only where nothing else may."""
+    """`lexer`: a number for the lexer that its matcher shares with others.
+    `ignored_ends`: tokens that end the text, to come only where nothing else may.
+    """
 
-    __slots__ = ("_executor", "_ignored_ends", "_matcher")
+    __slots__ = ("_executor", "_ignored_ends", "_lexer", "_matcher")
 
     def __init__(
-        self, matcher: LLMatcher, executor: LLExecutor, ignored_ends: Collection[int] = ()
+        self,
+        matcher: LLMatcher,
+        lexer: int,
+        executor: LLExecutor,
+        ignored_ends: Collection[int] = (),
     ) -> None:
         self._matcher = matcher
+        self._lexer = lexer
         self._executor = executor
         self._ignored_ends = ignored_ends
 
@@ -41,10 +48,12 @@ class GrammarConstraint:
     def fill_many(constraints: Sequence[GrammarConstraint], bitmasks: np.ndarray) -> None:
         """`fill` for each row, on several cores, letting go of the GIL once.
 
-        Raises what one of them would; the others are filled.
+        Raises what one of them would; the others are filled. The library gives each thread
+        neighbours in the list: those that share a lexer wait for each other anyway.
         """
+        rows = sorted(range(len(constraints)), key=lambda row: constraints[row]._lexer)
         constraints[0]._executor.unsafe_compute_mask_ptr(
-            [(constraint._matcher, row) for row, constraint in enumerate(constraints)],
+            [(constraints[row]._matcher, row) for row in rows],
             bitmasks.ctypes.data,
             bitmasks.strides[0],
             len(constraints),

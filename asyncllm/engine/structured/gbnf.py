@@ -1,7 +1,7 @@
 """Which notation a client's grammar is written in, and GBNF (llama.cpp's) as Lark; its limits.
 
 llguidance ships the converter; it is Python and takes time with the square of the rules. Terminals
-that name each other take llguidance time with their cube: a minute for 3000. So both are limited.
+that name each other take llguidance time with their cube: a minute for 3000. Both are limited.
 """
 
 from __future__ import annotations
@@ -10,21 +10,27 @@ import re
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from asyncllm.engine.structured.lark_terminals import LarkTerminals
 from asyncllm.errors import InvalidRequestError
 
 MAX_GBNF_CHARS = 2**14
 MAX_TERMINALS = 256
+MAX_TERMINAL_DEPTH = 32  # names within names
 
-_TERMINAL = re.compile(r"(?<![\w\"-])_?[A-Z][A-Z0-9_]*\s*(?:\.\s*\d+\s*)?(?:\[[^\]]*\]\s*)?:")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def any_to_lark(grammar: str, param: str) -> str:
     """Raises `InvalidRequestError` with `param`."""
     lark = _gbnf_to_lark(grammar, param) if "::=" in grammar else grammar
-    num_terminals = len(_TERMINAL.findall(lark))
-    if num_terminals > MAX_TERMINALS:
+    terminals = LarkTerminals(lark)
+    if len(terminals) > MAX_TERMINALS:
         raise InvalidRequestError(
-            f"{param}: at most {MAX_TERMINALS} terminals, got {num_terminals}", param
+            f"{param}: at most {MAX_TERMINALS} terminals, got {len(terminals)}", param
+        )
+    if terminals.depth() > MAX_TERMINAL_DEPTH:
+        raise InvalidRequestError(
+            f"{param}: terminals may name each other at most {MAX_TERMINAL_DEPTH} deep", param
         )
     return lark
 
@@ -37,8 +43,21 @@ def _gbnf_to_lark(grammar: str, param: str) -> str:
             param,
         )
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark(_ESCAPE.sub(_as_character, grammar))
     except RecursionError:
         raise InvalidRequestError(f"{param}: nested too deep", param) from None
     except Exception as error:  # the converter raises bare Exception for what it cannot read
         raise InvalidRequestError(f"{param}: no GBNF: {error!s:.200}", param) from None
+
+
+def _as_character(escape: re.Match[str]) -> str:
+    """A code point's escape, which the converter spoils, as itself; others as they are.
+
+    Raises `ValueError` for a code point that no text has.
+    """
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    character = chr(int(digits, 16))
+    character.encode()
+    return f"\\x{ord(character):02x}" if character.isascii() else character

@@ -29,9 +29,12 @@ AFTER_REASONING = r"/\n{0,2}/"
 def grammar_text(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
     """`special_ids`: the special tokens by their text. Raises `InvalidRequestError`."""
     builder = LarkBuilder(special_ids)
-    if params.kind == "grammar" and params.after is None:
+    if params.kind == "grammar" and params.after is None and params.alternative is None:
         return builder.build_own(*_own_grammar(params))
     answer, forcing = _ANSWERS[params.kind](params, builder)
+    if params.alternative is not None:
+        answer = f"({answer} | {builder.lark(params.alternative)})"
+        forcing = forcing and lark_forces_little(params.alternative)
     return builder.build(_with_reasoning(params, builder, answer), forcing=forcing)
 
 

@@ -61,19 +61,19 @@ class _Words:
         Not where it would see a special token in it, and not with the space that some put before
         a text: those appear in front of the sentinel, which is cut off with it.
         """
-        special = self._tokenizer.special_ids
+        data = text.encode()
         for sentinel in ("", SENTINEL):
             ids = self._tokenizer.encode(sentinel + text, add_special_tokens=False)
-            own = self._last_bytes(ids, len(text.encode()))
-            if own is not None and special.isdisjoint(own):
+            own = self._last_bytes(ids, len(data))
+            is_text = b"".join(self.tokens[i] for i in own) == data
+            if is_text and self._tokenizer.special_ids.isdisjoint(own):
                 return own
         return self.ll.greedy_tokenize(text)
 
-    def _last_bytes(self, ids: list[int], num_bytes: int) -> list[int] | None:
-        """The last of these tokens that make up exactly so many bytes."""
-        for start in range(len(ids), -1, -1):
-            if num_bytes <= 0:
-                return ids[start:] if num_bytes == 0 else None
-            if start:
-                num_bytes -= len(self.tokens[ids[start - 1]])
-        return None
+    def _last_bytes(self, ids: list[int], num_bytes: int) -> list[int]:
+        """The last of these tokens that make up so many bytes, or as few more as they can."""
+        start = len(ids)
+        while start and num_bytes > 0:
+            start -= 1
+            num_bytes -= len(self.tokens[ids[start]])
+        return ids[start:]

@@ -8,31 +8,43 @@ import orjson
 
 from asyncllm.server.answer_parts import AnswerPart, PartsCollector
 from asyncllm.server.call import Call
+from asyncllm.server.messages.answer_types import StopReason
 from asyncllm.server.usage import Usage
 
-_STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 
+class MessageView:
+    """Renders one message. `cut_off`: the stop reason of an answer that ended for its length."""
 
-def message_body(call: Call, answer: PartsCollector, hide_thinking: bool) -> dict[str, Any]:
-    return {
-        **message_head(call),
-        "content": [_block(part, hide_thinking) for part in answer.parts],
-        **stop_fields(answer.finish_reason, answer.stop_reason),
-        "usage": usage_fields(answer.usage),
-    }
+    def __init__(self, call: Call, hides_thinking: bool, cut_off: StopReason) -> None:
+        self.hides_thinking = hides_thinking
+        self._call = call
+        self._cut_off = cut_off
 
+    def head(self) -> dict[str, Any]:
+        """A message that has not begun."""
+        return {
+            "id": self._call.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._call.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
 
-def message_head(call: Call) -> dict[str, Any]:
-    """A message that has not begun."""
-    return {
-        "id": call.id,
-        "type": "message",
-        "role": "assistant",
-        "model": call.model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-    }
+    def body(self, answer: PartsCollector) -> dict[str, Any]:
+        return {
+            **self.head(),
+            "content": [_block(part, self.hides_thinking) for part in answer.parts],
+            **self.stop(answer.finish_reason, answer.stop_reason),
+            "usage": usage_fields(answer.usage),
+        }
+
+    def stop(self, finish_reason: str, stop_reason: int | str | None) -> dict[str, Any]:
+        if finish_reason == "stop" and isinstance(stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+        reasons = {"tool_calls": "tool_use", "length": self._cut_off}
+        return {"stop_reason": reasons.get(finish_reason, "end_turn"), "stop_sequence": None}
 
 
 def empty_block(part: AnswerPart) -> dict[str, Any]:
@@ -43,12 +55,6 @@ def empty_block(part: AnswerPart) -> dict[str, Any]:
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "call":
             return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
-
-
-def stop_fields(finish_reason: str, stop_reason: int | str | None) -> dict[str, Any]:
-    if finish_reason == "stop" and isinstance(stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-    return {"stop_reason": _STOP_REASONS.get(finish_reason, "end_turn"), "stop_sequence": None}
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
@@ -64,13 +70,13 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _block(part: AnswerPart, hide_thinking: bool) -> dict[str, Any]:
+def _block(part: AnswerPart, hides_thinking: bool) -> dict[str, Any]:
     block = empty_block(part)
     match part.kind:
         case "text":
             block["text"] = part.text
         case "reasoning":
-            block["thinking"] = "" if hide_thinking else part.text
+            block["thinking"] = "" if hides_thinking else part.text
         case "call":
             block["input"] = _arguments(part.text)
     return block

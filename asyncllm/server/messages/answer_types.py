@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):
@@ -56,9 +58,14 @@ class InputTokens(Struct):
     input_tokens: int
 
 
+class AnthropicErrorCode(Struct):
+    error_code: str
+
+
 class AnthropicErrorDetail(Struct):
     type: str
     message: str
+    details: AnthropicErrorCode | UnsetType = UNSET
 
 
 class AnthropicError(Struct, tag_field="type", tag="error"):

@@ -7,6 +7,7 @@ from typing import Any
 from asyncllm.server.client_fields import refuse
 from asyncllm.server.errors import bad_request
 from asyncllm.server.messages.blocks import conversation, is_prefill
+from asyncllm.server.messages.errors import THREAD_UNSUPPORTED
 from asyncllm.server.messages.protocol import (
     REFUSED,
     REFUSED_IN_PROMPT,
@@ -20,6 +21,7 @@ from asyncllm.server.protocol import ChatRequest, JsonSchema, JsonSchemaFormat
 FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
+    "structured_outputs": "output_config",
     "reasoning_effort": "output_config",
     "thinking_token_budget": "thinking",
     "max_completion_tokens": "max_tokens",
@@ -52,6 +54,8 @@ def prompt_request(request: CountTokensRequest) -> ChatRequest:
 def chat_request(request: MessagesRequest) -> ChatRequest:
     """Raises `ApiError`."""
     refuse(request, REFUSED)
+    if request.thread:
+        raise bad_request("no conversation is held here", "thread", THREAD_UNSUPPORTED)
     chat = prompt_request(request)
     chat.max_completion_tokens = request.max_tokens
     chat.stop = request.stop_sequences

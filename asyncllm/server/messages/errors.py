@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -18,6 +19,8 @@ from asyncllm.server.errors import ApiError, as_api_error
 PREFIX = "/v1/messages"
 
 REQUEST_ID_HEADER = "request-id"
+# The client's tool runner asks for a conversation held here, and by this code knows to go without.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 
 _TYPES = {
     401: "authentication_error",
@@ -40,8 +43,10 @@ def error_body(error: ApiError, name: str) -> bytes:
     if error.param is not None and re.match(rf"{re.escape(error.param)}\b", message) is None:
         message = f"{error.param}: {message}"
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": name}
-    return orjson.dumps(body)
+    detail: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == THREAD_UNSUPPORTED:
+        detail["details"] = {"error_code": THREAD_UNSUPPORTED}
+    return orjson.dumps({"type": "error", "error": detail, "request_id": name})
 
 
 @web.middleware

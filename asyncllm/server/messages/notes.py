@@ -62,7 +62,7 @@ MESSAGES_NOTES: dict[str, Note] = {
     "mcp_servers": refused("Tools are the client's to run."),
     "container": refused(),
     "fallbacks": refused("There is one model."),
-    "thread": refused(),
+    "thread": refused("No conversation is held here."),
     "cache_control": ignored("Prefixes are cached by their tokens."),
     "speed": ignored(),
     "user_profile_id": ignored(),

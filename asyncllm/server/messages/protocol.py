@@ -120,5 +120,4 @@ REFUSED: Refusals = {
     **REFUSED_IN_PROMPT,
     "container": _empty,
     "fallbacks": _empty,
-    "thread": _empty,
 }

@@ -15,9 +15,8 @@ import orjson
 from asyncllm.formats.events import Event
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.server.answer_parts import AnswerPart, AnswerParts, News
-from asyncllm.server.call import Call
 from asyncllm.server.errors import ApiError
-from asyncllm.server.messages.answer import empty_block, message_head, stop_fields, usage_fields
+from asyncllm.server.messages.answer import MessageView, empty_block, usage_fields
 from asyncllm.server.messages.errors import error_body
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.usage import Usage
@@ -34,11 +33,10 @@ _DELTAS = {
 class StreamedMessage:
     """An `AnswerSink` that writes to one SSE stream: one write per engine step."""
 
-    def __init__(self, sse: SSEStream, call: Call, request_id: str, hide_thinking: bool) -> None:
+    def __init__(self, sse: SSEStream, view: MessageView, request_id: str) -> None:
         self._sse = sse
-        self._call = call
+        self._view = view
         self._request_id = request_id
-        self._hide_thinking = hide_thinking
         self._parts = AnswerParts()
         self._frames: list[bytes] = []  # of this step
         self._before_text = b""
@@ -47,7 +45,7 @@ class StreamedMessage:
     def opened(self, choice: int, output: RequestOutput) -> None:
         usage = Usage()
         usage.count(0, output)
-        start = {**message_head(self._call), "usage": {**usage_fields(usage), "output_tokens": 0}}
+        start = {**self._view.head(), "usage": {**usage_fields(usage), "output_tokens": 0}}
         self._frames += [_event("message_start", {"message": start}), PING]
 
     def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
@@ -64,7 +62,7 @@ class StreamedMessage:
         self._tell(self._parts.flush())
         if self._parts.open is not None:
             self._close(self._parts.open)
-        self._stop = stop_fields(finish_reason, stop_reason)
+        self._stop = self._view.stop(finish_reason, stop_reason)
 
     def finish(self, usage: Usage) -> None:
         fields = {"delta": self._stop, "usage": usage_fields(usage)}
@@ -94,7 +92,7 @@ class StreamedMessage:
             b'data: {"type":"content_block_delta","index":%d,"delta":%b'
             % (part.index, _DELTAS[part.kind])
         )
-        if part.kind == "reasoning" and self._hide_thinking:
+        if part.kind == "reasoning" and self._view.hides_thinking:
             self._before_text = b""
 
     def _close(self, part: AnswerPart) -> None:

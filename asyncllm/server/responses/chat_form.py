@@ -39,9 +39,9 @@ INCLUDABLE = frozenset(
 )
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 16, 64, 512
 
-# chat request's field -> this API's, for errors
-FIELD_NAMES = {
+_FIELD_NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
@@ -49,6 +49,13 @@ FIELD_NAMES = {
     "verbosity": "text",
     "logprobs": "top_logprobs",
 }
+
+
+def field_names(request: ResponsesRequest) -> dict[str, str]:
+    """The chat request's fields in this API's words, for errors."""
+    if request.structured_outputs is not None:
+        return _FIELD_NAMES
+    return {**_FIELD_NAMES, "structured_outputs": "text"}
 
 
 def prompt_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:

@@ -21,11 +21,12 @@ from asyncllm.server.message_call import (
     stream_parts,
 )
 from asyncllm.server.responses.answer import ResponseView
-from asyncllm.server.responses.chat_form import FIELD_NAMES, chat_request, prompt_request
+from asyncllm.server.responses.chat_form import chat_request, field_names, prompt_request
 from asyncllm.server.responses.items import Item, read_items
 from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.responses.store import LostTurnError, ResponseStore, StoredResponse
 from asyncllm.server.responses.stream import StreamedResponse
+from asyncllm.server.responses.truncation import drop_oldest_turns
 from asyncllm.server.service import SERVICE, json_response
 from asyncllm.server.sse import SSEStream
 
@@ -41,7 +42,9 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     unique = uuid.uuid4().hex
     items = read_items(request.input, unique, partial(_find_item, http))
     chat = chat_request(request, _items_before(http, request) + items)
-    with named_as(FIELD_NAMES):
+    with named_as(field_names(request)):
+        if request.truncation == "auto":
+            await drop_oldest_turns(chat, service)
         call = message_call(chat, service, f"resp_{unique}")
         view = ResponseView(request, call, service.token_names(request))
         keep = partial(_keep, http, request, items)
@@ -59,7 +62,7 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     request = await read_body(http, ResponsesRequest)
     items = read_items(request.input, "", partial(_find_item, http))
     chat = prompt_request(request, _items_before(http, request) + items)
-    with named_as(FIELD_NAMES):
+    with named_as(field_names(request)):
         count = await count_prompt_tokens(chat, http.app[SERVICE])
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 

@@ -3,6 +3,7 @@
 import { el } from "./dom.js";
 
 const KINDS = { ignored: "Accepted and ignored", refused: "Refused" };
+const KIND_WORDS = /^(Accepted and ignored|Refused)[^.]*\. ?/;
 const LIMITS = { minimum: "≥", exclusiveMinimum: ">", maximum: "≤", exclusiveMaximum: "<" };
 const SIZES = { minItems: "at least", maxItems: "at most", maxProperties: "at most", minLength: "at least", maxLength: "at most" };
 
@@ -32,7 +33,10 @@ export function typeName(schema, spec) {
   if ("const" in schema) return JSON.stringify(schema.const);
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" or ");
   if (schema.anyOf) return schema.anyOf.map((arm) => typeName(arm, spec)).join(" or ");
-  if (schema.type === "array") return `list of ${schema.items && Object.keys(schema.items).length ? typeName(schema.items, spec) : "anything"}`;
+  if (schema.type === "array") {
+    const items = schema.items && Object.keys(schema.items).length ? typeName(schema.items, spec) : "anything";
+    return schema.items?.anyOf ? `list of (${items})` : `list of ${items}`;
+  }
   if (schema.type === "object") {
     const values = schema.additionalProperties;
     return values && typeof values === "object" && Object.keys(values).length ? `object of ${typeName(values, spec)}` : "object";
@@ -67,7 +71,7 @@ function row(name, schema, isRequired, isRequest, spec) {
     limits(schema),
     schema.default !== null && schema.default !== undefined && !("const" in schema) ? `default ${JSON.stringify(schema.default)}` : "",
   ].filter(Boolean).join(" · ");
-  const text = schema["x-kind"] && schema["x-kind"] !== "done" ? schema.description.split(". ").slice(1).join(". ") || schema.description : schema.description;
+  const text = schema.description?.replace(KIND_WORDS, ""); // the heading above says it for all
   return el("tr", {},
     el("th", { scope: "row" }, el("code", {}, name), isRequired && isRequest ? el("span", { class: "required" }, "required") : null),
     el("td", {},

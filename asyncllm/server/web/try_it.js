@@ -7,21 +7,23 @@ const MAX_SHOWN_CHARS = 200_000;
 /** `authorization()`: the headers that carry the key. */
 export function tryIt(operation, authorization) {
   const id = operation.id;
-  const values = operation.parameters.map(({ name }) => [name, el("input", { id: `${id}-${name}`, autocomplete: "off", spellcheck: "false" })]);
+  const values = operation.parameters.map((one) => [one, el("input", { id: `${id}-${one.name}`, placeholder: one.schema.default, autocomplete: "off", spellcheck: "false" })]);
   const example = operation.body ? JSON.stringify(operation.body.example ?? {}, null, 2) : "";
   const body = operation.body ? el("textarea", { id: `${id}-body`, rows: Math.min(16, example.split("\n").length + 1), spellcheck: "false" }) : null;
   if (body) body.value = example;
   const curl = el("pre", { tabindex: "0" });
   const line = () => (curl.textContent = curlLine(operation, url(), body?.value, Boolean(authorization().Authorization)));
   const url = () => {
-    const path = values.reduce((text, [name, input]) => text.replace(`{${name}}`, encodeURI(input.value)), operation.path);
-    return new URL(path.slice(1), document.baseURI);
+    const path = values.reduce((text, [{ name }, input]) => text.replace(`{${name}}`, encodeURI(input.value)), operation.path);
+    const whole = new URL(path.slice(1), document.baseURI);
+    for (const [one, input] of values) if (one.in === "query" && input.value) whole.searchParams.set(one.name, input.value);
+    return whole;
   };
   const status = el("p", { class: "status", role: "status" });
   const output = el("pre", { class: "output", tabindex: "0", "aria-label": "What came back", hidden: true });
   const button = el("button", { type: "submit", class: "primary" }, "Send");
   const form = el("form", { class: "try" },
-    ...values.flatMap(([name, input]) => [el("label", { for: input.id }, name), input]),
+    ...values.flatMap(([one, input]) => [el("label", { for: input.id }, one.name), input]),
     body && el("label", { for: body.id }, "Body"), body,
     el("details", { class: "shape" }, el("summary", {}, "As a curl line"), curl, copyButton(() => curl.textContent)),
     el("div", { class: "buttons" }, button), status, output);

@@ -1,0 +1,71 @@
+"""The terminals of a Lark grammar: how many, how deep they name each other, how long they may get.
+
+Read by pattern, not parsed: what looks like a terminal in a literal counts as one, so the numbers
+may only be too high. Terminals are expanded where they are named, so a chain of them costs
+llguidance time with the cube of its length, and one that names itself twice per link doubles.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+TOO_MANY = 2**62
+
+_DEFINITION = re.compile(
+    r"(?<![\w\"-])(_?[A-Z][A-Z0-9_]*)\s*(?:\.\s*\d+\s*)?(?:\[[^\]]*\]\s*)?:(?!:=)"
+)
+_NAME = re.compile(r"_?\b[A-Z][A-Z0-9_]*\b")
+_COUNT = re.compile(r"(?:\{\s*|~\s*)(\d+)")
+
+
+class LarkTerminals:
+    def __init__(self, grammar: str) -> None:
+        starts = list(_DEFINITION.finditer(grammar))
+        ends = [match.start() for match in starts[1:]] + [len(grammar)] * bool(starts)
+        self._bodies = {
+            match[1]: grammar[match.end() : end] for match, end in zip(starts, ends, strict=True)
+        }
+        self._named = {
+            name: [other for other in _NAME.findall(body) if other in self._bodies]
+            for name, body in self._bodies.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self._bodies)
+
+    def depth(self) -> int:
+        """Of the longest chain of names; TOO_MANY where it does not end."""
+
+        @cache
+        def depth(name: str) -> int:
+            return 1 + max(map(depth, set(self._named[name])), default=0)
+
+        try:
+            return max(map(depth, self._bodies), default=0)
+        except RecursionError:
+            return TOO_MANY
+
+    def max_chars(self) -> int:
+        """Of the longest terminal, all names and counts in it written out."""
+
+        @cache
+        def chars(name: str) -> int:
+            body = self._bodies[name]
+            written_out = len(body) + sum(map(chars, self._named[name]))
+            return min(written_out * product_of_counts(body, _COUNT), TOO_MANY)
+
+        try:
+            return max(map(chars, self._bodies), default=0)
+        except RecursionError:
+            return TOO_MANY
+
+
+def product_of_counts(text: str, count: re.Pattern[str] = _COUNT) -> int:
+    """Of all repetitions in a text, as if they stood in each other."""
+    product = 1
+    for digits in count.findall(text):
+        if len(digits) > 18:
+            return TOO_MANY
+        product = min(product * max(int(digits), 1), TOO_MANY)
+    return product
