@@ -1,8 +1,8 @@
 """What the constraints of a step's rows say: masks, and tokens that must come whatever is sampled.
 
     loop     finish N | awaits ........................ | jump, plan N+2 ...
-    thread            | accept, fill, forced | launch the sampling of N+1 |
-    device    ... N+1's forward pass ...                    | its sampling
+    thread            | accept, fill | launch the sampling of N+1 | forced |
+    device    ... N+1's forward pass ...     | its sampling
 
 It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
 with its sequence; its row is sampled freely, for nobody.
@@ -31,7 +31,6 @@ FillMany = Callable[[list[object], np.ndarray], None]
 class Constrained:
     """`jumps`: tokens that follow the known ones of a sequence, to be appended unsampled."""
 
-    masks: TokenMasks
     jumps: list[tuple[Sequence, list[int]]]
     failures: list[tuple[Sequence, Exception]]
 
@@ -42,8 +41,10 @@ class MaskBuffer(Protocol):
         ...
 
 
-def constrain(plan: StepPlan, buffer: MaskBuffer) -> Constrained:
-    """For a step that is about to be sampled, all tokens before it known."""
+def constrain(
+    plan: StepPlan, buffer: MaskBuffer, sample: Callable[[TokenMasks], None]
+) -> Constrained:
+    """For a step that is about to be sampled, all tokens before it known; `sample` launches it."""
     failures: list[tuple[Sequence, Exception]] = []
     rows: list[tuple[int, Sequence]] = []
     for row, seq in enumerate(plan.sampled):
@@ -56,13 +57,14 @@ def constrain(plan: StepPlan, buffer: MaskBuffer) -> Constrained:
         else:
             rows.append((row, seq))
     if not rows:
-        return Constrained(NO_MASKS, [], failures)
+        sample(NO_MASKS)
+        return Constrained([], failures)
     rows.sort(key=lambda row: id(_kind(row[1])))  # those of one class together
     seqs = [seq for _, seq in rows]
     bits = buffer.host()[: len(rows)]
     failures += _fill(seqs, bits)
-    masks = TokenMasks(np.array([row for row, _ in rows], np.int32), bits)
-    return Constrained(masks, _jumps(seqs, bits, len(plan.sampled)), failures)
+    sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
+    return Constrained(_jumps(seqs, bits, len(plan.sampled)), failures)
 
 
 def _accept_known(seq: Sequence) -> None:

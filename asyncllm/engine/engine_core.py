@@ -23,7 +23,7 @@ from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.best_answers import BestAnswers
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.constraints import Constrained, constrain
+from asyncllm.engine.constraints import constrain
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.loop_lag import LoopLag
@@ -205,7 +205,7 @@ class EngineCore:
         """Let grammars and processors speak, off the loop, and launch the sampling with it."""
         assert isinstance(launched, HostStep)
         constrained = await asyncio.get_running_loop().run_in_executor(
-            self._constrain_thread, self._constrain, plan, launched
+            self._constrain_thread, constrain, plan, self.worker.token_masks, launched.sample
         )
         start = time.monotonic()
         for seq, error in constrained.failures:
@@ -217,11 +217,6 @@ class EngineCore:
         if updates:
             self._tell(updates, {})
         self.clock.host.finish += time.monotonic() - start
-
-    def _constrain(self, plan: StepPlan, launched: HostStep) -> Constrained:
-        constrained = constrain(plan, self.worker.token_masks)
-        launched.sample(constrained.masks)
-        return constrained
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         """Take the step's tokens, then tell the clients."""

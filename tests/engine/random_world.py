@@ -147,9 +147,9 @@ class World:
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
-        constrained = constrain(plan, self)
-        assert isinstance(launched, FakeLaunched) and not constrained.failures
-        launched.sample(constrained.masks)
+        assert isinstance(launched, FakeLaunched)
+        constrained = constrain(plan, self, launched.sample)
+        assert not constrained.failures
         for _ in range(self.rng.randint(0, 2)):
             await asyncio.sleep(0)
         for seq, token_ids in constrained.jumps:

@@ -25,7 +25,8 @@ from asyncllm import (
 from asyncllm.engine import constraints
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
-from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint
+from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint, TokenMasks
+from asyncllm.worker.model_runner import HostStep
 from tests.engine.automaton import Automaton
 
 VOCAB_SIZE = AsyncLLMEngine("tiny").config.model.vocab_size
@@ -330,3 +331,31 @@ def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
     outputs: list[list[Any]] = []
     asyncio.run(main())
     assert outputs == generate([(PROMPTS[0], by(automaton(1, 0.7), GREEDY))])
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
+def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = HostStep.sample
+    num_left = 5
+
+    def sample(self: HostStep, masks: TokenMasks) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise RuntimeError("no memory for a sampling")
+        plain(self, masks)
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
+            params = by(automaton(1), GREEDY)
+            expected = await tokens(engine, PROMPTS[0], params)
+            monkeypatch.setattr(HostStep, "sample", sample)
+            failed = await tokens(engine, PROMPTS[0], params)
+            assert isinstance(failed, RequestFailedError)
+            assert "no memory for a sampling" in str(failed)
+            assert await tokens(engine, PROMPTS[0], params) == expected
+            engine.check_idle()
+
+    asyncio.run(main())

@@ -69,6 +69,7 @@ def test_each_is_answered_as_if_alone() -> None:
         ({"stream": True}, "stream"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"temperature": -1}, "temperature"),
     ],
