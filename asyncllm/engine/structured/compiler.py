@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
@@ -170,13 +170,11 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> tuple[CompiledGrammar, str]:
         """And its text."""
         vocabulary, executor = self._prepare()
+        if params.after is not None:  # what no text satisfies would show only after the reasoning
+            bare = replace(params, after=None)
+            _begin(vocabulary, grammar_text(bare, vocabulary.special_ids), bare)
         text = grammar_text(params, vocabulary.special_ids)
-        matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
-        probe = matcher.deep_copy()
-        probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
-        forced = probe.compute_ff_tokens()
-        if probe.is_error() or not probe.consume_tokens(forced[:1]):
-            raise _refusal(params, probe.get_error())
+        matcher = _begin(vocabulary, text, params)
         return CompiledGrammar([matcher], executor, vocabulary.eos_ids), text
 
     def _add_lexers(self, grammar: CompiledGrammar, text: str) -> None:
@@ -207,6 +205,17 @@ class GrammarCompiler:
             f"{STRUCTURED_OUTPUT_COMPILE_SECONDS:g} s: it is too complex",
             f"{PARAM}.{params.kind}",
         )
+
+
+def _begin(vocabulary: Vocabulary, text: str, params: StructuredOutputsParams) -> LLMatcher:
+    """The grammar's matcher. Raises `InvalidRequestError` where nothing can satisfy it."""
+    matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
+    forced = probe.compute_ff_tokens()
+    if probe.is_error() or not probe.consume_tokens(forced[:1]):
+        raise _refusal(params, probe.get_error())
+    return matcher
 
 
 def _num_fill_threads() -> int:
