@@ -52,6 +52,7 @@ class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     chat_template = ""
     special_tokens: dict[str, int] = {}  # noqa: RUF012
+    response_template = None
 
     def info(self) -> dict[str, Any]:
         return {"tokenizer_class": "FakeTokenizer", "chat_template": "{{ messages }}"}
