@@ -117,6 +117,9 @@ class StructuredOutputsParams:
                 pattern,
             )
             _require(not self.disable_any_whitespace, name, "left out with disable_any_whitespace")
+        if self.alternative is not None:
+            _require(is_text(self.alternative), "alternative", "a text", self.alternative)
+            _check_chars(len(self.alternative), "alternative")
         is_markers = isinstance(self.after, ReasoningMarkers | None)
         _require(is_markers, "after", "ReasoningMarkers", self.after)
 

@@ -55,7 +55,8 @@ class LarkText:
         special = self._special.search(marker)
         if special is None:
             return self.rule(f"/{ANY_TEXT}/ {_quoted(marker)}", "[lazy]")
-        before = re.escape(marker[: special.start()]).replace("/", "\\/")
+        # By code points: a regex here has no line breaks in it, and ends at a slash.
+        before = "".join(f"\\x{{{ord(c):x}}}" for c in marker[: special.start()])
         return self.rule(f"/{ANY_TEXT}{before}/ {self.literal(marker[special.start() :])}")
 
     def build(self, start: str) -> str:

@@ -76,7 +76,7 @@ async def check_one(server: Server, path: str, raw: bytes) -> int:
     if response.status != 200:
         error = json.loads(answer)["error"]
         keys = {"message", "type"} if path in ANTHROPIC else {"message", "type", "param", "code"}
-        assert set(error) - {"details"} == keys, (path, raw[:500], answer)  # Anthropic's
+        assert set(error) - {"details"} == keys, (path, raw[:500], answer)
         assert len(error["message"]) <= 2000
         assert "Traceback" not in error["message"] and "/asyncllm/" not in error["message"]
     return response.status

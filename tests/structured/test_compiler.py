@@ -43,7 +43,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     real = GrammarCompiler._compile
 
-    def wait(self: GrammarCompiler, params: StructuredOutputsParams) -> CompiledGrammar:
+    def wait(self: GrammarCompiler, params: StructuredOutputsParams) -> tuple[CompiledGrammar, str]:
         assert event.wait(30)
         return real(self, params)
 

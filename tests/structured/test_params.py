@@ -87,6 +87,9 @@ def test_what_is_asked(fields: dict[str, Any], kind: str) -> None:
         ({"regex": "a", "disable_any_whitespace": 1},
          "structured_outputs.disable_any_whitespace"),
         ({"regex": "a", "after": "</think>"}, "structured_outputs.after"),
+        ({"regex": "a", "alternative": ""}, "structured_outputs.alternative"),
+        ({"regex": "a", "alternative": "x" * (MAX_STRUCTURED_OUTPUT_CHARS + 1)},
+         "structured_outputs.alternative"),
     ],
 )  # fmt: skip
 def test_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
@@ -144,14 +144,14 @@ class GrammarCompiler:
                 future = self._pending[key]
             future.set_running_or_notify_cancel()  # nobody's cancelling may reach it from here on
             try:
-                grammar = self._compile(params)
+                grammar, text = self._compile(params)
             except Exception as error:  # whatever it is, it is this request's
                 self._settle(key)
                 future.set_exception(error)
             else:
                 self._settle(key, grammar)
                 future.set_result(grammar)
-                self._add_lexers(grammar, params)
+                self._add_lexers(grammar, text)
 
     def _settle(self, key: bytes, grammar: CompiledGrammar | None = None) -> None:
         with self._lock:
@@ -167,21 +167,19 @@ class GrammarCompiler:
                 dropped, _ = self._cache.popitem(last=False)
                 self._cache_bytes -= len(dropped)
 
-    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+    def _compile(self, params: StructuredOutputsParams) -> tuple[CompiledGrammar, str]:
+        """And its text."""
         vocabulary, executor = self._prepare()
+        if params.after is not None:  # what no text satisfies would show only after the reasoning
+            bare = replace(params, after=None)
+            _begin(vocabulary, grammar_text(bare, vocabulary.special_ids), bare)
         text = grammar_text(params, vocabulary.special_ids)
-        matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
-        probe = matcher.deep_copy()
-        probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
-        forced = probe.compute_ff_tokens()
-        if probe.is_error() or not probe.consume_tokens(forced[:1]):
-            raise _refusal(params, probe.get_error())
-        return CompiledGrammar([matcher], executor, vocabulary.eos_ids)
+        matcher = _begin(vocabulary, text, params)
+        return CompiledGrammar([matcher], executor, vocabulary.eos_ids), text
 
-    def _add_lexers(self, grammar: CompiledGrammar, params: StructuredOutputsParams) -> None:
+    def _add_lexers(self, grammar: CompiledGrammar, text: str) -> None:
         """As many as threads fill masks: there is no use for more."""
         vocabulary, _ = self._prepare()
-        text = grammar_text(params, vocabulary.special_ids)
         deadline = time.monotonic() + MAX_LEXERS_SECONDS
         while len(grammar.matchers) < _num_fill_threads() and time.monotonic() < deadline:
             grammar.matchers.append(LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS))
@@ -207,6 +205,17 @@ class GrammarCompiler:
             f"{STRUCTURED_OUTPUT_COMPILE_SECONDS:g} s: it is too complex",
             f"{PARAM}.{params.kind}",
         )
+
+
+def _begin(vocabulary: Vocabulary, text: str, params: StructuredOutputsParams) -> LLMatcher:
+    """The grammar's matcher. Raises `InvalidRequestError` where nothing can satisfy it."""
+    matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
+    forced = probe.compute_ff_tokens()
+    if probe.is_error() or not probe.consume_tokens(forced[:1]):
+        raise _refusal(params, probe.get_error())
+    return matcher
 
 
 def _num_fill_threads() -> int:

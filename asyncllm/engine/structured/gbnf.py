@@ -17,12 +17,14 @@ MAX_GBNF_CHARS = 2**14
 MAX_TERMINALS = 256
 MAX_TERMINAL_DEPTH = 32  # names within names
 
+_LARK_START = re.compile(r"^\s*(?:%llguidance\b|start\s*(?:\[[^\]]*\]\s*)?:(?!:=))", re.MULTILINE)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def any_to_lark(grammar: str, param: str) -> str:
     """Raises `InvalidRequestError` with `param`."""
-    lark = _gbnf_to_lark(grammar, param) if "::=" in grammar else grammar
+    is_gbnf = "::=" in grammar and not _LARK_START.search(grammar)
+    lark = _gbnf_to_lark(grammar, param) if is_gbnf else grammar
     terminals = LarkTerminals(lark)
     if len(terminals) > MAX_TERMINALS:
         raise InvalidRequestError(

@@ -30,12 +30,13 @@ def grammar_text(params: StructuredOutputsParams, special_ids: Mapping[str, int]
     """`special_ids`: the special tokens by their text. Raises `InvalidRequestError`."""
     builder = LarkBuilder(special_ids)
     if params.kind == "grammar" and params.after is None and params.alternative is None:
-        return builder.build_own(*_own_grammar(params))
+        lark, forcing = _own_grammar(params)
+        return builder.own_grammars(lark, forcing=forcing)
     answer, forcing = _ANSWERS[params.kind](params, builder)
     if params.alternative is not None:
         answer = f"({answer} | {builder.lark(params.alternative)})"
         forcing = forcing and lark_forces_little(params.alternative)
-    return builder.build(_with_reasoning(params, builder, answer), forcing=forcing)
+    return builder.grammars(_with_reasoning(params, builder, answer), forcing=forcing)
 
 
 def _with_reasoning(params: StructuredOutputsParams, builder: LarkBuilder, answer: str) -> str:
@@ -54,11 +55,11 @@ def _json(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, b
         schema, f"{PARAM}.json", close_objects=bool(params.disable_additional_properties)
     )
     forcing = schema_forces_little(schema)
-    return builder.json({**schema, "x-guidance": _json_options(params)}), forcing
+    return builder.value_of(schema, _json_options(params)), forcing
 
 
 def _json_object(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
-    return builder.json({"type": "object", "x-guidance": _json_options(params)}), True
+    return builder.value_of({"type": "object"}, _json_options(params)), True
 
 
 def _regex(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:

@@ -55,7 +55,7 @@ class StructuralTagCompiler:
         return getattr(self, f"_{kind}")(fields)
 
     def _const_string(self, fields: Fields) -> str:
-        return self._builder.literal(_text(fields["value"], "value"))
+        return self._builder.literal(_text(fields["value"], "value")) or quoted("")
 
     def _json_schema(self, fields: Fields) -> str:
         return self._schema(fields["json_schema"])
@@ -138,7 +138,7 @@ class StructuralTagCompiler:
     def _schema(self, schema: Any) -> str:
         schema = {} if schema is True else schema
         enforceable_schema(schema, PARAM, close_objects=self._close_objects)
-        return self._builder.json({**schema, "x-guidance": self._json_options})
+        return self._builder.value_of(schema, self._json_options)
 
 
 # type -> required and optional fields
