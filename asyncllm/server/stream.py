@@ -154,12 +154,16 @@ class StreamedAnswer:
         frames = []
         for completion in output.outputs:
             choice = self._choices[first_choice + completion.index]
+            says_nothing = not choice.opened
             if not choice.opened:
                 choice.opened = True
-                frames.append(self._shape.opening(choice, output))
+                opening = self._shape.opening(choice, output)
+                frames.append(opening)
+                says_nothing = not opening
             if self._plain and completion.finish_reason is None:
                 text = self._shape.text(completion)
-                if text:  # empty while a stop string or a character is still open
+                # Empty while a stop string or a character is still open; but a first token is told.
+                if text or says_nothing:
                     frames.append(choice.plain(text))
             else:
                 frames.append(self._full_frame(choice, prompt_index, completion))

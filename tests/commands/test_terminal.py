@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -123,11 +124,19 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def wait_for(self, text: str) -> str:
-        """Until `text` has come; what came up to its end, which is taken from `seen`."""
+    def wait_for(self, text: str, meanwhile: Callable[[], None] | None = None) -> str:
+        """Until `text` has come; what came up to its end, which is taken from `seen`.
+
+        `meanwhile` is called at once and each second: a signal between a prompt and the read
+        behind it is noticed with the next key only.
+        """
         deadline = time.monotonic() + TIMEOUT_SECONDS
+        due = time.monotonic()
         while text not in self.seen:
             assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
+            if meanwhile is not None and time.monotonic() >= due:
+                meanwhile()
+                due += 1.0
             if select.select([self._fd], [], [], 0.1)[0]:
                 self.seen += os.read(self._fd, 65536).decode(errors="replace")
         before, _, self.seen = self.seen.partition(text)
@@ -150,14 +159,13 @@ def on_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(url: str) -> None:
     with on_terminal("complete", "--url", url, "--max-tokens", "3000") as (screen, process):
+        interrupt = partial(process.send_signal, signal.SIGINT)
         screen.wait_for("> ")
-        process.send_signal(signal.SIGINT)  # at the prompt: nothing
-        screen.wait_for("> ")
+        screen.wait_for("> ", interrupt)  # at the prompt: another one
         screen.type("Once upon a time\n")
         screen.wait_for("time\r\n")  # the echo
         screen.wait_for(" ")  # it has begun
-        process.send_signal(signal.SIGINT)
-        screen.wait_for("> ")
+        screen.wait_for("> ", interrupt)
         screen.type("\x04")
 
 
