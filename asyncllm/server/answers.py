@@ -58,6 +58,7 @@ class TokenLogprob(TopLogprob):
 
 class ChatLogprobs(Struct):
     content: list[TokenLogprob] | None
+    refusal: None
 
 
 class PromptLogprob(Struct):

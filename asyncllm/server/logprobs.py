@@ -35,8 +35,9 @@ class TokenNames:
 
 def chat_logprobs(
     positions: SampleLogprobs, params: SamplingParams, names: TokenNames
-) -> dict[str, list[dict[str, Any]]]:
-    return {"content": [_chat_position(position, params, names) for position in positions]}
+) -> dict[str, Any]:
+    content = [_chat_position(position, params, names) for position in positions]
+    return {"content": content, "refusal": None}
 
 
 def _chat_position(

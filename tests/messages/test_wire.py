@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
+from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import HELLO, run, serving
 from tests.server.scripted import NAMES, PARAMETERS, script
 from tests.server.test_answers import check, check_event
@@ -88,8 +88,7 @@ def test_no_field_value_makes_a_500() -> None:
     async def test() -> None:
         rng = random.Random(3)
         engine = AsyncLLMEngine("tiny", max_model_len=96, max_num_seqs=8)
-        good = {"max_tokens": 8, "messages": HELLO}
-        routes = {MESSAGES: (MessagesRequest, good), COUNT: (CountTokensRequest, good)}
+        routes = [route for route in ROUTES if route.path in (MESSAGES, COUNT)]
         async with serving(engine) as server:
 
             async def one(path: str, raw: bytes) -> int:
@@ -105,8 +104,9 @@ def test_no_field_value_makes_a_500() -> None:
                 return response.status
 
             statuses = []
-            for path, (shape, body) in routes.items():
-                raws = [hostile_body(rng, shape, body) for _ in range(NUM_BODIES)]
+            for route in routes:
+                path = route.path
+                raws = [hostile_body(rng, route) for _ in range(NUM_BODIES)]
                 for start in range(0, NUM_BODIES, 16):
                     batch = raws[start : start + 16]
                     statuses += await asyncio.gather(*(one(path, raw) for raw in batch))

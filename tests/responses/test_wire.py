@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.server.responses.protocol import ResponsesRequest
+from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import run, serving
 from tests.server.scripted import NAMES, PARAMETERS, script
 from tests.server.test_answers import check, check_event
@@ -70,10 +70,10 @@ def test_no_field_value_makes_a_500() -> None:
     async def test() -> None:
         rng = random.Random(3)
         engine = AsyncLLMEngine("tiny", max_model_len=96, max_num_seqs=8)
-        good = {"input": "Hi", "max_output_tokens": 8}
+        (route,) = [r for r in ROUTES if r.path == RESPONSES and r.method == "POST"]
         async with serving(engine) as server:
             statuses = []
-            raws = [hostile_body(rng, ResponsesRequest, good) for _ in range(NUM_BODIES)]
+            raws = [hostile_body(rng, route) for _ in range(NUM_BODIES)]
             for start in range(0, NUM_BODIES, 16):
                 calls = [
                     check_one(server, path, raw)
