@@ -1,26 +1,19 @@
-"""What is sent is what openapi.json says, and no value of any field makes a 500."""
+"""What is sent is what openapi.json says."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import random
 from typing import Any
 
 import pytest
 
-from asyncllm import AsyncLLMEngine
-from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import HELLO, run, serving
 from tests.server.scripted import NAMES, PARAMETERS, script
 from tests.server.test_answers import check, check_event
-from tests.server.test_hostile import hostile_body
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TOOLS = [{"name": name, "input_schema": PARAMETERS} for name in NAMES]
 GOOD: dict[str, Any] = {"max_tokens": 500, "messages": HELLO, "tools": TOOLS}
 PLAIN: dict[str, Any] = {"max_tokens": 100, "messages": HELLO}
-NUM_BODIES = 80  # per route
 
 
 def test_answers_and_events_are_as_documented() -> None:
@@ -80,36 +73,5 @@ def test_one_write_per_step_and_few_bytes_around_the_text() -> None:
             deltas = [event for event in events if event["type"] == "content_block_delta"]
             text = "".join(delta["delta"]["text"] for delta in deltas)
             assert len(deltas) == len(text)  # the fake engine's step: a character
-
-    run(test())
-
-
-def test_no_field_value_makes_a_500() -> None:
-    async def test() -> None:
-        rng = random.Random(3)
-        engine = AsyncLLMEngine("tiny", max_model_len=96, max_num_seqs=8)
-        routes = [route for route in ROUTES if route.path in (MESSAGES, COUNT)]
-        async with serving(engine) as server:
-
-            async def one(path: str, raw: bytes) -> int:
-                headers = {"Content-Type": "application/json"}
-                url = server.url + path
-                async with server.session.post(url, data=raw, headers=headers) as response:
-                    answer = await response.read()
-                assert response.status == 200 or 400 <= response.status < 500, (raw[:500], answer)
-                if response.status != 200:
-                    error = json.loads(answer)
-                    assert set(error) == {"type", "error", "request_id"}
-                    assert "Traceback" not in error["error"]["message"]
-                return response.status
-
-            statuses = []
-            for route in routes:
-                path = route.path
-                raws = [hostile_body(rng, route) for _ in range(NUM_BODIES)]
-                for start in range(0, NUM_BODIES, 16):
-                    batch = raws[start : start + 16]
-                    statuses += await asyncio.gather(*(one(path, raw) for raw in batch))
-            assert statuses.count(200) > 20 and statuses.count(400) > 30
 
     run(test())

@@ -1,22 +1,16 @@
-"""What is sent is what openapi.json says, and no value of any field makes a 500."""
+"""What is sent is what openapi.json says."""
 
 from __future__ import annotations
 
-import asyncio
-import random
 from typing import Any
 
 import pytest
 
-from asyncllm import AsyncLLMEngine
-from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import run, serving
 from tests.server.scripted import NAMES, PARAMETERS, script
 from tests.server.test_answers import check, check_event
-from tests.server.test_hostile import check_one, hostile_body
 
-RESPONSES, COUNT = "/v1/responses", "/v1/responses/input_tokens"
-NUM_BODIES = 100
+RESPONSES = "/v1/responses"
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in NAMES]
 CALLED = [
@@ -62,25 +56,5 @@ def test_a_failed_stream_is_as_documented() -> None:
             assert events[-1]["type"] == "response.failed"
             for event in events:
                 check_event(RESPONSES, event)
-
-    run(test())
-
-
-def test_no_field_value_makes_a_500() -> None:
-    async def test() -> None:
-        rng = random.Random(3)
-        engine = AsyncLLMEngine("tiny", max_model_len=96, max_num_seqs=8)
-        (route,) = [r for r in ROUTES if r.path == RESPONSES and r.method == "POST"]
-        async with serving(engine) as server:
-            statuses = []
-            raws = [hostile_body(rng, route) for _ in range(NUM_BODIES)]
-            for start in range(0, NUM_BODIES, 16):
-                calls = [
-                    check_one(server, path, raw)
-                    for raw in raws[start : start + 16]
-                    for path in (RESPONSES, COUNT)
-                ]
-                statuses += await asyncio.gather(*calls)
-            assert statuses.count(200) > 20 and statuses.count(400) > 30
 
     run(test())
