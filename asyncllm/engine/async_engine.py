@@ -213,7 +213,8 @@ class AsyncLLMEngine:
     @property
     def startup(self) -> dict[str, Any]:
         """What the start found and took; phases in seconds."""
-        worker = self._running().worker
+        core = self._running()
+        worker = core.worker
         return {
             "model": str(self.config.model.path),
             "architecture": self.config.model.architecture,
@@ -221,6 +222,7 @@ class AsyncLLMEngine:
             "dtype": self.config.dtype,
             "attention_backend": worker.backend_name,
             "max_model_len": worker.memory.max_model_len,
+            "prefill_chunk_tokens": core.chunk_policy.chunk_tokens,
             "kv_pages": worker.memory.num_pages,
             "host_pages": worker.memory.num_host_pages,
             "decode_graphs": worker.num_graphs,

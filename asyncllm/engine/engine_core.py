@@ -74,6 +74,9 @@ class EngineCore:
         self.worker = worker
         self.tokenizer = tokenizer
         self._config = config
+        self.chunk_policy = ChunkPolicy.choose(
+            config.chunked_prefill_size, worker.step_cost, config.prefill_graph_sizes
+        )
         self.scheduler = self._make_scheduler(SchedulerStats())
         self.input_processor = InputProcessor(
             config,
@@ -349,9 +352,7 @@ class EngineCore:
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            chunk_policy=ChunkPolicy.choose(
-                config.chunked_prefill_size, self.worker.step_cost, config.prefill_graph_sizes
-            ),
+            chunk_policy=self.chunk_policy,
             policy=config.scheduling_policy,
             preemption_mode=config.preemption_mode,
             swap_cost=self.worker.swap_cost,

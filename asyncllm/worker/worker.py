@@ -107,7 +107,7 @@ class Worker:
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
-                self.step_cost = measure_step_cost(self.runner, profile.seconds_per_token)
+                self.step_cost = measure_step_cost(self.runner, most)
         with self._phase("swap_space"):
             self.swap_cost = self._measure_swap_cost(cache, profile)
 
