@@ -12,6 +12,7 @@ from typing import Any
 from asyncllm.formats import ModelFormat
 from asyncllm.formats.events import AnswerParser, Event, ToolCallArguments, ToolCallBegin
 from asyncllm.server.errors import bad_request
+from asyncllm.server.prompts import may_reason
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.service import Service
 from asyncllm.server.structure import chat_structure
@@ -33,7 +34,8 @@ def answer_reading(
 ) -> AnswerReading:
     """Raises `ApiError`, `InvalidRequestError`."""
     format, prefix = _format(tools, service), _begun(request)
-    structure = chat_structure(request, tools, format, prompt, prefix)
+    reasons = format is not None and may_reason(request, service)
+    structure = chat_structure(request, tools, format, prompt, prefix, reasons)
     callable = tools.choice.tools
     if format is None or not (callable or _always_parses(format)):
         return AnswerReading(structured_outputs=structure)

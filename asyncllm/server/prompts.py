@@ -25,6 +25,12 @@ def chat_prompt(request: ChatRequest, tools: ToolUse, service: Service) -> TextP
     }
 
 
+def may_reason(request: ChatRequest, service: Service) -> bool:
+    """Whether the answer may begin with reasoning that the prompt has not opened."""
+    asked = bool(_template_kwargs(request, service.args).get("enable_thinking"))
+    return asked or service.reasons_unasked
+
+
 def render_chat(
     request: ChatRequest | TokenizeRequest, service: Service, tools: list[dict[str, Any]]
 ) -> str:

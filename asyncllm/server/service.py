@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.errors import InvalidRequestError
 from asyncllm.formats import ModelFormat, resolve
 from asyncllm.server.answer_events import MessageCollector, ParsedAnswer, PlainParser
 from asyncllm.server.args import ServerArgs
@@ -65,6 +66,15 @@ class Service:
     def forced_format(self) -> ModelFormat | None:
         """For calls that a grammar forces a model to write which knows no format for them."""
         return self._resolve_format(FORCED_CALLS)
+
+    @cached_property
+    def reasons_unasked(self) -> bool:
+        """Whether its chat template asks for reasoning where a request says nothing of it."""
+        render = partial(self.engine.tokenizer.render_chat, [{"role": "user", "content": "?"}])
+        try:
+            return render() == render(template_kwargs={"enable_thinking": True})
+        except InvalidRequestError:  # a template that wants other messages: it may
+            return True
 
     def _resolve_format(self, tool_call_parser: str) -> ModelFormat | None:
         tokenizer = self.engine.tokenizer

@@ -40,13 +40,21 @@ def content_structure(request: GenerationRequest) -> StructuredOutputsParams | N
 
 
 def chat_structure(
-    request: ChatRequest, tools: ToolUse, format: ModelFormat | None, prompt: str, prefix: str
+    request: ChatRequest,
+    tools: ToolUse,
+    format: ModelFormat | None,
+    prompt: str,
+    prefix: str,
+    may_reason: bool,
 ) -> StructuredOutputsParams | None:
-    """`prefix`: what of the prompt is the answer's own beginning."""
+    """`prefix`: what of the prompt is the answer's own beginning.
+
+    may_reason: the answer may begin with reasoning that the prompt has not opened.
+    """
     content = content_structure(request)
     if format is None:
         return content
-    after = _reasoning_before(format, prompt, prefix)
+    after = _reasoning_before(format, prompt, prefix, may_reason)
     choice = tools.choice
     if choice.required and request.structured_outputs is not None:
         raise bad_request(
@@ -77,12 +85,14 @@ def _of_response_format(request: GenerationRequest) -> StructuredOutputsParams |
     return None
 
 
-def _reasoning_before(format: ModelFormat, prompt: str, prefix: str) -> ReasoningMarkers | None:
+def _reasoning_before(
+    format: ModelFormat, prompt: str, prefix: str, may_reason: bool
+) -> ReasoningMarkers | None:
     marks = format.reasoning
     if marks is None:
         return None
     if format.is_reasoning_open(prompt, prefix):
         return ReasoningMarkers(marks.end)
-    if prefix or prompt.rstrip().endswith(marks.end.strip()):
-        return None  # the answer proper has begun
+    if prefix or not may_reason or prompt.rstrip().endswith(marks.end.strip()):
+        return None  # the answer proper begins here, or has begun
     return ReasoningMarkers(marks.end, marks.begin)

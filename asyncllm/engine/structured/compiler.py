@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 import time
 from collections import OrderedDict, deque
@@ -40,6 +41,8 @@ MAX_ERROR_CHARS = 400
 # Copies of a matcher share its lexer, and a lock: a mask waits for the copies' masks. So a grammar
 # has several lexers, as far as they are made quickly.
 MAX_LEXERS_SECONDS = 0.05
+
+_QUOTED_LINE = re.compile(r"\n\s*\d+ \| ")
 
 # The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -254,6 +257,8 @@ def _refusal(params: StructuredOutputsParams, complaint: str) -> InvalidRequestE
         )
     elif not complaint or "NoExtensionBias" in complaint:
         complaint = "no text satisfies it"
+    elif params.kind != "grammar":  # the lines that it quotes are ours
+        complaint = _QUOTED_LINE.split(complaint)[0]
     return InvalidRequestError(
         f"{param}: {one_line(ValueError(complaint)):.{MAX_ERROR_CHARS}}", param
     )
