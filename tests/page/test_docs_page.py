@@ -69,6 +69,15 @@ def test_every_operation_and_field_is_shown(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+def test_the_overview_says_nothing_where_there_is_no_key(chromium: Chromium) -> None:
+    async def test(opened: Tab, server: Server) -> None:
+        lines = (await opened.evaluate(TEXT)).splitlines()
+        assert "What this server answers to" in lines and "/v1/responses" in " ".join(lines)
+        assert "null" not in lines
+
+    run(chromium, test)
+
+
 def test_words_of_a_field(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Server) -> None:
         await show(opened, CHAT)

@@ -50,7 +50,7 @@ const currentId = () => location.hash.slice(1);
 
 function draw() {
   const one = operations.find(({ id }) => id === currentId());
-  byId("content").replaceChildren(...(one ? operationView(one) : overview()));
+  byId("content").replaceChildren(...(one ? operationView(one) : overview()).filter((node) => node !== null));
   document.title = `${one ? `${one.method} ${one.path}` : "API"} – asyncllm`;
   drawList();
   byId("scroller").scrollTop = 0;
