@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 
@@ -9,6 +10,7 @@ from asyncllm.formats.events import Content, Event, Reasoning, ToolCallArguments
 
 _Kind = type[Content] | type[Reasoning] | type[ToolCallArguments]
 _ALPHABET = string.ascii_letters + string.digits
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 class EventLog:
@@ -59,6 +61,11 @@ class EventLog:
         if not text:
             return
         if self._kind is ToolCallArguments:
-            self._events.append(ToolCallArguments(self.num_calls - 1, text))
+            self._events.append(ToolCallArguments(self.num_calls - 1, _escape_halves(text)))
         else:
             self._events.append(Content(text) if self._kind is Content else Reasoning(text))
+
+
+def _escape_halves(text: str) -> str:
+    """Half of a surrogate pair, which a model wrote escaped, is no UTF-8: it stays escaped."""
+    return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -1,7 +1,8 @@
 """A conversation put together from items or blocks, as the messages of a chat request.
 
 Chat templates want one message per turn: what the assistant thought, said and called in one turn is
-one message here, and all that the system says before the first turn is one system message.
+one message here, and all that the system says before the first turn is one system message. A turn
+may be a hundred thousand blocks, so it only ever grows in place.
 """
 
 from __future__ import annotations
@@ -13,30 +14,33 @@ Content = str | list[dict[str, Any]]
 
 class Conversation:
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        self._thoughts: list[str] = []  # of the last message
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        self._join_thoughts()
+        return self._messages
 
     def system(self, content: Content) -> None:
-        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            first = self.messages[0]
-            first["content"] = _as_parts(first["content"]) + _as_parts(content)
+        if len(self._messages) == 1 and self._messages[0]["role"] == "system":
+            _add_content(self._messages[0], content)
         else:
-            self.messages.append({"role": "system", "content": content})
+            self._begin({"role": "system", "content": content})
 
     def user(self, content: Content) -> None:
-        self.messages.append({"role": "user", "content": content})
+        self._begin({"role": "user", "content": content})
 
     def tool_result(self, call_id: str, content: Content) -> None:
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self._begin({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def thought(self, text: str) -> None:
-        turn = self._assistant_turn()
-        before = turn.get("reasoning_content")
-        turn["reasoning_content"] = f"{before}\n{text}" if before else text
+        self._assistant_turn()
+        if text:
+            self._thoughts.append(text)
 
     def said(self, content: Content) -> None:
-        turn = self._assistant_turn()
-        before = turn["content"]
-        turn["content"] = _as_parts(before) + _as_parts(content) if before else content
+        _add_content(self._assistant_turn(), content)
 
     def called(self, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
         call = {"name": name, "arguments": arguments}
@@ -45,9 +49,28 @@ class Conversation:
         )
 
     def _assistant_turn(self) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._begin({"role": "assistant", "content": ""})
+        return self._messages[-1]
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        self._join_thoughts()
+        self._thoughts = []
+        self._messages.append(message)
+
+    def _join_thoughts(self) -> None:
+        if self._thoughts:
+            self._messages[-1]["reasoning_content"] = "\n".join(self._thoughts)
+
+
+def _add_content(message: dict[str, Any], content: Content) -> None:
+    before = message["content"]
+    if not before:
+        message["content"] = content
+    elif isinstance(before, list):
+        before += _as_parts(content)
+    else:
+        message["content"] = _as_parts(before) + _as_parts(content)
 
 
 def _as_parts(content: Content) -> list[dict[str, Any]]:

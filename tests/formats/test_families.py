@@ -459,6 +459,22 @@ def test_harmony_in_full() -> None:
     assert answer.told() == ("Wait.\n{}\nDone.", "First.\nThen.", [])
 
 
+HALF = {
+    "glm45": 'many-types.v2\n<arg_key>items</arg_key>\n<arg_value>["\\ud83d"]</arg_value>\n',
+    "qwen3_coder": '<function=many-types.v2>\n<parameter=items>\n["\\ud83d"]\n</parameter>\n'
+    "</function>\n",
+    "hermes": '{"name": "many-types.v2", "arguments": "{\\"items\\": [\\"\\ud83d\\"]}"}',
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_a_surrogate_pair_stays_escaped(name: str) -> None:
+    """It is JSON, but no UTF-8: sent as it is, it would end the answer with an error."""
+    answer = read_in_all_cuts(model_format(name), f"<tool_call>{HALF[name]}</tool_call>")
+    ((_, arguments),) = answer.calls
+    assert arguments.encode().replace(b" ", b"") == rb'{"items":["\ud83d"]}'
+
+
 @pytest.mark.parametrize("text", ["Plain.", "<|channel|>final<|mess", "a <|chan"])
 def test_harmony_that_is_none(text: str) -> None:
     assert read_in_all_cuts(model_format("openai"), text).told() == (text, "", [])

@@ -7,7 +7,9 @@ import random
 import orjson
 import pytest
 
+from asyncllm.server.errors import ApiError
 from asyncllm.server.responses import store as store_module
+from asyncllm.server.responses.references import References
 from asyncllm.server.responses.store import (
     ENTRY_BYTES,
     IDLE_SECONDS,
@@ -32,6 +34,10 @@ def response(
 ) -> StoredResponse:
     body = orjson.dumps({"output": [{"id": "msg_a_0", "text": "x" * size}]})
     return StoredResponse(owner, body, items, previous)
+
+
+def find(store: ResponseStore, name: str, owner: bytes = OWNER) -> object:
+    return References(store, owner, 10**9).find(name)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -105,12 +111,22 @@ def test_a_conversation_has_a_longest(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_owner_finds_nothing() -> None:
     store = ResponseStore(10**9)
     store.put("resp_a", response())
-    assert store.get("resp_a", b"you") is None and store.item("msg_a_0", b"you") is None
+    assert store.get("resp_a", b"you") is None and find(store, "msg_a_0", b"you") is None
     assert not store.delete("resp_a", b"you")
     with pytest.raises(LostTurnError):
         store.conversation("resp_a", b"you")
-    assert store.item("msg_a_0", OWNER) is not None
-    assert store.item("msg_a_1", OWNER) is store.item("nonsense", OWNER) is None
+    assert find(store, "msg_a_0") is not None
+    assert find(store, "msg_a_1") is find(store, "nonsense") is None
+
+
+def test_what_is_referred_to_is_bounded_however_often() -> None:
+    store = ResponseStore(10**9)
+    store.put("resp_a", response(1000))
+    references = References(store, OWNER, 2500)
+    assert references.find("msg_a_0") is references.find("msg_a_0")
+    with pytest.raises(ApiError, match="2500") as refused:
+        references.find("msg_a_0")
+    assert (refused.value.status, refused.value.param) == (400, "input")
 
 
 def test_bytes_are_counted_through_everything() -> None:

@@ -24,6 +24,7 @@ from asyncllm.server.responses.answer import ResponseView
 from asyncllm.server.responses.chat_form import chat_request, field_names, prompt_request
 from asyncllm.server.responses.items import Item, read_items
 from asyncllm.server.responses.protocol import ResponsesRequest
+from asyncllm.server.responses.references import References
 from asyncllm.server.responses.store import LostTurnError, ResponseStore, StoredResponse
 from asyncllm.server.responses.stream import StreamedResponse
 from asyncllm.server.responses.truncation import drop_oldest_turns
@@ -40,7 +41,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, ResponsesRequest)
     unique = uuid.uuid4().hex
-    items = read_items(request.input, unique, partial(_find_item, http))
+    items = read_items(request.input, unique, _references(http).find)
     chat = chat_request(request, _items_before(http, request) + items)
     with named_as(field_names(request)):
         if request.truncation == "auto":
@@ -60,7 +61,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
 
 async def count_input_tokens(http: web.Request) -> web.Response:
     request = await read_body(http, ResponsesRequest)
-    items = read_items(request.input, "", partial(_find_item, http))
+    items = read_items(request.input, "", _references(http).find)
     chat = prompt_request(request, _items_before(http, request) + items)
     with named_as(field_names(request)):
         count = await count_prompt_tokens(chat, http.app[SERVICE])
@@ -154,8 +155,8 @@ def _stored(http: web.Request) -> StoredResponse:
     return response
 
 
-def _find_item(http: web.Request, name: str) -> Item | None:
-    return http.app[RESPONSES].item(name, _owner(http))
+def _references(http: web.Request) -> References:
+    return References(http.app[RESPONSES], _owner(http), http.client_max_size)
 
 
 def _owner(http: web.Request) -> bytes:

@@ -93,13 +93,6 @@ class ResponseStore:
             raise LostTurnError(before)
         return turns[::-1]
 
-    def item(self, name: str, owner: bytes) -> dict[str, Any] | None:
-        """An item of any response, by its id, which holds that of its response."""
-        parts = name.split("_")
-        response = self.get(f"resp_{parts[1]}", owner) if len(parts) == 3 else None
-        items = [] if response is None else response.items()
-        return next((item for item in items if item.get("id") == name), None)
-
     def _drop_idle(self) -> None:
         too_old = self._clock() - IDLE_SECONDS
         while self._kept and next(iter(self._kept.values())).used_at < too_old:
