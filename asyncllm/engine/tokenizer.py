@@ -26,6 +26,7 @@ from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDet
 from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
 from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.formats.tools import MAX_TOOLS
 
 # At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
 VOCABULARY_FILES = (
@@ -38,7 +39,6 @@ _HOW_LOADED = {
     "chat_template_file", "added_tokens_file", "special_tokens_map_file", "is_local",
     "local_files_only", "backend",
 }  # fmt: skip
-MAX_TOOLS = 128  # OpenAI's
 MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
 LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
 

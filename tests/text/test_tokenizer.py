@@ -14,8 +14,9 @@ import pytest
 
 from asyncllm.engine.chat_messages import MAX_MESSAGES
 from asyncllm.engine.token_pieces import build_token_pieces
-from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, MAX_TOOLS, Tokenizer
+from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.formats.tools import MAX_TOOLS
 from tests.text import tokenizer_folders as folders
 
 USER = {"role": "user", "content": "Hello"}
