@@ -16,6 +16,8 @@ ChatMessage = dict[str, Any]
 
 PARAM = "messages"
 MAX_MESSAGES = 2048  # a template runs on the event loop: 10 us a message, with some far more
+MAX_PARTS = 16_384  # of all messages
+MAX_TOOL_CALLS = 2048  # of all messages: each is answered by one
 # Where each kind of text part keeps its text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -29,7 +31,17 @@ def normalize_messages(messages: list[ChatMessage], as_parts: bool = False) -> l
         raise InvalidRequestError("messages must be a list of at least one message", PARAM)
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(f"{len(messages)} messages, at most {MAX_MESSAGES}", PARAM)
+    _check_number("content", MAX_PARTS, messages)
+    _check_number("tool_calls", MAX_TOOL_CALLS, messages)
     return [_normalize(message, index, as_parts) for index, message in enumerate(messages)]
+
+
+def _check_number(key: str, limit: int, messages: list[ChatMessage]) -> None:
+    lists = [m[key] for m in messages if isinstance(m, dict) and isinstance(m.get(key), list)]
+    number = sum(map(len, lists))
+    if number > limit:
+        what = f"the lists of {key} have {number} items together, at most {limit}"
+        raise InvalidRequestError(f"messages: {what}", PARAM)
 
 
 def _normalize(message: ChatMessage, index: int, as_parts: bool) -> ChatMessage:

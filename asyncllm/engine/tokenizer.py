@@ -26,6 +26,7 @@ from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDet
 from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
 from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.formats.tools import MAX_TOOLS
 
 # At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
 VOCABULARY_FILES = (
@@ -38,7 +39,7 @@ _HOW_LOADED = {
     "chat_template_file", "added_tokens_file", "special_tokens_map_file", "is_local",
     "local_files_only", "backend",
 }  # fmt: skip
-MAX_TOOLS = 128  # OpenAI's
+MAX_DOCUMENTS = 1024  # of a chat, for templates that take them
 MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
 LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
 
@@ -224,6 +225,11 @@ class Tokenizer:
             )
         if tools and len(tools) > MAX_TOOLS:
             raise InvalidRequestError(f"{len(tools)} tools, at most {MAX_TOOLS}", "tools")
+        documents = kwargs.get("documents")
+        if isinstance(documents, list) and len(documents) > MAX_DOCUMENTS:
+            raise InvalidRequestError(
+                f"{len(documents)} documents, at most {MAX_DOCUMENTS}", "documents"
+            )
         conversation = normalize_messages(messages, self._takes_parts(chat_template))
         try:
             return self._hf.apply_chat_template(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 
 from asyncllm.server.answer_events import ParsedAnswer
@@ -16,7 +18,7 @@ from asyncllm.server.sampling import client_names
 from asyncllm.server.service import (
     SERVICE,
     answer_message,
-    json_response,
+    answer_response,
     stream_to,
 )
 from asyncllm.server.sse import SSEStream
@@ -35,7 +37,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
             sse = SSEStream(http, service.frames)
             answer = _streamed(sse, call, view, request.stream_options)
             return await stream_to(sse, service, call, answer)
-        return json_response(view.body(await answer_message(service, call)))
+        return await answer_response(call, partial(view.body, await answer_message(service, call)))
 
 
 def _streamed(

@@ -18,6 +18,11 @@ Refusals = Mapping[str, Callable[[Any], bool]]
 _ROOT = re.compile(r"\w+")
 
 
+def asks_nothing(value: Any) -> bool:
+    """Of a field where only what is empty does."""
+    return not value
+
+
 def refuse(request: msgspec.Struct, table: Refusals) -> None:
     """Raises `ApiError` 400 for the first field that asks for what is not there."""
     for name, harmless in table.items():
@@ -35,4 +40,6 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         root = _ROOT.match(error.param or "")
         if root is not None and root.group() in names:
             error.param = names[root.group()]
+            if isinstance(error, InvalidRequestError) and str(error).startswith(root.group()):
+                error.args = (error.param + str(error)[root.end() :],)
         raise

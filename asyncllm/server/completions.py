@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -24,8 +25,8 @@ from asyncllm.server.sampling import (
 from asyncllm.server.service import (
     SERVICE,
     Service,
+    answer_response,
     answer_whole,
-    json_response,
     stream_to,
 )
 from asyncllm.server.sse import SSEStream
@@ -45,7 +46,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
             sse = SSEStream(http, service.frames)
             answer = StreamedAnswer(sse, call, view, request.stream_options)
             return await stream_to(sse, service, call, answer)
-        return json_response(view.body(await answer_whole(service, call)))
+        return await answer_response(call, partial(view.body, await answer_whole(service, call)))
 
 
 def _call(request: CompletionRequest, service: Service) -> Call:
@@ -82,6 +83,7 @@ class CompletionView:
         self._call = call
         self._tokenizer = service.engine.tokenizer
         self._echo = bool(request.echo)
+        self._cuts_prompt = request.truncate_prompt_tokens is not None
         self._prompt_only = prompt_only(request)
         self._names = service.token_names(request)
         self._wants_logprobs = call.params.logprobs is not None
@@ -163,6 +165,7 @@ class CompletionView:
         return self._logprobs[choice_index].prompt(token_ids, known)
 
     def _prompt_text(self, text: str | None, token_ids: list[int]) -> str:
-        if text is not None:
+        if text is not None and not self._cuts_prompt:
             return text
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        kept = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text if text is not None and kept.endswith(text) else kept

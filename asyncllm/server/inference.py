@@ -8,6 +8,7 @@ them. Nothing is detokenised unless stop strings ask for it.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
@@ -23,7 +24,7 @@ from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError, bad_request
 from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import StreamOptions, StructuredOutputs, TokenId
-from asyncllm.server.service import SERVICE, Service, answer_whole, json_response, stream_to
+from asyncllm.server.service import SERVICE, Service, answer_response, answer_whole, stream_to
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.stream import DONE
 from asyncllm.server.usage import Usage
@@ -84,7 +85,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
-    return json_response(_body(call, request, whole, _names(service)))
+    return await answer_response(call, partial(_body, call, request, whole, _names(service)))
 
 
 def _call(request: GenerateRequest, service: Service) -> Call:

@@ -5,10 +5,8 @@ A table, so that a feature that arrives deletes its line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.client_fields import Refusals, asks_nothing, refuse
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -16,38 +14,30 @@ from asyncllm.server.protocol import (
     TokenizeRequest,
 )
 
-_Harmless = Callable[[Any], bool]
-
-
-def _empty(value: Any) -> bool:
-    return not value
-
-
-# field -> the values that ask for nothing (None always does)
-_COMMON: dict[str, _Harmless] = {
-    "logits_processors": _empty,
+_COMMON: Refusals = {
+    "logits_processors": asks_nothing,
     "truncation_side": lambda value: value == "left",
-    "watermarking": _empty,
-    "kv_transfer_params": _empty,
-    "ec_transfer_params": _empty,
-    "vllm_xargs": _empty,
+    "watermarking": asks_nothing,
+    "kv_transfer_params": asks_nothing,
+    "ec_transfer_params": asks_nothing,
+    "vllm_xargs": asks_nothing,
 }
-_CHAT: dict[str, _Harmless] = {
-    "audio": _empty,
+_CHAT: Refusals = {
+    "audio": asks_nothing,
     "modalities": lambda value: value == ["text"],
-    "moderation": _empty,
+    "moderation": asks_nothing,
     "verbosity": lambda value: value == "medium",
     "web_search_options": lambda value: False,
-    "mm_processor_kwargs": _empty,
-    "media_io_kwargs": _empty,
+    "mm_processor_kwargs": asks_nothing,
+    "media_io_kwargs": asks_nothing,
 }
-_COMPLETION: dict[str, _Harmless] = {
-    "suffix": _empty,
-    "prompt_embeds": _empty,
+_COMPLETION: Refusals = {
+    "suffix": asks_nothing,
+    "prompt_embeds": asks_nothing,
 }
-_TOKENIZE: dict[str, _Harmless] = {
-    "mm_processor_kwargs": _empty,
-    "media_io_kwargs": _empty,
+_TOKENIZE: Refusals = {
+    "mm_processor_kwargs": asks_nothing,
+    "media_io_kwargs": asks_nothing,
 }
 # vLLM's former names, and where their values go now
 _MOVED = {
@@ -60,19 +50,19 @@ _MOVED = {
 
 def refuse_unsupported(request: ChatRequest | CompletionRequest, args: ServerArgs) -> None:
     """Raises `ApiError` 400 for the first field that asks for what is not there."""
-    _refuse(request, _COMMON)
+    refuse(request, _COMMON)
     for name, now in _MOVED.items():
         if getattr(request, name) is not None:
             raise bad_request(f"{name} is not supported: send {now}", name)
     if isinstance(request, ChatRequest):
-        _refuse(request, _CHAT)
+        refuse(request, _CHAT)
         _refuse_template(request, args)
     else:
-        _refuse(request, _COMPLETION)
+        refuse(request, _COMPLETION)
 
 
 def refuse_unsupported_tokenize(request: TokenizeRequest, args: ServerArgs) -> None:
-    _refuse(request, _TOKENIZE)
+    refuse(request, _TOKENIZE)
     _refuse_template(request, args)
 
 
@@ -82,10 +72,3 @@ def _refuse_template(request: ChatRequest | TokenizeRequest, args: ServerArgs) -
             "a chat_template of the request's own needs --trust-request-chat-template",
             "chat_template",
         )
-
-
-def _refuse(request: Any, table: dict[str, _Harmless]) -> None:
-    for name, harmless in table.items():
-        value = getattr(request, name)
-        if value is not None and not harmless(value):
-            raise bad_request(f"{name} is not supported with this value", name)

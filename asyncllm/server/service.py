@@ -8,7 +8,7 @@ went away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -138,6 +138,15 @@ SERVICE = web.AppKey("service", Service)
 
 def json_response(body: Any) -> web.Response:
     return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+
+async def answer_response(call: Call, render: Callable[[], dict[str, Any]]) -> web.Response:
+    """The whole answer's; log-probabilities may be 100,000s of entries: those off the loop."""
+    params = call.params
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return json_response(render())
+    body = await asyncio.to_thread(lambda: orjson.dumps(render()))
+    return web.Response(body=body, content_type="application/json")
 
 
 async def answer_whole(service: Service, call: Call) -> CollectedAnswer:

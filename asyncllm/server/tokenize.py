@@ -15,6 +15,8 @@ from asyncllm.server.protocol import DetokenizeRequest, TokenizeRequest
 from asyncllm.server.refusals import refuse_unsupported_tokenize
 from asyncllm.server.service import SERVICE, Service, json_response
 
+LARGE_TEXT_TOKENS = 4_000  # from here on decoding takes a millisecond: off the loop
+
 
 async def tokenize(http: web.Request) -> web.Response:
     service = http.app[SERVICE]
@@ -30,7 +32,7 @@ async def tokenize(http: web.Request) -> web.Response:
         "token_strs": None,
     }
     if request.return_token_strs:
-        body["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+        body["token_strs"] = await asyncio.to_thread(lambda: list(map(tokenizer.token_text, ids)))
     return json_response(body)
 
 
@@ -41,7 +43,11 @@ async def detokenize(http: web.Request) -> web.Response:
     vocab_size = service.engine.tokenizer.vocab_size
     if request.tokens and max(request.tokens) >= vocab_size:
         raise bad_request(f"tokens must be ids below {vocab_size}", "tokens")
-    text = service.engine.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    decode = service.engine.tokenizer.decode
+    if len(request.tokens) < LARGE_TEXT_TOKENS:
+        text = decode(request.tokens, skip_special_tokens=False)
+    else:
+        text = await asyncio.to_thread(decode, request.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
 
 

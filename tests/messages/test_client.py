@@ -219,7 +219,7 @@ def test_errors_have_their_classes() -> None:
             found = await failing(anthropic.BadRequestError, max_tokens=0)
             assert found.startswith("invalid_request_error: max_tokens")
             found = await failing(anthropic.BadRequestError, stop_sequences=[""])
-            assert found.startswith("invalid_request_error: stop_sequences: ")
+            assert found.startswith("invalid_request_error: stop_sequences must")
             assert (await failing(anthropic.NotFoundError, model="x")).startswith("not_found_error")
             api.api_key = "wrong"
             assert (await failing(anthropic.AuthenticationError)).startswith("authentication_error")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncllm import AsyncLLMEngine
 from asyncllm.server.call import SYSTEM_FINGERPRINT
 from tests.server.fake_engine import BOS, reply
 from tests.server.http_harness import COMPLETIONS, run, serving
@@ -168,6 +169,23 @@ def test_echo_with_logprobs() -> None:
             for name, values in part["logprobs"].items():
                 merged[name] += values
         assert merged == choice["logprobs"]
+
+    run(test())
+
+
+def test_echo_of_a_prompt_that_was_cut() -> None:
+    """The text is that of the tokens that were kept, as the offsets say."""
+
+    async def test() -> None:
+        async with serving(AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)) as server:
+            fields = {"prompt": "ab cd", "echo": True, "logprobs": 0, "max_tokens": 1}
+            _, cut = await server.post(COMPLETIONS, {**fields, "truncate_prompt_tokens": 2})
+            _, whole = await server.post(COMPLETIONS, {**fields, "truncate_prompt_tokens": -1})
+        (cut_choice,), (whole_choice,) = cut["choices"], whole["choices"]
+        assert whole_choice["text"].startswith("ab cd")
+        assert cut_choice["text"].startswith(" cd")
+        assert cut_choice["logprobs"]["tokens"][:2] == [" c", "d"]
+        assert cut_choice["logprobs"]["text_offset"] == [0, 2, 3]
 
     run(test())
 

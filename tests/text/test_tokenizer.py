@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.chat_messages import MAX_MESSAGES
+from asyncllm.engine.chat_messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS
 from asyncllm.engine.token_pieces import build_token_pieces
-from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, MAX_TOOLS, Tokenizer
+from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, MAX_DOCUMENTS, Tokenizer
 from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.formats.tools import MAX_TOOLS
 from tests.text import tokenizer_folders as folders
 
 USER = {"role": "user", "content": "Hello"}
@@ -258,6 +259,14 @@ def test_limits_of_messages_and_tools(byte_level: Tokenizer) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert byte_level.render_chat([USER], tools=[tool] * MAX_TOOLS)
     assert refused(byte_level, [USER], tools=[tool] * (MAX_TOOLS + 1)).param == "tools"
+    documents = {"documents": [{"text": "x"}] * (MAX_DOCUMENTS + 1)}
+    assert refused(byte_level, [USER], template_kwargs=documents).param == "documents"
+    half = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_PARTS // 2)}
+    assert byte_level.render_chat([half, half])
+    assert refused(byte_level, [half, half, {**half, "content": ["x"]}]).param == "messages"
+    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": "{}"}}
+    calls = {"role": "assistant", "tool_calls": [call] * (MAX_TOOL_CALLS + 1)}
+    assert refused(byte_level, [USER, calls]).param == "messages"
 
 
 def test_random_junk_is_refused_or_rendered(byte_level: Tokenizer) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncllm.server.client_fields import Refusals
+from asyncllm.server.client_fields import Refusals, asks_nothing
 from asyncllm.server.protocol import ReasoningEffort
 
 Block = dict[str, Any]
@@ -96,10 +96,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     thread: Any = None
 
 
-def _empty(value: Any) -> bool:
-    return not value
-
-
 def _keeps_all(value: dict[str, Any]) -> bool:
     """Edits that edit nothing: some clients send one with every request."""
     edits = value.get("edits") or []
@@ -113,11 +109,11 @@ def _keeps_all(value: dict[str, Any]) -> bool:
 
 REFUSED_IN_PROMPT: Refusals = {
     "context_management": _keeps_all,
-    "compaction": _empty,
-    "mcp_servers": _empty,
+    "compaction": asks_nothing,
+    "mcp_servers": asks_nothing,
 }
 REFUSED: Refusals = {
     **REFUSED_IN_PROMPT,
-    "container": _empty,
-    "fallbacks": _empty,
+    "container": asks_nothing,
+    "fallbacks": asks_nothing,
 }

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncllm.server.client_fields import Refusals
+from asyncllm.server.client_fields import Refusals, asks_nothing
 from asyncllm.server.protocol import (
     GenerationRequest,
     JsonObjectFormat,
@@ -81,24 +81,20 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     prompt: Any = None
 
 
-def _empty(value: Any) -> bool:
-    return not value
-
-
 def _never(value: Any) -> bool:
     return False
 
 
-REFUSED_IN_PROMPT: Refusals = {"conversation": _empty, "personality": _empty}
+REFUSED_IN_PROMPT: Refusals = {"conversation": asks_nothing, "personality": asks_nothing}
 REFUSED: Refusals = {
     **REFUSED_IN_PROMPT,
-    "background": _empty,
-    "context_management": _empty,
-    "moderation": _empty,
-    "prompt": _empty,
+    "background": asks_nothing,
+    "context_management": asks_nothing,
+    "moderation": asks_nothing,
+    "prompt": asks_nothing,
     "n": lambda value: value == 1,
     "max_tokens": _never,  # max_output_tokens
     "response_format": _never,  # text.format
     "prompt_logprobs": _never,
-    "return_token_ids": _empty,
+    "return_token_ids": asks_nothing,
 }

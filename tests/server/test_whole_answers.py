@@ -1,0 +1,26 @@
+"""Where the body of a whole answer is made: many log-probabilities must not hold the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.server.call import Call
+from asyncllm.server.service import answer_response
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_loop"),
+    [({}, True), ({"logprobs": 1}, False), ({"prompt_logprobs": 1}, False)],
+)
+def test_log_probabilities_are_rendered_off_the_loop(fields: dict[str, int], on_loop: bool) -> None:
+    def render() -> dict[str, Any]:
+        return {"here": threading.current_thread() is threading.main_thread()}
+
+    call = Call(id="a", model="m", prompts=[], params=SamplingParams(**fields))
+    response = asyncio.run(answer_response(call, render))
+    assert response.text == f'{{"here":{str(on_loop).lower()}}}'
