@@ -7,13 +7,21 @@ on the vocabulary or the context window are checked by the input processor.
 from __future__ import annotations
 
 import inspect
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.param_checks import (
+    MAX_SEED,
+    check_token_ids,
+    require,
+    require_finite,
+    require_int,
+    shown,
+    token_id_of_key,
+)
 from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -32,8 +40,6 @@ MAX_REPETITION_COUNT = 1024
 MAX_LOGITS_PROCESSORS = 64
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
 MAX_REPETITION_PENALTY = 10
-MAX_SEED = 2**63 - 1
-MAX_ID_DIGITS = 18  # of a token id written out
 # What a beam search takes: its own, how the answer is shown, and what only drawing needs.
 BEAM_SEARCH_FIELDS = frozenset(
     [
@@ -70,15 +76,15 @@ class RepetitionDetectionParams:
     def __post_init__(self) -> None:
         param, most = "repetition_detection", MAX_REPETITION_PATTERN_SIZE
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            _require_int(param, getattr(self, name), f"{param}.{name}")
+            require_int(param, getattr(self, name), f"{param}.{name}")
         for name in ("max_pattern_size", "min_pattern_size"):
             value = getattr(self, name)
-            _require(0 <= value <= most, param, value, f"between 0 and {most}", f"{param}.{name}")
-        _require(self.min_pattern_size <= self.max_pattern_size, param, self.min_pattern_size,
+            require(0 <= value <= most, param, value, f"between 0 and {most}", f"{param}.{name}")
+        require(self.min_pattern_size <= self.max_pattern_size, param, self.min_pattern_size,
                  f"at most max_pattern_size ({self.max_pattern_size})",
                  f"{param}.min_pattern_size")  # fmt: skip
         least = 2 if self.max_pattern_size else 0
-        _require(least <= self.min_count <= MAX_REPETITION_COUNT, param, self.min_count,
+        require(least <= self.min_count <= MAX_REPETITION_COUNT, param, self.min_count,
                  f"between {least} and {MAX_REPETITION_COUNT}", f"{param}.min_count")  # fmt: skip
 
 
@@ -168,7 +174,7 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
-            _require_int(name, getattr(self, name))
+            require_int(name, getattr(self, name))
         optional = (
             "best_of",
             "seed",
@@ -180,7 +186,7 @@ class SamplingParams:
         )
         for name in optional:
             if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name))
+                require_int(name, getattr(self, name))
         for name in (
             "use_beam_search",
             "ignore_eos",
@@ -189,7 +195,7 @@ class SamplingParams:
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
         ):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
         for name in (
             "length_penalty",
             "presence_penalty",
@@ -199,8 +205,8 @@ class SamplingParams:
             "top_p",
             "min_p",
         ):
-            _require_finite(name, getattr(self, name))
-        _require(
+            require_finite(name, getattr(self, name))
+        require(
             isinstance(self.structured_outputs, StructuredOutputsParams | None),
             "structured_outputs",
             self.structured_outputs,
@@ -208,34 +214,34 @@ class SamplingParams:
         )
 
     def _check_ranges(self) -> None:
-        _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
-        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty,
+        require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
+        require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty,
                  "between -2 and 2")  # fmt: skip
-        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty,
+        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty,
                  "between -2 and 2")  # fmt: skip
         low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        _require(low <= self.repetition_penalty <= high, "repetition_penalty",
+        require(low <= self.repetition_penalty <= high, "repetition_penalty",
                  self.repetition_penalty, f"between {low} and {high}")  # fmt: skip
-        _require(0 <= self.temperature <= 100, "temperature", self.temperature,
+        require(0 <= self.temperature <= 100, "temperature", self.temperature,
                  "between 0 and 100")  # fmt: skip
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or at least 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or at least 1")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         if self.seed is not None:
-            _require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", self.seed, "a 64-bit integer")
+            require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", self.seed, "a 64-bit integer")
         if self.max_tokens is not None:
-            _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
+            require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+            require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
                      f"at most max_tokens ({self.max_tokens})")  # fmt: skip
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or value >= 0, name, value, "at least 0")
+            require(value is None or value >= 0, name, value, "at least 0")
         budget = self.thinking_token_budget
-        _require(budget is None or budget >= -1, "thinking_token_budget", budget,
+        require(budget is None or budget >= -1, "thinking_token_budget", budget,
                  "-1 (no limit) or at least 0")  # fmt: skip
         if self.truncate_prompt_tokens is not None:
-            _require(self.truncate_prompt_tokens >= 1 or self.truncate_prompt_tokens == -1,
+            require(self.truncate_prompt_tokens >= 1 or self.truncate_prompt_tokens == -1,
                      "truncate_prompt_tokens", self.truncate_prompt_tokens,
                      "-1 (the context window) or at least 1")  # fmt: skip
 
@@ -248,50 +254,50 @@ class SamplingParams:
             "logprob_token_ids",
         ):
             value = getattr(self, name)
-            _require(value is None or isinstance(value, list), name, value, "a list")
+            require(value is None or isinstance(value, list), name, value, "a list")
         stop = self.stop or []
-        _require(len(stop) <= MAX_STOP_STRINGS, "stop", f"{len(stop)} strings",
+        require(len(stop) <= MAX_STOP_STRINGS, "stop", f"{len(stop)} strings",
                  f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
         for text in stop:
-            _require(isinstance(text, str) and 0 < len(text) <= MAX_STOP_STRING_CHARS, "stop",
+            require(isinstance(text, str) and 0 < len(text) <= MAX_STOP_STRING_CHARS, "stop",
                      text, f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")  # fmt: skip
         if stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
-        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-        _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) == []:
                 raise InvalidRequestError(f"{name} must not be empty", name)
         words = self.bad_words or []
-        _require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words",
+        require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words",
                  f"at most {MAX_BAD_WORDS} words")  # fmt: skip
         for word in words:
-            _require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
+            require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
                      word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters")  # fmt: skip
         self._check_logit_bias()
         self._check_logits_processors()
 
     def _check_logits_processors(self) -> None:
         name, processors = "logits_processors", self.logits_processors or []
-        _require(isinstance(processors, list), name, processors, "a list of callables")
-        _require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
+        require(isinstance(processors, list), name, processors, "a list of callables")
+        require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
                  f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
         for processor in processors:
-            _require(callable(processor), name, processor, "a list of callables")
-            _require(num_positional(processor) in (2, 3), name, processor,
+            require(callable(processor), name, processor, "a list of callables")
+            require(num_positional(processor) in (2, 3), name, processor,
                      "callables of (output_token_ids, logits) or "
                      "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
 
     def _check_search(self) -> None:
         if self.best_of is not None:
-            _require(self.n <= self.best_of <= MAX_N, "best_of", self.best_of,
+            require(self.n <= self.best_of <= MAX_N, "best_of", self.best_of,
                      f"between n ({self.n}) and {MAX_N}")  # fmt: skip
-        _require(abs(self.length_penalty) <= MAX_LENGTH_PENALTY, "length_penalty",
+        require(abs(self.length_penalty) <= MAX_LENGTH_PENALTY, "length_penalty",
                  self.length_penalty,
                  f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}")  # fmt: skip
         early = self.early_stopping
-        _require(isinstance(early, bool) or early == "never", "early_stopping", early,
+        require(isinstance(early, bool) or early == "never", "early_stopping", early,
                  'true, false or "never"')  # fmt: skip
         if self.use_beam_search:
             self._check_beam_search()
@@ -314,17 +320,17 @@ class SamplingParams:
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
             return
-        _require(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias,
+        require(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias,
                  "a map of token ids to biases")  # fmt: skip
-        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias",
+        require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias",
                  f"{len(self.logit_bias)} entries",
                  f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip
         checked: dict[int, float] = {}
         for key, bias in self.logit_bias.items():
-            _require_finite("logit_bias", bias)
-            _require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
-            checked[_token_id_of_key(key)] = float(bias)
-        _require(len(checked) == len(self.logit_bias), "logit_bias", "one token twice",
+            require_finite("logit_bias", bias)
+            require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
+            checked[token_id_of_key(key)] = float(bias)
+        require(len(checked) == len(self.logit_bias), "logit_bias", "one token twice",
                  "a map of distinct token ids")  # fmt: skip
         self.logit_bias = checked
 
@@ -336,10 +342,10 @@ class SamplingParams:
             except TypeError:
                 raise InvalidRequestError(
                     "repetition_detection has the fields max_pattern_size, min_pattern_size and "
-                    f"min_count, got {_shown(given)}",
+                    f"min_count, got {shown(given)}",
                     "repetition_detection",
                 ) from None
-        _require(given is None or isinstance(given, RepetitionDetectionParams),
+        require(given is None or isinstance(given, RepetitionDetectionParams),
                  "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
         if given is not None and not given.max_pattern_size:
             self.repetition_detection = None
@@ -364,8 +370,8 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidRequestError`."""
-        _require_int("beam_width", self.beam_width)
-        _require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width,
+        require_int("beam_width", self.beam_width)
+        require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width,
                  f"between 1 and {MAX_N}")  # fmt: skip
         return SamplingParams(
             n=self.beam_width,
@@ -387,49 +393,3 @@ def num_positional(function: Callable[..., Any]) -> int | None:
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(parameter.kind in kinds for parameter in parameters)
-
-
-def _require(ok: bool, param: str, value: object, wanted: str, name: str = "") -> None:
-    """`name`: what the message calls it, where it is a part of `param`."""
-    if not ok:
-        raise InvalidRequestError(f"{name or param} must be {wanted}, got {_shown(value)}", param)
-
-
-def _shown(value: object) -> str:
-    """A short repr: what was sent may be huge, nested, or an int with too many digits to print."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        return type(value).__name__
-
-
-def _require_int(param: str, value: object, name: str = "") -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer", name)  # type: ignore[arg-type]
-
-
-def _require_finite(param: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
-
-
-def _check_token_ids(param: str, ids: list[int] | None, most: int) -> None:
-    ids = ids or []
-    _require(len(ids) <= most, param, f"{len(ids)} ids", f"at most {most} ids")
-    if set(map(type, ids)) - {int}:  # a list may be as long as a vocabulary: no loop over the good
-        for token_id in ids:
-            _require_int(param, token_id)
-    least, greatest = min(ids, default=0), max(ids, default=0)
-    _require(least >= 0, param, least, "token ids of at least 0")
-    _require_int(param, greatest)
-
-
-def _token_id_of_key(key: object) -> int:
-    """A key of logit_bias: JSON's are strings, of digits alone."""
-    is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
-    is_int = isinstance(key, int) and not isinstance(key, bool) and 0 <= key <= MAX_SEED
-    if not (is_text or is_int):
-        raise InvalidRequestError(
-            f"logit_bias keys must be token ids, got {_shown(key)}", "logit_bias"
-        )
-    return int(key)  # type: ignore[call-overload]

@@ -28,7 +28,8 @@ from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
 from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.outputs import RequestMetrics
-from asyncllm.sampling_params import MAX_SEED, SamplingParams
+from asyncllm.param_checks import MAX_SEED
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, Sequence
 
 __all__ = ["InputProcessor", "PromptInput", "TextPrompt", "TokensPrompt", "parse_prompt"]

@@ -18,7 +18,8 @@ from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.input_processor import MAX_CACHE_SALT_CHARS, InputProcessor, parse_prompt
 from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError, ModelLoadError
-from asyncllm.sampling_params import MAX_SEED, SamplingParams
+from asyncllm.param_checks import MAX_SEED
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, SequenceStatus
 from tests.text import tokenizer_folders as folders
 
