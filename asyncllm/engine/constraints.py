@@ -64,7 +64,8 @@ def constrain(
     bits = buffer.host()[: len(rows)]
     failures += _fill(seqs, bits)
     sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
-    return Constrained(_jumps(seqs, bits, len(plan.sampled)), failures)
+    jumps, unanswered = _jumps(seqs, bits, len(plan.sampled))
+    return Constrained(jumps, failures + unanswered)
 
 
 def _accept_known(seq: Sequence) -> None:
@@ -113,19 +114,24 @@ def _fill_alike(
 
 def _jumps(
     seqs: list[Sequence], bits: np.ndarray, num_rows: int
-) -> list[tuple[Sequence, list[int]]]:
-    """None where together they save less than a mixed step costs."""
+) -> tuple[list[tuple[Sequence, list[int]]], list[tuple[Sequence, Exception]]]:
+    """Jumps, none where together they save less than a mixed step costs; and what was raised."""
     # Who has one token to come has one word that is not 0: few are asked for more.
     candidates = np.flatnonzero(np.count_nonzero(bits, axis=1) == 1).tolist()
     jumps: list[tuple[Sequence, list[int]]] = []
+    failures: list[tuple[Sequence, Exception]] = []
     for seq in (seqs[i] for i in candidates):
         if may_jump(seq):
             assert seq.constraint is not None
-            forced = seq.constraint.forced_tokens()[: _num_tokens_left(seq)]
+            try:
+                forced = seq.constraint.forced_tokens()[: _num_tokens_left(seq)]
+            except Exception as error:  # as in `constrain`; its sampling is launched, for nobody
+                failures.append((seq, error))
+                continue
             if len(forced) > 1:
                 jumps.append((seq, forced))
     num_saved = sum(len(forced) - 1 for _, forced in jumps)
-    return jumps if num_saved >= JUMP_COST * num_rows else []
+    return jumps if num_saved >= JUMP_COST * num_rows else [], failures
 
 
 def may_jump(seq: Sequence) -> bool:

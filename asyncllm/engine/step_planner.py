@@ -87,8 +87,8 @@ class StepPlanner:
 
     def _rewrite_slots(self, draft: StepDraft) -> None:
         """Tell the device of those that go on with other tokens (or pages) than it knows."""
-        rewritten = [seq for seq in self._running.seqs if seq in self._running.rewritten]
-        if rewritten:
+        if self._running.rewritten:
+            rewritten = self._running.in_order([*self._running.rewritten])
             self._running.rewritten.clear()
             slots = {seq.slot for seq in rewritten}
             draft.page_appends = [a for a in draft.page_appends if a.slot not in slots]

@@ -2,7 +2,8 @@
 
 They hold neither Python nor torch, only C functions that launch on a stream, so any version of both
 may load them. Kept in $XDG_CACHE_HOME/asyncllm, as Triton and FlashInfer keep theirs; without a
-compiler there is no library, and its user does without.
+compiler, or a folder that may be written and loaded from, there is no library, and its user does
+without: no engine fails to start for a faster kernel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ def load(source: Path, capability: tuple[int, int]) -> ctypes.CDLL | None:
 
     Takes seconds where it is not in the cache; the compiler is another process.
     """
+    try:
+        return _load(source, capability)
+    except (OSError, RuntimeError) as error:  # no home, not ours to look into, mounted noexec
+        logger.warning("%s is not used, other kernels do its work: %s", source.name, error)
+        return None
+
+
+def _load(source: Path, capability: tuple[int, int]) -> ctypes.CDLL | None:
     architecture = f"-arch=sm_{capability[0]}{capability[1]}"
     key = hashlib.sha256(
         b"\0".join([source.read_bytes(), *map(str.encode, (*FLAGS, architecture))])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
-if TYPE_CHECKING:
-    from loadtesting.mock_server import MockSettings
+from loadtesting.mock_settings import MockSettings
 
 EXAMPLES: dict[str, Any] = {"string": "mock", "integer": 1, "number": 1.5, "boolean": True}
 

@@ -96,7 +96,7 @@ def jumps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(*args: Any) -> Any:
         found = plain(*args)
-        lengths.extend(len(forced) for _, forced in found)
+        lengths.extend(len(forced) for _, forced in found[0])
         return found
 
     monkeypatch.setattr(constraints, "_jumps", counted)
@@ -218,8 +218,13 @@ class Boom(Automaton):
         if self._where == "fill" and self.num_accepted >= 5:
             raise RuntimeError("boom in fill")
 
+    def forced_tokens(self) -> list[int]:
+        if self._where == "forced_tokens":
+            raise RuntimeError("boom in forced_tokens")
+        return super().forced_tokens()
 
-@pytest.mark.parametrize("where", ["accept", "fill"])
+
+@pytest.mark.parametrize("where", ["accept", "fill", "forced_tokens"])
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling: bool) -> None:
     good = (PROMPTS[0], by(automaton(1), SEEDED))

@@ -83,3 +83,25 @@ def test_the_compiler_is_found_in_cuda_home(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert cuda_source.find_compiler() == str(tmp_path / "bin" / "nvcc")
+
+
+def test_what_cannot_be_loaded_stops_nobody(
+    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_compiler(compiler, 'echo "no library" > "$out"')
+    source = tmp_path / "kernel.cu"
+    source.write_text("// fine")
+    assert cuda_source.load(source, (9, 0)) is None
+    assert "kernel.cu is not used" in caplog.text
+
+
+def test_without_a_home_there_is_no_library(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert cuda_source.load(SOURCE, (9, 0)) is None
+    assert "few_rows.cu is not used" in caplog.text
