@@ -75,3 +75,17 @@ def test_one_write_per_step_and_few_bytes_around_the_text() -> None:
             assert len(deltas) == len(text)  # the fake engine's step: a character
 
     run(test())
+
+
+def test_a_stream_s_first_and_last_usage_agree() -> None:
+    async def test() -> None:
+        async with serving(enable_prompt_tokens_details=False) as server:
+            script(server.engine)
+            events = await server.named_events(MESSAGES, PLAIN)
+        first = events[0]["message"]["usage"]
+        last = next(event for event in events if event["type"] == "message_delta")["usage"]
+        for key in ("input_tokens", "cache_read_input_tokens"):
+            assert first[key] == last[key]
+        assert first["cache_read_input_tokens"] == 0
+
+    run(test())

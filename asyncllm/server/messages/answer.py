@@ -17,6 +17,7 @@ class MessageView:
 
     def __init__(self, call: Call, hides_thinking: bool, cut_off: StopReason) -> None:
         self.hides_thinking = hides_thinking
+        self.shows_cached = call.shows_cached
         self._call = call
         self._cut_off = cut_off
 

@@ -43,7 +43,7 @@ class StreamedMessage:
         self._stop: dict[str, Any] = {}
 
     def opened(self, choice: int, output: RequestOutput) -> None:
-        usage = Usage()
+        usage = Usage(self._view.shows_cached)
         usage.count(0, output)
         start = {**self._view.head(), "usage": {**usage_fields(usage), "output_tokens": 0}}
         self._frames += [_event("message_start", {"message": start}), PING]
