@@ -155,6 +155,14 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden[num_tokens - 1 : num_tokens])
         self._sampler.plain(logits, tokens[:1], tokens[:1])
 
+    def warm_up_masks(self) -> None:
+        """Sample a masked row of the padding slot: no grammar's first request waits for that."""
+        zero = torch.zeros(1, dtype=torch.int32, device=self._state.positions.device)
+        vocab_size = self._state.in_prompt.shape[1]
+        masks = {"mask_rows": zero, "mask_bits": zero.new_full((1, -(-vocab_size // 32)), -1)}
+        logits = torch.zeros(1, vocab_size, device=zero.device)
+        self._sampler.full(logits, zero, zero, Feature(0), masks)
+
     # --- on the stream -----------------------------------------------------------------------
 
     def _forward(self, inputs: StepInputs) -> Forwarded | None:

@@ -101,6 +101,7 @@ class Worker:
             most = min(config.max_num_batched_tokens, self.memory.max_model_len)
             for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
                 self.runner.warm_up(min(num_tokens, most))
+            self.runner.warm_up_masks()
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
             self._make_graphs(config, model, attention, dtype)
