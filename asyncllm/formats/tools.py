@@ -5,11 +5,12 @@ As OpenAI's chat API writes them; other APIs translate theirs to that. Errors na
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from asyncllm.errors import InvalidRequestError
 
@@ -56,7 +57,7 @@ def parse_tools(raw: object) -> tuple[Tool, ...]:
             where = f"tools[{i}].function.name"
             raise InvalidRequestError(f"{where}: {tool.name!r} is there twice", where)
         seen.add(tool.name)
-    size = len(json.dumps([tool.parameters for tool in tools]))
+    size = len(msgspec.json.encode([tool.parameters for tool in tools]))
     if size > MAX_SCHEMA_BYTES:
         message = f"the tools' parameters have {size} bytes, at most {MAX_SCHEMA_BYTES}"
         raise InvalidRequestError(message, "tools")
