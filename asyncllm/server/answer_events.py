@@ -6,7 +6,6 @@ API, or, as `MessageCollector` does, adds them up.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -148,8 +147,6 @@ class MessageCollector:
         self.prompts: list[RequestOutput | None] = [None] * len(call.prompts)
         self.usage = Usage(call.shows_cached)
         self._n = call.params.n
-        self._end = asyncio.Event()
-        self._error: ApiError | None = None
 
     def opened(self, choice: int, output: RequestOutput) -> None:
         self.prompts[choice // self._n] = output
@@ -176,14 +173,6 @@ class MessageCollector:
 
     def finish(self, usage: Usage) -> None:
         self.usage = usage
-        self._end.set()
 
     def fail(self, error: ApiError) -> None:
-        self._error = error
-        self._end.set()
-
-    async def wait(self) -> None:
-        """Until the last token. Raises the `ApiError` that ended it."""
-        await self._end.wait()
-        if self._error is not None:
-            raise self._error
+        pass  # `Generation.wait` raises it

@@ -7,7 +7,6 @@ belongs to neither: it is held back until text follows, and forgotten where none
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -111,8 +110,6 @@ class PartsCollector:
         self.stop_reason: int | str | None = None
         self._walk = AnswerParts()
         self._logprobs: SampleLogprobs = []  # of tokens whose text has not come yet
-        self._end = asyncio.Event()
-        self._error: ApiError | None = None
 
     def opened(self, choice: int, output: RequestOutput) -> None:
         pass
@@ -130,17 +127,9 @@ class PartsCollector:
 
     def finish(self, usage: Usage) -> None:
         self.usage = usage
-        self._end.set()
 
     def fail(self, error: ApiError) -> None:
-        self._error = error
-        self._end.set()
-
-    async def wait(self) -> None:
-        """Until the last token. Raises the `ApiError` that ended it."""
-        await self._end.wait()
-        if self._error is not None:
-            raise self._error
+        pass  # `Generation.wait` raises it
 
     def _take(self, news: News) -> None:
         if news.opened is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from asyncllm.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
@@ -40,8 +39,6 @@ class CollectedAnswer:
         self.prompts = [CollectedPrompt() for _ in call.prompts]
         self.usage = Usage(call.shows_cached)
         self._n = call.params.n
-        self._end = asyncio.Event()
-        self._error: ApiError | None = None
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self.usage.count(prompt_index, output)
@@ -60,17 +57,10 @@ class CollectedAnswer:
         self.choices[prompt_index * self._n].parts.append(text)
 
     def finish(self) -> None:
-        self._end.set()
+        pass  # all is here already
 
     def fail(self, error: ApiError) -> None:
-        self._error = error
-        self._end.set()
-
-    async def wait(self) -> None:
-        """Until the last token. Raises the `ApiError` that ended it."""
-        await self._end.wait()
-        if self._error is not None:
-            raise self._error
+        pass  # `Generation.wait` raises it
 
     def prompt_of(self, choice: CollectedChoice) -> CollectedPrompt:
         return self.prompts[choice.index // self._n]

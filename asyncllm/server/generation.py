@@ -8,6 +8,7 @@ the engine back; an error is handed to the consumer, whose end wakes the handler
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import partial
 from typing import Protocol
@@ -45,6 +46,7 @@ class Generation:
         self._num_open = len(call.prompts)
         self._live: set[str] = set()
         self._is_over = False  # aborted: the engine's last words find nobody
+        self._ended = asyncio.Event()  # the consumer has heard its last
 
     async def submit(self) -> None:
         """Queue every prompt. Raises what the engine raises; `abort` then clears the rest."""
@@ -63,6 +65,12 @@ class Generation:
                 cache_salt=call.cache_salt,
             )
 
+    async def wait(self) -> None:
+        """Until the last token. Raises the `ApiError` that ended the answer."""
+        await self._ended.wait()
+        if self.error is not None:
+            raise self.error
+
     def abort(self) -> None:
         """Idempotent, and nothing to do once every request has finished."""
         self._is_over = True
@@ -74,6 +82,7 @@ class Generation:
         if not self._is_over and self.error is None and self._num_open:
             self.error = error
             self.abort_cause = cause
+            self._ended.set()
             try:
                 self._consumer.fail(error)
             except Exception:  # whatever it is, the engine's step must not see it
@@ -97,6 +106,7 @@ class Generation:
                 self._num_open -= 1
                 if not self._num_open:
                     self._consumer.finish()
+                    self._ended.set()
         except Exception as error:
             self.fail(as_api_error(error))
 

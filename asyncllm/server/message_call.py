@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from asyncllm.server.answer_events import AnswerSink, ParsedAnswer, PlainParser
+from asyncllm.server.answer_events import AnswerSink
 from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.call import Call
 from asyncllm.server.chat_call import chat_call
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.service import Service, stream_to
+from asyncllm.server.service import Service, collect, parsed, stream_to
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.tokenize import encode
 from asyncllm.server.tool_use import tool_use
@@ -26,16 +26,14 @@ def message_call(request: ChatRequest, service: Service, call_id: str) -> Call:
 async def answer_parts(service: Service, call: Call) -> PartsCollector:
     """The whole answer. Raises the `ApiError` that ended it."""
     collector = PartsCollector()
-    with service.generation(call, _parsed(call, collector)) as generation:
-        await generation.submit()
-        await collector.wait()
+    await collect(service, call, parsed(call, collector))
     return collector
 
 
 async def stream_parts(
     sse: SSEStream, service: Service, call: Call, sink: AnswerSink
 ) -> web.StreamResponse:
-    return await stream_to(sse, service, call, _parsed(call, sink))
+    return await stream_to(sse, service, call, parsed(call, sink))
 
 
 async def count_prompt_tokens(request: ChatRequest, service: Service) -> int:
@@ -45,7 +43,3 @@ async def count_prompt_tokens(request: ChatRequest, service: Service) -> int:
     prompt = chat_prompt(request, tools, service)
     tokenizer = service.engine.tokenizer
     return len(await encode(tokenizer, prompt["prompt"], bool(prompt.get("add_special_tokens"))))
-
-
-def _parsed(call: Call, sink: AnswerSink) -> ParsedAnswer:
-    return ParsedAnswer(call, call.new_parser or PlainParser, sink)

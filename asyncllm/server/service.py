@@ -19,7 +19,7 @@ from aiohttp import web
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.formats import ModelFormat, resolve
-from asyncllm.server.answer_events import MessageCollector, ParsedAnswer, PlainParser
+from asyncllm.server.answer_events import AnswerSink, MessageCollector, ParsedAnswer, PlainParser
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.call import Call
 from asyncllm.server.collect import CollectedAnswer
@@ -151,20 +151,27 @@ async def answer_response(call: Call, render: Callable[[], dict[str, Any]]) -> w
 
 async def answer_whole(service: Service, call: Call) -> CollectedAnswer:
     answer = CollectedAnswer(call)
-    with service.generation(call, answer) as generation:
-        await generation.submit()
-        await answer.wait()
+    await collect(service, call, answer)
     return answer
 
 
 async def answer_message(service: Service, call: Call) -> MessageCollector:
     """An answer of messages, whole."""
     message = MessageCollector(call)
-    answer = ParsedAnswer(call, call.new_parser or PlainParser, message)
-    with service.generation(call, answer) as generation:
-        await generation.submit()
-        await message.wait()
+    await collect(service, call, parsed(call, message))
     return message
+
+
+def parsed(call: Call, sink: AnswerSink) -> ParsedAnswer:
+    """For `sink`, as the call's own parser reads it."""
+    return ParsedAnswer(call, call.new_parser or PlainParser, sink)
+
+
+async def collect(service: Service, call: Call, consumer: Consumer) -> None:
+    """Let `consumer` have the whole answer. Raises the `ApiError` that ended it."""
+    with service.generation(call, consumer) as generation:
+        await generation.submit()
+        await generation.wait()
 
 
 async def stream_to(
