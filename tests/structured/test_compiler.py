@@ -139,6 +139,37 @@ def test_the_cache_is_bounded_and_drops_what_was_not_used(
     assert compiler.num_cached == 0
 
 
+def test_the_lexers_of_all_grammars_are_bounded(
+    compiler: GrammarCompiler, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "_num_fill_threads", lambda: 4)
+    monkeypatch.setattr(compiler_module, "MAX_LEXERS_SECONDS", 60.0)
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_LEXERS", 9)
+    for i in range(5):
+        grammar = compiled(choice=[str(i)])
+        join_compile_threads()
+        assert len(grammar.matchers) == 4
+    assert compiler.num_cached == 2
+
+
+class Panic(BaseException):
+    """As the library's own, which is no `Exception`."""
+
+
+def test_a_panic_is_one_requests_and_the_thread_goes_on(
+    compiler: GrammarCompiler, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*args: object) -> str:
+        raise Panic("unreachable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler_module, "grammar_text", panic)
+        for _ in range(compiler_module.MAX_CONCURRENT_COMPILES + 1):
+            with pytest.raises(RuntimeError, match="unreachable"):
+                compiled(choice=["a"])
+    assert compiled(choice=["a"]).matchers
+
+
 def test_errors_are_not_kept(compiler: GrammarCompiler, compiled: Compiled) -> None:
     for _ in range(2):
         with pytest.raises(InvalidRequestError):

@@ -32,7 +32,8 @@ STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
 MAX_CONCURRENT_COMPILES = 2
 MAX_QUEUED_COMPILES = 128
 MAX_FILL_THREADS = 8
-MAX_CACHED_GRAMMARS = 64  # the lexer of a hostile one takes 20 MB, of a usual one nearly nothing
+MAX_CACHED_GRAMMARS = 64
+MAX_CACHED_LEXERS = 64  # that of a hostile grammar takes 20 MB, of a usual one nearly nothing
 MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
 COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
 """For the longest chain that fits into `MAX_STRUCTURED_OUTPUT_CHARS`, twice over."""
@@ -148,9 +149,10 @@ class GrammarCompiler:
             future.set_running_or_notify_cancel()  # nobody's cancelling may reach it from here on
             try:
                 grammar, text = self._compile(params)
-            except Exception as error:  # whatever it is, it is this request's
+            except BaseException as error:  # a panic of the library too: it is this request's
                 self._settle(key)
-                future.set_exception(error)
+                panicked = not isinstance(error, Exception)
+                future.set_exception(RuntimeError(str(error)) if panicked else error)
             else:
                 self._settle(key, grammar)
                 future.set_result(grammar)
@@ -163,12 +165,17 @@ class GrammarCompiler:
                 return
             self._cache[key] = grammar
             self._cache_bytes += len(key)
-            while (
-                len(self._cache) > MAX_CACHED_GRAMMARS
-                or self._cache_bytes > MAX_CACHED_GRAMMAR_BYTES
-            ):
-                dropped, _ = self._cache.popitem(last=False)
-                self._cache_bytes -= len(dropped)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Drop what was not used for longest, while there is too much. With the lock held."""
+        while (
+            len(self._cache) > MAX_CACHED_GRAMMARS
+            or self._cache_bytes > MAX_CACHED_GRAMMAR_BYTES
+            or sum(len(kept.matchers) for kept in self._cache.values()) > MAX_CACHED_LEXERS
+        ):
+            dropped, _ = self._cache.popitem(last=False)
+            self._cache_bytes -= len(dropped)
 
     def _compile(self, params: StructuredOutputsParams) -> tuple[CompiledGrammar, str]:
         """And its text."""
@@ -186,6 +193,8 @@ class GrammarCompiler:
         deadline = time.monotonic() + MAX_LEXERS_SECONDS
         while len(grammar.matchers) < _num_fill_threads() and time.monotonic() < deadline:
             grammar.matchers.append(LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS))
+        with self._lock:
+            self._trim()
 
     def _prepare(self) -> tuple[Vocabulary, LLExecutor]:
         with self._preparing:
