@@ -16,13 +16,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 WAIT_SECONDS = 30
+NAVIGATED = (  # what Chromium says of a question that the page's end overtook
+    "Inspected target navigated or closed",
+    "Execution context was destroyed.",
+    "Cannot find context with specified id",
+    "Cannot find default execution context",
+)
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = [
     "--headless",
@@ -70,6 +76,10 @@ class Chromium:
         self._profile.cleanup()
 
 
+class Navigated(RuntimeError):
+    """The page went away while it was asked; another one is coming, or none."""
+
+
 class Tab:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -98,14 +108,28 @@ class Tab:
         return await answer
 
     async def listen(self) -> None:
-        async for message in self._socket:
-            data = json.loads(message.data)
-            if "id" not in data:
-                self._note(data["method"], data["params"])
-            elif "error" in data:
-                self._answers.pop(data["id"]).set_exception(RuntimeError(data["error"]["message"]))
-            else:
-                self._answers.pop(data["id"]).set_result(data["result"])
+        """Answers the calls until Chromium hangs up; then fails what still waits."""
+        try:
+            async for message in self._socket:
+                data = json.loads(message.data)
+                if "id" in data:
+                    self._answer(data)
+                else:
+                    self._note(data["method"], data["params"])
+        finally:
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(RuntimeError("Chromium hung up"))
+
+    def _answer(self, data: dict[str, Any]) -> None:
+        answer = self._answers.pop(data["id"], None)
+        if answer is None or answer.done():  # answered twice, or no longer waited for
+            return
+        if error := data.get("error"):
+            kind = Navigated if error["message"] in NAVIGATED else RuntimeError
+            answer.set_exception(kind(error["message"]))
+        else:
+            answer.set_result(data["result"])
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
@@ -127,13 +151,18 @@ class Tab:
         return answer["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """The first truthy value of `expression`; an element counts as true."""
+        """The first truthy value of `expression`; an element counts as true.
+
+        It may be asked while the page is replaced by another, which is then asked.
+        """
         expression = f"(value => value instanceof Node || value)({expression})"
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                while not (value := await self.evaluate(expression)):  # noqa: ASYNC110
+                while True:
+                    with suppress(Navigated):
+                        if value := await self.evaluate(expression):
+                            return value
                     await asyncio.sleep(0.02)
-                return value
         except TimeoutError:
             text = await self.evaluate("document.body.innerText")
             raise AssertionError(f"never true: {expression}\n{self.errors}\n{text}") from None
