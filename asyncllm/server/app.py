@@ -45,6 +45,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app.on_response_prepare.append(_echo_request_id)
     service = Service(engine, args)
     app[SERVICE] = service
+    app.on_cleanup.append(_end_threads)
     app[RESPONSES] = ResponseStore(args.responses_store_bytes)
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
@@ -74,6 +75,10 @@ def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
 def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
     app[DASHBOARD] = Dashboard(engine)
     app.on_shutdown.append(app[DASHBOARD].close)
+
+
+async def _end_threads(app: web.Application) -> None:
+    app[SERVICE].off_loop.close()
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:

@@ -27,6 +27,7 @@ from asyncllm.server.service import (
     Service,
     answer_response,
     answer_whole,
+    prepared,
     stream_to,
 )
 from asyncllm.server.sse import SSEStream
@@ -40,13 +41,14 @@ async def completions(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, CompletionRequest)
     with client_names(request):
-        call = _call(request, service)
+        call = await prepared(http, partial(_call, request, service))
         view = CompletionView(request, call, service)
         if request.stream:
             sse = SSEStream(http, service.frames)
             answer = StreamedAnswer(sse, call, view, request.stream_options)
             return await stream_to(sse, service, call, answer)
-        return await answer_response(call, partial(view.body, await answer_whole(service, call)))
+        answered = await answer_whole(service, call)
+        return await answer_response(service, call, partial(view.body, answered))
 
 
 def _call(request: CompletionRequest, service: Service) -> Call:
