@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncllm.engine.output_logprobs import TokenText, logprob_dict, prompt_logprob_dicts
+from asyncllm.engine.output_logprobs import LazyPromptLogprobs, TokenText, logprob_dict
 from asyncllm.engine.repetition import RepetitionDetector
 from asyncllm.engine.sequence_text import SequenceText
 from asyncllm.engine.stats import FinishedRequestStats
@@ -67,7 +67,7 @@ class RequestState:
             return None
         self.owes_prompt_logprobs = False
         known, self.prompt_logprobs = self.prompt_logprobs, []
-        return prompt_logprob_dicts(self.request.prompt_token_ids, known, num_top, self.text_of)
+        return LazyPromptLogprobs(self.request.prompt_token_ids, known, num_top, self.text_of)
 
     def stats(self) -> FinishedRequestStats:
         """The request at its end."""

@@ -159,7 +159,13 @@ async def answer_response(
 ) -> web.Response:
     """The whole answer's; log-probabilities may be 100,000s of entries: those off the loop."""
     params = call.params
-    if params.logprobs is None and params.prompt_logprobs is None:
+    is_large = params.logprobs is not None or params.prompt_logprobs is not None
+    return await written(service, render, is_large)
+
+
+async def written(service: Service, render: Callable[[], Any], is_large: bool) -> web.Response:
+    """The JSON of what `render` returns, made off the loop if it is large."""
+    if not is_large:
         return json_response(render())
     body = await service.off_loop.write(lambda: orjson.dumps(render()))
     return web.Response(body=body, content_type="application/json")
