@@ -3,7 +3,8 @@
 Written exactly as the family writes calls, by the first of its syntaxes, so that the parser reads
 them back. Arguments are valid by the tool's schema: as JSON wholly (of a tool that is not `strict`
 without the keywords that llguidance cannot enforce); between tags or as literals each for itself,
-in the order of the schema, where texts are any texts.
+in the order of the schema, where texts are any texts; those of a strict tool keep to its lengths,
+patterns and formats.
 """
 
 from __future__ import annotations
