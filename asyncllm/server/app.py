@@ -16,6 +16,7 @@ from asyncllm.server.auth import auth_middleware
 from asyncllm.server.connection import connection_middleware
 from asyncllm.server.dashboard import DASHBOARD, Dashboard
 from asyncllm.server.errors import error_middleware
+from asyncllm.server.hosts import hosts_middleware
 from asyncllm.server.messages.errors import anthropic_error_middleware
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.openapi import DOCUMENT, Document
@@ -37,6 +38,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
             connection_middleware,
             error_middleware,
             anthropic_error_middleware,
+            hosts_middleware(args),
             auth_middleware(args.keys(), public),
         ],
         client_max_size=args.max_body_bytes,

@@ -218,8 +218,9 @@ def test_abort_of_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
             body = b'{"prompt": "a", "stream": true}'
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(body), body)
             )
             await until(lambda: server.engine.recorder.aborts)
             assert server.engine.recorder.aborts == {"slow_reader": 1}
