@@ -18,6 +18,7 @@ from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
+from asyncllm.models.persistent_decode import MAX_ROWS, PersistentDecode
 from asyncllm.types import PADDING_PAGE, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
@@ -100,6 +101,7 @@ class ModelRunner:
         self._staging = Staging(device)
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
+        self.persistent_decode: PersistentDecode | None = None  # for steps of few rows
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
 
@@ -223,12 +225,16 @@ class ModelRunner:
         Returns plainly sampled tokens int32 [rows] and logits [rows, V]. `max_len`: the longest
         context, for backends that want it on the host; None under capture.
         """
-        state = self._state
+        state, model = self._state, self._model
         rows = self._decode_ends.begin(state, slots)
-        attend = self._attention.decode(DecodeRows(rows.block_tables, rows.positions, max_len))
-        prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        hidden = self._model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
-        logits = self._model.compute_logits(hidden)
+        decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
+        prompt_lens = state.prompt_lens[slots] if model.uses_prompt_lens else None
+        if self.persistent_decode is not None and len(slots) <= MAX_ROWS:
+            logits = self.persistent_decode.forward(rows.last_tokens, decodes, prompt_lens)
+        else:
+            attend = self._attention.decode(decodes)
+            hidden = model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
+            logits = model.compute_logits(hidden)
         return self._decode_ends.finish(state, slots, rows, logits), logits
 
     def _mixed_step(self, inputs: StepInputs) -> Forwarded:
