@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.engine.engine_core import EngineCore, in_own_thread
+from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.generation import Generation, Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput, end_of_text_ids
 from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
@@ -243,14 +244,14 @@ class AsyncLLMEngine:
         return await asyncio.shield(self._running().failed)
 
     def stats(self) -> SchedulerStats:
-        return self._running().scheduler.stats()
+        return self._running().live.scheduler.stats()
 
     def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
         """What a live view shows: queues, pages, rates, latencies, the last steps. Cheap; no HTTP.
 
         Call it on the loop. Raises `EngineDeadError` before the start and after the end.
         """
-        scheduler = self._running().scheduler
+        scheduler = self._running().live.scheduler
         return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
 
     @property
@@ -265,17 +266,14 @@ class AsyncLLMEngine:
 
     def check_integrity(self) -> None:
         """Assert the invariants of pages, slots and queues; for tests and debugging."""
-        self._running().scheduler.check_integrity()
+        self._running().live.scheduler.check_integrity()
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request."""
-        core = self._running()
-        core.scheduler.check_empty()
-        core.outputs.check_empty()
-        core.admission.check_empty()
+        self._running().live.check_empty()
 
     def reset_prefix_cache(self) -> None:
-        self._running().scheduler.blocks.reset_prefix_cache()
+        self._running().live.scheduler.blocks.reset_prefix_cache()
 
     def _running(self) -> EngineCore:
         if self._core is None:

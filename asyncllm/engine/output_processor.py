@@ -61,6 +61,10 @@ class OutputProcessor:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    def requests(self) -> list[Request]:
+        """Those whose last output is not out yet, oldest first; a copy."""
+        return [owner.request for owner in self._requests.values()]
+
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None = None) -> None:
         """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
 
@@ -118,7 +122,7 @@ class OutputProcessor:
         They go to the sink by themselves: to render them takes longer than a step may.
         """
         request = search.request
-        owner = self._requests.pop(request.request_id)
+        owner = self._requests[request.request_id]
         self._count_first_token(owner, now)
         for seq, beam in zip(request.sequences, search.beams, strict=True):
             state = self._sequences[seq.seq_id]
@@ -129,6 +133,7 @@ class OutputProcessor:
         self._iteration.num_generation_tokens += owner.num_generated
         output = owner.take_output(now)
         self._iteration.finished.append(owner.stats())
+        del self._requests[request.request_id]
         return replace(output, outputs=[]), owner.sink
 
     def abort(self, request_id: str, now: float | None = None) -> Request | None:
@@ -283,7 +288,7 @@ class OutputProcessor:
             self._emit(owner, now)
 
     def _emit(self, owner: RequestState, now: float) -> None:
-        if owner.news[0].token_ids:
+        if owner.news and owner.news[0].token_ids:
             owner.request.metrics.last_token_time = now
         output = owner.take_output(now)
         if output.finished:
