@@ -24,6 +24,7 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.worker_loader import WorkerLoader
 from asyncllm.errors import EngineDeadError
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.types import Request
@@ -58,13 +59,19 @@ class AsyncLLMEngine:
         self.show_progress = False
         self._request_ids = itertools.count()
         self._starting = asyncio.Lock()
+        self._loader = WorkerLoader()
         self._core: EngineCore | None = None
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     # --- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model, size its memory, capture its graphs. A second call does nothing."""
+        """Load the model, size its memory, capture its graphs. A second call does nothing.
+
+        Cancelled, it ends at once; what it was loading is closed as soon as it is loaded, before
+        another start loads anything and before `aclose` returns.
+        """
         async with self._starting:
             if self._closed:
                 raise EngineDeadError("the engine is closed")
@@ -76,11 +83,13 @@ class AsyncLLMEngine:
         config = self.config
         text = asyncio.create_task(in_own_thread(_load_text, config))
         try:
-            worker = await in_own_thread(partial(Worker, config, progress=self.show_progress))
-        finally:
-            await asyncio.wait([text])
+            worker = await self._loader.load(partial(Worker, config, progress=self.show_progress))
+        except BaseException:
+            text.cancel()
+            await asyncio.gather(text, return_exceptions=True)
+            raise
         try:
-            tokenizer, vocabulary = text.result()
+            tokenizer, vocabulary = await text
             core = EngineCore(config, worker, tokenizer, self.recorder, self.stat_loggers)
         except BaseException:
             worker.close()
@@ -89,12 +98,21 @@ class AsyncLLMEngine:
         return core
 
     async def aclose(self) -> None:
-        """End all requests with an error, stop the engine and give its memory back. Idempotent."""
+        """End all requests with an error, stop the engine and give its memory back. Idempotent.
+
+        Cancelled, it goes on by itself; another call waits for its end.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="asyncllm close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         async with self._starting:
             self._closed = True
             core, self._core = self._core, None
             if core is not None:
                 await core.close()
+            await self._loader.join()
 
     async def __aenter__(self) -> Self:
         await self.start()
