@@ -226,7 +226,7 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             require(value is None or isinstance(value, list), name, value, "a list")
-        check_strings("stop", self.stop or [], MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
+        check_strings("stop", list(self.stop or ()), MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
         check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
