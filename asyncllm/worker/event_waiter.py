@@ -2,8 +2,9 @@
 
 A step is awaited coarsely, by a thread that sits in the driver without the GIL; its wake-up costs
 50 to 100 us and more in a virtual machine. A step that is about to end is polled instead, between
-other turns of the loop: steps run one after the other and take about as long as the one before, so
-the end is known to a few per cent. Polling is bounded by 2 * POLL_S per step; idle costs nothing.
+other turns of the loop: steps run one after the other and take about as long as the last of their
+size, so the end is known to a few per cent. Polling is bounded by 2 * POLL_S per step; idle costs
+nothing.
 """
 
 from __future__ import annotations
@@ -35,18 +36,21 @@ class EventWaiter:
 
     def __init__(self) -> None:
         self._last_end_s = 0.0  # of the clock, as seen by the host
-        self._last_step_s = math.inf  # not known: no end is near
+        self._step_s: dict[int, float] = {}  # the last duration by size; few sizes, and bounded
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncllm-wait", daemon=True)
         self._thread.start()
 
-    async def wait(self, event: DeviceEvent, submitted_s: float) -> None:
-        """Until the event. `submitted_s`: by `perf_counter`. Raises what the device raised."""
+    async def wait(self, event: DeviceEvent, submitted_s: float, size: int) -> None:
+        """Until the event. `submitted_s`: by `perf_counter`. Raises what the device raised.
+
+        `size`: of the step, such that those of one size last about as long.
+        """
         if event.query():
             self._last_end_s = time.perf_counter()  # or earlier: no measure of a step
             return
         start_s = max(submitted_s, self._last_end_s)
-        due_s = start_s + self._last_step_s
+        due_s = start_s + self._step_s.get(size, math.inf)  # not known: no end is near
         while abs(due_s - time.perf_counter()) < POLL_S:
             await asyncio.sleep(0)
             if event.query():
@@ -54,7 +58,7 @@ class EventWaiter:
         else:
             await self._in_thread(event)
         self._last_end_s = time.perf_counter()
-        self._last_step_s = self._last_end_s - start_s
+        self._step_s[size] = self._last_end_s - start_s
 
     def close(self) -> None:
         self._queue.put(None)
