@@ -37,6 +37,7 @@ from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
+EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +111,23 @@ class ModelRunner:
 
         The plan's effects are as if it were done already.
         """
-        inputs = self._builder.build(plan)
+        inputs, size = self._builder.build(plan), self._size(plan)
         if not plan.needs_host:
-            return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)))
-        begun = self._executor.begin(lambda: self._forward(inputs))
+            return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)), size)
+        begun = self._executor.begin(lambda: self._forward(inputs), size)
 
         def end(masks: TokenMasks) -> LaunchedStep:
             later = self._builder.build_sampling(inputs)  # now: the tokens will move on
             return begun.end(lambda forwarded: self._sample(inputs, forwarded, later, masks))
 
         return HostStep(end)
+
+    def _size(self, plan: StepPlan) -> int:
+        """What a step's duration goes by: its (padded) tokens; 0 for decodes only, which go on."""
+        if not plan.prefills:
+            return 0
+        eager = -(-plan.num_tokens // EAGER_SIZE) * EAGER_SIZE
+        return self.mixed_forward.graph_size(plan.num_tokens) or eager
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
