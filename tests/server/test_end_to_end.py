@@ -19,6 +19,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from asyncllm import AsyncLLMEngine
+from tests.engine.test_async_engine import set_queue_clock_forward
 from tests.server.http_harness import Server, run, serving, until
 
 ENGINE = {"num_gpu_blocks_override": 400, "swap_space": 0, "max_model_len": 512, "device": "cpu"}
@@ -185,14 +186,17 @@ def test_overload_is_429() -> None:
     run(test())
 
 
-def test_waiting_too_long_is_503() -> None:
+def test_waiting_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with client(max_queue_seconds=0.01, max_num_seqs=1) as (api, server):
-            body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+        async with client(max_queue_seconds=300, max_num_seqs=1) as (api, server):
+            body = {"prompt": "Once", "max_tokens": 250, "ignore_eos": True}
             running = asyncio.create_task(server.post("/v1/completions", body))
             await until(lambda: server.engine.stats().num_running == 1)
+            waiting = asyncio.create_task(whole(api, messages=QUESTION))
+            await until(lambda: server.engine.stats().num_waiting == 1)
+            set_queue_clock_forward(monkeypatch, 301)
             with pytest.raises(openai.InternalServerError) as refused:
-                await whole(api, messages=QUESTION)
+                await waiting
             assert refused.value.status_code == 503
             assert refused.value.response.headers["Retry-After"] == "1"
             assert (await running)[0] == 200
@@ -213,8 +217,8 @@ def test_disconnect_frees_pages(stream: bool) -> None:
                 task.cancel()
                 if stream and not task.cancelled():
                     await asyncio.gather(task, return_exceptions=True)
-            async with asyncio.timeout(1):
-                await until(lambda: server.engine.stats().num_used_pages == 0)
+            await until(lambda: server.engine.stats().num_used_pages == 0)
+            assert server.engine.recorder.finished == {"abort": 1}
 
     run(test())
 
