@@ -17,6 +17,8 @@ import loadtest
 import orjson
 import pytest
 
+from tests.waiting import PATIENCE_SECONDS
+
 from .conftest import SCRIPTS
 
 Mock = Callable[..., str]
@@ -43,7 +45,9 @@ def test_the_script_itself(mock: Mock, tmp_path: Path) -> None:
     """As people and gpu_timing.py start it: in a process of its own, from any folder."""
     flags = "--workload lat8 --num-prompts 20 --output-len 9 --num-warmups 3 --api-key sesame"
     command = [sys.executable, str(SCRIPTS / "loadtest.py"), "--base-url", mock(), *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["conditions"]["load"] == "closed_loop"
