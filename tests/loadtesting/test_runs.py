@@ -17,6 +17,7 @@ import loadtest
 import orjson
 import pytest
 
+from loadtesting import knee
 from tests.waiting import PATIENCE_SECONDS
 
 from .conftest import SCRIPTS
@@ -242,16 +243,19 @@ def test_two_servers_take_turns(mock: Mock, run: Run) -> None:
     assert "B/A" in shown
 
 
-def test_the_knee_of_a_known_capacity(mock: Mock, run: Run) -> None:
+def test_the_knee_of_a_known_capacity(
+    mock: Mock, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four streams of 0.1 s each: 40 requests a second, and a queue that grows above it."""
+    monkeypatch.setattr(knee, "MAX_PROBES", 5)  # each that fails doubles the next one's time
     url = mock(tokens_per_second=100.0, max_running=4)
-    flags = "--output-len 10 --request-rate 20 --arrival constant --slo ttft:400 --num-warmups 2"
+    flags = "--output-len 10 --request-rate 40 --arrival constant --slo ttft:2000 --num-warmups 2"
     status, report, shown = run(url, f"{flags} --find-knee --probe-s 1 --knee-tolerance 1")
     assert status == 0
     assert report["first_failing_requests_per_s"] is not None
     assert report["knee_requests_per_s"] < report["first_failing_requests_per_s"]
-    # Offered twice the capacity for a second, the last wait a second: no machine meets that.
-    assert report["knee_requests_per_s"] < 80
+    # Offered four times the capacity for a second, the last wait three: no machine meets that.
+    assert report["knee_requests_per_s"] < 160
     assert len(report["probes"]) >= 2 and "knee: " in shown
 
 
