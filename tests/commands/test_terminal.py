@@ -148,7 +148,10 @@ class Terminal:
 @contextmanager
 def on_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
     ours, theirs = pty.openpty()
+    # A shell that starts the tests in the background has them, and so their children, ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start(*words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
     os.close(theirs)
     try:
         yield Terminal(ours), process
