@@ -31,6 +31,7 @@ from asyncllm import AsyncLLMEngine
 from asyncllm.server.openapi import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.in_thread import in_thread
+from tests.waiting import PATIENCE_SECONDS
 
 MAX_LISTED = 50  # per operation, of up to 900
 NUM_RANDOM = 12  # per operation, of allowed bodies and of others
@@ -74,7 +75,7 @@ def test_responses_are_as_documented(label: str, url: str) -> None:
     checks = CHECKS if label in LENIENT else [*CHECKS, negative_data_rejection]
 
     def check(case: Any) -> None:
-        case.call_and_validate(base_url=url, checks=checks)
+        case.call_and_validate(base_url=url, checks=checks, timeout=PATIENCE_SECONDS)
 
     listed = list(
         SCHEMA.iter_coverage_cases(
