@@ -12,6 +12,7 @@ from aiohttp import web
 from asyncllm.server import bodies, connection
 from asyncllm.server.connection import Connection
 from tests.server.http_harness import CHAT, Server, run, serving
+from tests.server.test_sse import slow_client
 from tests.waiting import PATIENCE_SECONDS, until
 
 GOOD_BODY = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
@@ -210,19 +211,7 @@ def test_a_stalled_reader_is_ended_and_others_are_not(monkeypatch: pytest.Monkey
     async def test() -> None:
         async with serving(small_buffers=True) as server:
             server.engine.step_seconds = 0.005
-            stalled = socket.socket()
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            stalled.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(stalled, ("127.0.0.1", server.port))
-            body = json.dumps(
-                {
-                    "messages": [{"role": "user", "content": "Hello"}],
-                    "n": 16,
-                    "stream": True,
-                }
-            ).encode()
-            request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-            await asyncio.get_running_loop().sock_sendall(stalled, request)
+            stalled = await slow_client(server, n=16)
             await until(lambda: server.engine.live)
             good = await server.events(
                 CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
