@@ -33,7 +33,6 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
 from asyncllm.engine.step_clock import StepClock
-from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
@@ -54,28 +53,22 @@ class EngineCore:
         self,
         config: EngineConfig,
         worker: Worker,
-        tokenizer: Tokenizer | None,
+        input_processor: InputProcessor,
         recorder: Recorder,
         stat_loggers: list[StatLogger],
     ) -> None:
         self.worker = worker
-        self.tokenizer = tokenizer
+        self.input_processor = input_processor
         self._config = config
         self.chunk_policy = ChunkPolicy.choose(
             config.chunked_prefill_size, worker.step_cost, config.prefill_graph_sizes
-        )
-        self.input_processor = InputProcessor(
-            config,
-            tokenizer,
-            worker.memory.max_model_len,
-            max_kv_tokens=worker.memory.num_pages * config.block_size,
         )
         self.live = LiveRequests(
             self._new_scheduler(SchedulerStats()),
             Admission(
                 config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
             ),
-            tokenizer,
+            input_processor.tokenizer,
             recorder.aborts,
         )
         self.clock = StepClock()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine import async_engine
+from asyncllm.engine import core_loader
 from asyncllm.worker.worker import Worker
 from tests.engine.test_async_engine import ENDLESS, GREEDY, run, small_engine, until
 
@@ -40,7 +40,7 @@ class Workshop:
 @pytest.fixture
 def workshop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
     made = Workshop()
-    monkeypatch.setattr(async_engine, "Worker", made)
+    monkeypatch.setattr(core_loader, "Worker", made)
     yield made
     made.go.set()
 
