@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from asyncllm import LLM
 from asyncllm.engine import core_loader
 from asyncllm.worker.worker import Worker
-from tests.engine.test_async_engine import ENDLESS, GREEDY, run, small_engine, until
+from tests.engine.test_async_engine import ENDLESS, GREEDY, SMALL, run, small_engine, until
 
 
 class Workshop:
@@ -81,6 +84,35 @@ def test_closed_even_if_the_loop_has_ended(workshop: Workshop) -> None:
     workshop.go.set()
     thread.join(60)
     assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
+
+
+def test_an_interrupted_llm_closes_what_it_was_loading(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C in a notebook, while `LLM(...)` loads."""
+    run_on_loop = asyncio.run_coroutine_threadsafe
+
+    def interrupted(*args: Any) -> Any:
+        future = run_on_loop(*args)
+
+        def result() -> None:
+            while not workshop.events:
+                time.sleep(0.002)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", run_on_loop)
+        future.result = result  # type: ignore[method-assign, assignment]
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM("tiny", **SMALL)
+    (thread,) = (t for t in threading.enumerate() if t.name.startswith("asyncllm-load"))
+    workshop.go.set()
+    thread.join(60)
+    assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
+    gc.collect()
+    assert not caplog.records  # no task destroyed while pending
 
 
 def test_a_start_after_a_cancelled_one_loads_when_the_first_is_closed(workshop: Workshop) -> None:
