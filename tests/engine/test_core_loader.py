@@ -14,7 +14,8 @@ import pytest
 from asyncllm import LLM
 from asyncllm.engine import core_loader
 from asyncllm.worker.worker import Worker
-from tests.engine.test_async_engine import ENDLESS, GREEDY, SMALL, run, small_engine, until
+from tests.engine.test_async_engine import ENDLESS, GREEDY, SMALL, small_engine
+from tests.waiting import PATIENCE_SECONDS, run, until
 
 
 class Workshop:
@@ -27,7 +28,7 @@ class Workshop:
     def __call__(self, *args: Any, **kwargs: Any) -> Worker:
         name = f"worker {sum(event.endswith('begun') for event in self.events)}"
         self.events.append(f"{name} begun")
-        assert self.go.wait(60)
+        assert self.go.wait(PATIENCE_SECONDS)
         worker = Worker(*args, **kwargs)
         close = worker.close
 
@@ -82,7 +83,7 @@ def test_closed_even_if_the_loop_has_ended(workshop: Workshop) -> None:
     run(main())
     (thread,) = (t for t in threading.enumerate() if t.name.startswith("asyncllm-load"))
     workshop.go.set()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
 
 
@@ -109,7 +110,7 @@ def test_an_interrupted_llm_closes_what_it_was_loading(
         LLM("tiny", **SMALL)
     (thread,) = (t for t in threading.enumerate() if t.name.startswith("asyncllm-load"))
     workshop.go.set()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
     gc.collect()
     assert not caplog.records  # no task destroyed while pending
