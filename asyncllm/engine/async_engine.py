@@ -14,9 +14,9 @@ from typing import Any, NoReturn, Self
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine.generation import Generation, Sink
+from asyncllm.engine.generation import Generation
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
-from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger

@@ -20,12 +20,11 @@ from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.non_finite import evict, non_finite_requests
-from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.plan_time import PlanTime

@@ -17,12 +17,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.beam_output import render
 from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.best_answers import BestAnswers
-from asyncllm.engine.output_processor import OutputProcessor, Sink, TextSink
+from asyncllm.engine.output_processor import OutputProcessor
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
@@ -109,7 +111,12 @@ class LiveRequests:
         output, sink = self.outputs.end_search(search, time.monotonic())
 
         async def tell() -> None:
-            sink(await in_own_thread(render, search, output, self._tokenizer))
+            try:
+                whole = await in_own_thread(render, search, output, self._tokenizer)
+            except RuntimeError as error:  # no thread can be started
+                logger.exception("request %s: output failed", output.request_id)
+                whole = replace(output, error=f"output failed: {error}")
+            sink(whole)
 
         task = asyncio.create_task(tell())
         self._rendering.add(task)

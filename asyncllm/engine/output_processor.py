@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from asyncllm.engine.beam_search import EndedSearch
-from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_state import (
     RequestState,
     SequenceState,
@@ -38,8 +37,6 @@ from asyncllm.types import (
     TokenLogprobs,
     TokenUpdate,
 )
-
-__all__ = ["OutputCollector", "OutputProcessor", "Sink", "Stop", "TextSink"]
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ import collections
 import threading
 from typing import Any
 
-from asyncllm.engine.generation import Generation, Sink
+from asyncllm.engine.generation import Generation
+from asyncllm.engine.output_state import Sink
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.sampling_params import RequestOutputKind
 from tests.waiting import PATIENCE_SECONDS

@@ -16,6 +16,7 @@ from asyncllm import (
     RequestOutput,
     SamplingParams,
 )
+from asyncllm.engine import live_requests
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.types import TokenUpdate
 from tests.engine.test_async_engine import ENDLESS, GREEDY, settle, small_engine
@@ -66,6 +67,23 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_with_the_error(
                     await request
             await settle(engine)
             assert (await outcome(engine, "hello", params)).outputs == expected
+
+    run(main())
+
+
+def test_a_search_whose_words_find_no_thread_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        async with small_engine() as engine:
+            monkeypatch.setattr(live_requests, "in_own_thread", no_thread)
+            with pytest.raises(RequestFailedError, match="can't start new thread"):
+                await outcome(engine, "hello", SEARCH)
+            engine.check_idle()
+            monkeypatch.undo()
 
     run(main())
 
