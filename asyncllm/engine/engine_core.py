@@ -199,8 +199,12 @@ class EngineCore:
         iteration.step = step
         stats = self.live.scheduler.stats()
         self._recorder.record(stats, iteration)
-        for stat_logger in self._stat_loggers:
-            stat_logger.record(stats, iteration)
+        for stat_logger in list(self._stat_loggers):
+            try:
+                stat_logger.record(stats, iteration)
+            except Exception:  # it only watches: no request may end for it
+                logger.exception("%r failed, and is told no more", stat_logger)
+                self._stat_loggers.remove(stat_logger)
 
     async def idle(self) -> None:
         """Until a request arrives. After a moment of quiet, graphs that were left for later."""

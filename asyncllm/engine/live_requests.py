@@ -149,19 +149,16 @@ class LiveRequests:
 
     def expire(self, now: float) -> None:
         """End those that have waited too long. `now`: monotonic seconds."""
-        for request in self.admission.late(now):
-            self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            self.admission.leave(request)
-            waited = f"it waited over max_queue_seconds ({self.admission.max_seconds:g})"
-            self.outputs.fail(request, waited, time.monotonic(), overloaded=True)
+        limit = f"max_queue_seconds ({self.admission.max_seconds:g})"
+        self.fail(self.admission.late(now), f"it waited over {limit}", overloaded=True)
 
-    def fail(self, requests: list[Request], message: str) -> None:
+    def fail(self, requests: list[Request], message: str, *, overloaded: bool = False) -> None:
         """End those that are live with an error."""
         for request in requests:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             self.admission.leave(request)
             try:
-                self.outputs.fail(request, message, time.monotonic())
+                self.outputs.fail(request, message, time.monotonic(), overloaded=overloaded)
             except Exception:  # a sink that raises, against its word: the others must be told too
                 logger.exception("request %s: its sink failed", request.request_id)
 

@@ -18,8 +18,15 @@ from asyncllm import (
 )
 from asyncllm.engine import live_requests
 from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.types import TokenUpdate
-from tests.engine.test_async_engine import ENDLESS, GREEDY, settle, small_engine
+from tests.engine.test_async_engine import (
+    ENDLESS,
+    GREEDY,
+    set_queue_clock_forward,
+    settle,
+    small_engine,
+)
 from tests.waiting import PATIENCE_SECONDS, run, until
 
 SEARCH = SamplingParams(n=2, use_beam_search=True, max_tokens=4, ignore_eos=True)
@@ -103,6 +110,44 @@ def test_a_sink_that_raises_keeps_nobody_from_hearing() -> None:
                     await other
             await settle(engine)
             assert (await outcome(engine, "hello", GREEDY)).finished
+
+    run(main())
+
+
+def test_a_sink_that_raises_when_its_request_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            other = asyncio.create_task(outcome(engine, "other", replace(GREEDY, max_tokens=60)))
+            await until(lambda: engine.stats().num_running)
+            heard: list[RequestOutput] = []
+
+            def raise_always(output: RequestOutput) -> None:
+                heard.append(output)
+                raise ArithmeticError("planted")
+
+            await engine.add_request("late", "late", GREEDY, raise_always)
+            set_queue_clock_forward(monkeypatch, 601)
+            assert (await other).finished
+            assert [output.overloaded for output in heard] == [True]
+            engine.check_idle()
+
+    run(main())
+
+
+def test_an_observer_that_raises_is_told_no_more() -> None:
+    class Observer:
+        num_calls = 0
+
+        def record(self, stats: SchedulerStats, iteration: IterationStats) -> None:
+            self.num_calls += 1
+            raise ArithmeticError("planted")
+
+    async def main() -> None:
+        bad = Observer()
+        async with small_engine() as engine:
+            engine.stat_loggers.append(bad)
+            assert (await outcome(engine, "hello", GREEDY)).finished
+        assert bad.num_calls == 1
 
     run(main())
 
