@@ -170,9 +170,9 @@ class AsyncLLMEngine:
     ) -> Request:
         """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
 
-        The sink is called on the loop and must neither block nor raise. The last delta is
-        `finished`. A step between the first and the last that brings text and nothing else is told
-        to `text_sink`, if there is one, as (text, number of tokens).
+        The sink is called on the loop and must not block; one that raises ends its request with an
+        error. The last delta is `finished`. A step between the first and the last that brings text
+        and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
         Raises as `generate`; a refused request owns nothing.
         """
         return await self._running().add_request(

@@ -157,10 +157,7 @@ class LiveRequests:
         for request in requests:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             self.admission.leave(request)
-            try:
-                self.outputs.fail(request, message, time.monotonic(), overloaded=overloaded)
-            except Exception:  # a sink that raises, against its word: the others must be told too
-                logger.exception("request %s: its sink failed", request.request_id)
+            self.outputs.fail(request, message, time.monotonic(), overloaded=overloaded)
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
         """End the request of `seq`, if it is live, for what it brought with it raised."""

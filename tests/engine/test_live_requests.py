@@ -95,21 +95,35 @@ def test_a_search_whose_words_find_no_thread_ends_with_an_error(
     run(main())
 
 
-def test_a_sink_that_raises_keeps_nobody_from_hearing() -> None:
+@pytest.mark.parametrize("failing", [0, 1, -1], ids=["first", "text", "last"])
+def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
+    """failing: which call raises; with -1 that of the last output."""
+
     async def main() -> None:
         async with small_engine() as engine:
-            others = [asyncio.create_task(outcome(engine, f"{i}", ENDLESS)) for i in range(2)]
-            await until(lambda: engine.stats().num_running == len(others))
+            expected = (await outcome(engine, "other", GREEDY)).outputs
+            other = asyncio.create_task(outcome(engine, "other", GREEDY))
+            calls: list[RequestOutput | str] = []
 
-            def raise_always(output: RequestOutput) -> None:
-                raise ArithmeticError("planted")
+            def raise_once(news: RequestOutput | str) -> None:
+                calls.append(news)
+                is_last = isinstance(news, RequestOutput) and news.finished
+                if is_last if failing == -1 else len(calls) == failing + 1:
+                    raise ArithmeticError("planted")
 
-            await engine.add_request("bad", "bad", ENDLESS, raise_always)
-            for other in others:
-                with pytest.raises(RequestFailedError, match="planted"):
-                    await other
+            def take_text(text: str, num_tokens: int) -> None:
+                raise_once(text)
+
+            await engine.add_request("bad", "bad", GREEDY, raise_once, text_sink=take_text)
+            assert (await other).outputs == expected
             await settle(engine)
-            assert (await outcome(engine, "hello", GREEDY)).finished
+            last = calls[-1]
+            assert isinstance(last, RequestOutput) and last.finished
+            if failing == -1:
+                assert last.error is None and len(calls) == GREEDY.max_tokens
+            else:
+                assert last.error == "output failed: ArithmeticError: planted"
+                assert len(calls) == failing + 2  # told once more, that it is over
 
     run(main())
 
