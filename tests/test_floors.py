@@ -54,6 +54,7 @@ def test_vocabulary_is_on_the_ground() -> None:
         "structured_outputs",
         "errors",
         "config",
+        "generation_defaults",
     ):
         assert not imported_floors(ROOT / "asyncllm" / f"{name}.py"), name
 

@@ -441,13 +441,13 @@ def test_a_plan_that_raises_midway_is_survived(monkeypatch: pytest.MonkeyPatch) 
         async with small_engine(num_gpu_blocks_override=8) as engine:
             core = engine._core
             assert core is not None
-            leave_slot = core.scheduler.running.remove
+            leave_slot = core.live.scheduler.running.remove
 
             def fail_in_preemption(seq: Any) -> None:
                 leave_slot(seq)  # the sequence is in no list any more
                 raise ArithmeticError("planted")
 
-            monkeypatch.setattr(core.scheduler.running, "remove", fail_in_preemption)
+            monkeypatch.setattr(core.live.scheduler.running, "remove", fail_in_preemption)
             results = await asyncio.gather(
                 *(engine.generate(f"story {i}", ENDLESS_SAMPLED) for i in range(4)),
                 return_exceptions=True,
