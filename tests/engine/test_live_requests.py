@@ -18,7 +18,8 @@ from asyncllm import (
 )
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.types import TokenUpdate
-from tests.engine.test_async_engine import ENDLESS, GREEDY, run, settle, small_engine, until
+from tests.engine.test_async_engine import ENDLESS, GREEDY, settle, small_engine
+from tests.waiting import PATIENCE_SECONDS, run, until
 
 SEARCH = SamplingParams(n=2, use_beam_search=True, max_tokens=4, ignore_eos=True)
 SHORT = replace(GREEDY, max_tokens=3)
@@ -105,7 +106,7 @@ def test_while_the_device_is_asked_requests_come_and_go(
 
             def drain() -> None:
                 asked.set()
-                assert go.wait(60)
+                assert go.wait(PATIENCE_SECONDS)
                 if lost:
                     raise ArithmeticError("lost")
 

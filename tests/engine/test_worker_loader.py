@@ -11,7 +11,8 @@ import pytest
 
 from asyncllm.engine import async_engine
 from asyncllm.worker.worker import Worker
-from tests.engine.test_async_engine import ENDLESS, GREEDY, run, small_engine, until
+from tests.engine.test_async_engine import ENDLESS, GREEDY, small_engine
+from tests.waiting import PATIENCE_SECONDS, run, until
 
 
 class Workshop:
@@ -24,7 +25,7 @@ class Workshop:
     def __call__(self, *args: Any, **kwargs: Any) -> Worker:
         name = f"worker {sum(event.endswith('begun') for event in self.events)}"
         self.events.append(f"{name} begun")
-        assert self.go.wait(60)
+        assert self.go.wait(PATIENCE_SECONDS)
         worker = Worker(*args, **kwargs)
         close = worker.close
 
@@ -79,7 +80,7 @@ def test_closed_even_if_the_loop_has_ended(workshop: Workshop) -> None:
     run(main())
     (thread,) = (t for t in threading.enumerate() if t.name.startswith("asyncllm-load"))
     workshop.go.set()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
 
 
