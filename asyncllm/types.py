@@ -52,8 +52,9 @@ class TokenConstraint(Protocol):
 
     The engine calls `accept` with each token once it is known on the host, in order, then `fill`
     before the next is sampled, both in a worker thread. A class may have a static method
-    `fill_many(constraints, bitmasks)` beside `fill`, for int32 [rows, ceil(V / 32)]: one call that
-    lets go of the GIL once, and may spread over threads.
+    `advance_many(constraints, token_ids, bitmasks)` that does both for many rows, so that they may
+    be spread over threads: int32 [rows, ceil(V / 32)], and for each row the tokens to accept. It
+    returns what it would raise for each row, or None.
     """
 
     def accept(self, token_id: int) -> None:

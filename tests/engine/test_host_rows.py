@@ -246,24 +246,27 @@ def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling
     asyncio.run(main())
 
 
-def test_those_of_a_class_that_can_are_filled_in_one_call() -> None:
+def test_those_of_a_class_that_can_advance_in_one_call() -> None:
     sizes: list[int] = []
 
     class Batched(Automaton):
         @staticmethod
-        def fill_many(many: list[Batched], bitmasks: np.ndarray) -> None:
+        def advance_many(
+            many: list[Batched], token_ids: list[list[int]], bitmasks: np.ndarray
+        ) -> list[Exception | None]:
             sizes.append(len(many))
-            assert all(isinstance(one, Batched) for one in many)
-            if any(one.num_accepted == 3 and one._seed == 30 for one in many):
-                raise RuntimeError("boom in fill_many")
-            for one, bitmask in zip(many, bitmasks, strict=True):
+            errors: list[Exception | None] = []
+            for one, tokens, bitmask in zip(many, token_ids, bitmasks, strict=True):
+                assert isinstance(one, Batched)
+                for token_id in tokens:
+                    Automaton.accept(one, token_id)
                 Automaton.fill(one, bitmask)
+                is_bad = one.num_accepted == 3 and one._seed == 30
+                errors.append(RuntimeError("boom in advance_many") if is_bad else None)
+            return errors
 
-        def fill(self, bitmask: np.ndarray) -> None:
-            assert self.num_accepted == 3, "one by one, where not all can be filled at once"
-            if self._seed == 30:
-                raise RuntimeError("boom in fill")
-            super().fill(bitmask)
+        def accept(self, token_id: int) -> None:
+            raise AssertionError("one by one, where all can advance at once")
 
     def batched(number: int, index: int) -> Automaton:
         return (Batched if number % 3 else Automaton)(10 * number + index, VOCAB_SIZE, 0.0)
@@ -277,7 +280,7 @@ def test_those_of_a_class_that_can_are_filled_in_one_call() -> None:
     failing = [(p, by(lambda i, n=n: Batched(10 * n, VOCAB_SIZE, 0.0), params))
                for n, p in enumerate(PROMPTS)]  # fmt: skip
     results = generate(failing)
-    assert isinstance(results[3], RequestFailedError) and "boom in fill" in str(results[3])
+    assert isinstance(results[3], RequestFailedError) and "boom in advance" in str(results[3])
     assert results[:3] == generate(plain[:3])
 
 

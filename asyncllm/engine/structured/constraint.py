@@ -37,48 +37,82 @@ class GrammarConstraint:
     def accept(self, token_id: int) -> None:
         """Raises `ValueError` for a token that was not allowed."""
         if not self._matcher.consume_token(token_id):
-            raise ValueError(f"token {token_id}: {self._complaint()}")
+            raise self._refusal([token_id])
 
     def fill(self, bitmask: np.ndarray) -> None:
         """Raises `RequestFailedError` where the grammar cannot be followed any further."""
         self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
-        self._check_filled(bitmask)
+        if (error := self._seal(bitmask)) is not None:
+            raise error
 
     @staticmethod
-    def fill_many(constraints: Sequence[GrammarConstraint], bitmasks: np.ndarray) -> None:
-        """`fill` for each row, on several cores, letting go of the GIL once.
+    def advance_many(
+        constraints: Sequence[GrammarConstraint],
+        token_ids: Sequence[list[int]],
+        bitmasks: np.ndarray,
+    ) -> list[Exception | None]:
+        """`accept` and `fill` for each row, on several cores: what each would raise, or None.
 
-        Raises what one of them would; the others are filled. The library gives each thread
-        neighbours in the list: those that share a lexer wait for each other anyway.
+        The library gives each thread neighbours in the list: those that share a lexer wait for each
+        other anyway.
         """
         rows = sorted(range(len(constraints)), key=lambda row: constraints[row]._lexer)
+        refusals = _accept_many(constraints, token_ids, rows)
         constraints[0]._executor.unsafe_compute_mask_ptr(
             [(constraints[row]._matcher, row) for row in rows],
             bitmasks.ctypes.data,
             bitmasks.strides[0],
             len(constraints),
         )
-        for constraint, bitmask in zip(constraints, bitmasks, strict=True):
-            constraint._check_filled(bitmask)
+        return [
+            refusals.get(row) or constraint._seal(bitmasks[row])
+            for row, constraint in enumerate(constraints)
+        ]
 
     def forced_tokens(self) -> list[int]:
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
-    def _check_filled(self, bitmask: np.ndarray) -> None:
+    def _seal(self, bitmask: np.ndarray) -> Exception | None:
+        """What is ours to change in a mask that the library filled; or why it could not."""
         if self._matcher.is_error():
-            raise RequestFailedError(f"structured output: {self._complaint()}")
+            return RequestFailedError(f"structured output: {self._complaint()}")
         if self._ignored_ends:
             _clear_unless_last(bitmask, self._ignored_ends)
+        return None
+
+    def _refusal(self, token_ids: list[int]) -> Exception:
+        return ValueError(f"token {', '.join(map(str, token_ids))}: {self._complaint()}")
 
     def _complaint(self) -> str:
         return f"{one_line(ValueError(self._matcher.get_error())):.300}"
 
 
+def _accept_many(
+    constraints: Sequence[GrammarConstraint], token_ids: Sequence[list[int]], rows: list[int]
+) -> dict[int, Exception]:
+    """Row -> its refusal. One token each is the rule, and done together; more come of a jump."""
+    single = [row for row in rows if len(token_ids[row]) == 1]
+    several = [row for row in rows if len(token_ids[row]) > 1]
+    refused = [
+        row for row in several if not constraints[row]._matcher.consume_tokens(token_ids[row])
+    ]
+    if single:
+        pairs = [(constraints[row]._matcher, token_ids[row][0]) for row in single]
+        accepted = constraints[0]._executor.consume_token_par(pairs)
+        refused += [
+            row for row, is_accepted in zip(single, accepted, strict=True) if not is_accepted
+        ]
+    return {row: constraints[row]._refusal(token_ids[row]) for row in refused}
+
+
 def _clear_unless_last(bitmask: np.ndarray, token_ids: Collection[int]) -> None:
     """Take these tokens out, unless no others are left."""
-    before = bitmask.copy()
     words = bitmask.view(np.uint32)
-    for token_id in token_ids:
+    allowed = [i for i in token_ids if int(words[i // 32]) >> i % 32 & 1]
+    if not allowed:  # nearly always: in most places a text may not end
+        return
+    before = bitmask.copy()
+    for token_id in allowed:
         words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
     if not bitmask.any():
         bitmask[:] = before
