@@ -42,15 +42,20 @@ class SimulatedStep:
     """Its tokens, `step_s` after the end of the step before."""
 
     def __init__(
-        self, tokens: torch.Tensor, event: SimulatedEvent, waiter: EventWaiter, step_s: float
+        self,
+        tokens: torch.Tensor,
+        event: SimulatedEvent,
+        waiter: EventWaiter,
+        step_s: float,
+        size: int,
     ) -> None:
         self.event = event
-        self._step_s = step_s
+        self._step_s, self._size = step_s, size
         self._tokens, self._waiter = tokens, waiter
         self._submitted_s = time.perf_counter()
 
     async def wait(self) -> StepResult:
-        await self._waiter.wait(self.event, self._submitted_s)
+        await self._waiter.wait(self.event, self._submitted_s, self._size)
         return StepResult(self._tokens.tolist())
 
     def device_times(self) -> DeviceTimes:
@@ -66,6 +71,8 @@ class SimulatedWorker:
     backend_name = "none"
     num_graphs = 0
     step_s = 0.0
+    prefill_step_s: float | None = None  # of a step with prompt tokens; None: as of any other
+    prefill_host_s = decode_host_s = 0.0  # that a launch keeps the loop
 
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         window = config.model.context_window
@@ -89,9 +96,15 @@ class SimulatedWorker:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         inputs = self.builder.build(plan)
-        self._free_s = max(self._free_s, time.perf_counter()) + self.step_s
+        step_s, host_s = self.step_s, self.decode_host_s
+        if plan.prefills:
+            host_s = self.prefill_host_s
+            step_s = step_s if self.prefill_step_s is None else self.prefill_step_s
+        self._free_s = max(self._free_s, time.perf_counter()) + step_s
+        size = plan.num_tokens if plan.prefills else 0
+        _spin(host_s)
         if not plan.needs_host:
-            return self._step(self._words(len(inputs.sampled_slots)))
+            return self._step(self._words(len(inputs.sampled_slots)), step_s, size)
 
         def end(masks: TokenMasks) -> LaunchedStep:
             self.builder.build_sampling(inputs)
@@ -99,7 +112,7 @@ class SimulatedWorker:
             self.lateness_s.append(late_s)
             self._free_s += max(0.0, late_s)
             said = [self.answer(seq)[seq.num_output_tokens] for seq in plan.sampled]
-            return self._step(torch.tensor(said, dtype=torch.int32))
+            return self._step(torch.tensor(said, dtype=torch.int32), step_s, size)
 
         return HostStep(end)
 
@@ -107,8 +120,8 @@ class SimulatedWorker:
         self._next = (self._next + 997) % (len(self._tokens) - number)
         return self._tokens[self._next : self._next + number]
 
-    def _step(self, tokens: torch.Tensor) -> SimulatedStep:
-        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, self.step_s)
+    def _step(self, tokens: torch.Tensor, step_s: float, size: int) -> SimulatedStep:
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, step_s, size)
         self.in_flight.append(step)
         return step
 
@@ -117,6 +130,12 @@ class SimulatedWorker:
 
     def close(self) -> None:
         self._waiter.close()
+
+
+def _spin(seconds: float) -> None:
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        pass
 
 
 def _random_words(config: EngineConfig) -> torch.Tensor:

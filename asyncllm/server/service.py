@@ -29,6 +29,7 @@ from asyncllm.server.logprobs import TokenNames
 from asyncllm.server.protocol import GenerationRequest
 from asyncllm.server.sse import FrameQueue, SSEStream
 
+TURNS_TO_LAUNCH = 2  # of the loop: an engine that was idle has then launched the request's step
 FORCED_CALLS = "llama3_json"  # {"name": ..., "parameters": ...}, the plainest of the formats
 
 
@@ -177,9 +178,14 @@ async def collect(service: Service, call: Call, consumer: Consumer) -> None:
 async def stream_to(
     sse: SSEStream, service: Service, call: Call, consumer: Consumer
 ) -> web.StreamResponse:
-    """Errors until `submit` is through have their own status; later ones are events."""
+    """Errors until the request is queued have their own status; later ones are events.
+
+    The headers, a system call, are sent while the device is at work.
+    """
     with service.generation(call, consumer) as generation:
         await generation.submit()
+        for _ in range(TURNS_TO_LAUNCH):
+            await asyncio.sleep(0)
         if generation.error is not None:
             raise generation.error
         try:

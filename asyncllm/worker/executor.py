@@ -4,6 +4,7 @@
 results once the device is done. Steps run in the order of their submission, always: that order
 is what makes slots and pages reusable at once (see scheduler.py). `begin(first)` gives it the first
 part of a step, whose `end(rest)` may come later and from another thread, before anything else.
+Steps of one `size` are told to last about as long: that is how long the next of them is waited for.
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
   StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread
@@ -46,9 +47,9 @@ class BegunStep(Protocol[T_co]):
 
 
 class Executor(Protocol):
-    def submit(self, work: Work) -> LaunchedStep: ...
+    def submit(self, work: Work, size: int = 0) -> LaunchedStep: ...
 
-    def begin(self, first: Callable[[], T]) -> BegunStep[T]: ...
+    def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]: ...
 
     def drain(self) -> None:
         """Block until everything submitted is done; raises what a lost device raises."""
@@ -86,11 +87,11 @@ class ThreadExecutor:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-cpu")
 
-    def submit(self, work: Work) -> LaunchedStep:
+    def submit(self, work: Work, size: int = 0) -> LaunchedStep:
         times = DeviceTimes()
         return _ThreadStep(self._thread.submit(_run, work, times), times)
 
-    def begin(self, first: Callable[[], T]) -> BegunStep[T]:
+    def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]:
         return _ThreadBegun(self._thread, first)
 
     def drain(self) -> None:
@@ -125,14 +126,19 @@ class EventStep:
     """A step that `done` ends. Made right after the last of its work was enqueued."""
 
     def __init__(
-        self, done: torch.cuda.Event, collect: Collect, waiter: EventWaiter, timer: StepTimer
+        self,
+        done: torch.cuda.Event,
+        collect: Collect,
+        waiter: EventWaiter,
+        timer: StepTimer,
+        size: int,
     ) -> None:
         self._done, self._collect, self._waiter = done, collect, waiter
-        self._timer = timer
+        self._timer, self._size = timer, size
         self._submitted_s = timer.submitted_s
 
     async def wait(self) -> StepResult:
-        await self._waiter.wait(self._done, self._submitted_s)
+        await self._waiter.wait(self._done, self._submitted_s, self._size)
         self._timer.see()
         return self._collect()
 
@@ -146,13 +152,13 @@ _idle_streams: list[torch.cuda.Stream] = []
 
 
 class _StreamBegun(Generic[T]):
-    def __init__(self, executor: StreamExecutor, timer: StepTimer, value: T) -> None:
-        self._executor, self._timer, self._value = executor, timer, value
+    def __init__(self, executor: StreamExecutor, timer: StepTimer, value: T, size: int) -> None:
+        self._executor, self._timer, self._value, self._size = executor, timer, value, size
 
     @torch.inference_mode()
     def end(self, rest: Callable[[T], Collect]) -> LaunchedStep:
         with torch.cuda.stream(self._executor.stream):
-            return self._executor.close_step(self._timer, rest(self._value))
+            return self._executor.close_step(self._timer, rest(self._value), self._size)
 
 
 class StreamExecutor:
@@ -164,20 +170,20 @@ class StreamExecutor:
         self._clock = StreamClock()
 
     @torch.inference_mode()
-    def submit(self, work: Work) -> LaunchedStep:
+    def submit(self, work: Work, size: int = 0) -> LaunchedStep:
         with torch.cuda.stream(self.stream):
-            return self.close_step(StepTimer(self._clock), work())
+            return self.close_step(StepTimer(self._clock), work(), size)
 
     @torch.inference_mode()
-    def begin(self, first: Callable[[], T]) -> BegunStep[T]:
+    def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]:
         with torch.cuda.stream(self.stream):
-            return _StreamBegun(self, StepTimer(self._clock), first())
+            return _StreamBegun(self, StepTimer(self._clock), first(), size)
 
-    def close_step(self, timer: StepTimer, collect: Collect) -> EventStep:
+    def close_step(self, timer: StepTimer, collect: Collect, size: int) -> EventStep:
         """The end of a step, on the current stream."""
         done = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits sleeps in the driver
         done.record(self.stream)
-        return EventStep(done, collect, self._waiter, timer)
+        return EventStep(done, collect, self._waiter, timer, size)
 
     def drain(self) -> None:
         self.stream.synchronize()

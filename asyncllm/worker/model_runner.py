@@ -18,6 +18,7 @@ from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
+from asyncllm.models.persistent_decode import MAX_ROWS, PersistentDecode
 from asyncllm.types import NO_MASKS, PADDING_PAGE, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
@@ -36,6 +37,7 @@ from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
+EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class ModelRunner:
         self._staging = Staging(device)
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
+        self.persistent_decode: PersistentDecode | None = None  # for steps of few rows
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
 
@@ -108,16 +111,23 @@ class ModelRunner:
 
         The plan's effects are as if it were done already.
         """
-        inputs = self._builder.build(plan)
+        inputs, size = self._builder.build(plan), self._size(plan)
         if not plan.needs_host:
-            return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)))
-        begun = self._executor.begin(lambda: self._forward(inputs))
+            return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)), size)
+        begun = self._executor.begin(lambda: self._forward(inputs), size)
 
         def end(masks: TokenMasks) -> LaunchedStep:
             later = self._builder.build_sampling(inputs)  # now: the tokens will move on
             return begun.end(lambda forwarded: self._sample(inputs, forwarded, later, masks))
 
         return HostStep(end)
+
+    def _size(self, plan: StepPlan) -> int:
+        """What a step's duration goes by: its (padded) tokens; 0 for decodes only, which go on."""
+        if not plan.prefills:
+            return 0
+        eager = -(-plan.num_tokens // EAGER_SIZE) * EAGER_SIZE
+        return self.mixed_forward.graph_size(plan.num_tokens) or eager
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -234,12 +244,16 @@ class ModelRunner:
         Returns plainly sampled tokens int32 [rows] and logits [rows, V]. `max_len`: the longest
         context, for backends that want it on the host; None under capture.
         """
-        state = self._state
+        state, model = self._state, self._model
         rows = self._decode_ends.begin(state, slots)
-        attend = self._attention.decode(DecodeRows(rows.block_tables, rows.positions, max_len))
-        prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        hidden = self._model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
-        logits = self._model.compute_logits(hidden)
+        decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
+        prompt_lens = state.prompt_lens[slots] if model.uses_prompt_lens else None
+        if self.persistent_decode is not None and len(slots) <= MAX_ROWS:
+            logits = self.persistent_decode.forward(rows.last_tokens, decodes, prompt_lens)
+        else:
+            attend = self._attention.decode(decodes)
+            hidden = model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
+            logits = model.compute_logits(hidden)
         return self._decode_ends.finish(state, slots, rows, logits), logits
 
     def _mixed_step(self, inputs: StepInputs) -> Forwarded:

@@ -18,10 +18,15 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.sleepers: list[str] = []  # threads
 
     def perf_counter(self) -> float:
         self.now += 1e-6
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleepers.append(threading.current_thread().name)
+        self.now += seconds
 
 
 class Event:
@@ -46,7 +51,7 @@ class Event:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(event_waiter, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(event_waiter, "time", clock)
     return clock
 
 
@@ -57,14 +62,14 @@ def waiter() -> EventWaiter:
 
 def test_a_step_that_is_done_costs_one_query(clock: Clock, waiter: EventWaiter) -> None:
     event = Event(clock, clock.now)
-    asyncio.run(waiter.wait(event, clock.now))
+    asyncio.run(waiter.wait(event, clock.now, 0))
     assert (event.num_queries, event.threads) == (1, [])
     waiter.close()
 
 
 def test_a_step_that_takes_long_is_left_to_the_thread(clock: Clock, waiter: EventWaiter) -> None:
     event = Event(clock, clock.now + 0.01)
-    asyncio.run(waiter.wait(event, clock.now))
+    asyncio.run(waiter.wait(event, clock.now, 0))
     assert (event.num_queries, event.threads) == (1, ["asyncllm-wait"])
     waiter.close()
 
@@ -74,11 +79,50 @@ def test_a_step_about_to_end_is_polled(clock: Clock, waiter: EventWaiter) -> Non
 
     async def test() -> None:
         start = clock.now
-        await waiter.wait(Event(clock, start + 0.01), start)
+        await waiter.wait(Event(clock, start + 0.01), start, 0)
         clock.now = start + 0.0199
         second = Event(clock, start + 0.02)
-        await waiter.wait(second, start + 0.001)
+        await waiter.wait(second, start + 0.001, 0)
         assert second.threads == [] and second.num_queries > 1
+
+    asyncio.run(test())
+    waiter.close()
+
+
+def test_a_step_is_taken_to_last_as_long_as_the_last_of_its_size(
+    clock: Clock, waiter: EventWaiter
+) -> None:
+    """A prefill's first token is not looked for when a decode would be over."""
+
+    async def take(size: int, seconds: float, looked_at: float) -> Event:
+        start = clock.now
+        event = Event(clock, start + seconds)
+        clock.now += looked_at
+        await waiter.wait(event, start, size)
+        return event
+
+    async def test() -> None:
+        for size, seconds in ((0, 0.001), (128, 0.005)):  # both known from here on
+            await take(size, seconds, 0.0)
+        await take(128, 0.005, 0.0009)
+        assert clock.sleepers == ["asyncllm-wait"], "until its own end is near, not the decode's"
+        await take(128, 0.005, 0.0049)
+        await take(0, 0.001, 0.0009)
+        assert len(clock.sleepers) == 1, "both are about to end"
+
+    asyncio.run(test())
+    waiter.close()
+
+
+def test_a_thread_sleeps_until_the_end_is_near(clock: Clock, waiter: EventWaiter) -> None:
+    async def test() -> None:
+        start = clock.now
+        await waiter.wait(Event(clock, start + 0.01), start, 0)
+        second = Event(clock, start + 0.02)
+        await waiter.wait(second, start + 0.01, 0)
+        assert clock.sleepers == ["asyncllm-wait"]
+        assert second.threads == [] and 1 < second.num_queries < 300
+        assert clock.now - (start + 0.02) < 1e-5, "seen at once"
 
     asyncio.run(test())
     waiter.close()
@@ -89,12 +133,12 @@ def test_polling_is_bounded(clock: Clock, waiter: EventWaiter) -> None:
 
     async def test() -> None:
         start = clock.now
-        await waiter.wait(Event(clock, start + 0.01), start)
+        await waiter.wait(Event(clock, start + 0.01), start, 0)
         clock.now = polled_from = start + 0.0199
         second = Event(clock, start + 0.03)
         moved: list[float] = []
         second.synchronize = lambda: moved.append(clock.now)  # type: ignore[method-assign]
-        await waiter.wait(second, start + 0.001)
+        await waiter.wait(second, start + 0.001, 0)
         assert moved[0] - polled_from < 2 * POLL_S
 
     asyncio.run(test())
@@ -111,10 +155,10 @@ def test_others_get_their_turns_while_it_polls(clock: Clock, waiter: EventWaiter
 
     async def test() -> None:
         start = clock.now
-        await waiter.wait(Event(clock, start + 0.01), start)
+        await waiter.wait(Event(clock, start + 0.01), start, 0)
         clock.now = start + 0.0199
         task = asyncio.create_task(other())
-        await waiter.wait(Event(clock, start + 0.02), start)
+        await waiter.wait(Event(clock, start + 0.02), start, 0)
         task.cancel()
         assert len(turns) > 10
 
@@ -126,8 +170,8 @@ def test_what_the_device_raises_comes_out(clock: Clock, waiter: EventWaiter) -> 
     async def test() -> None:
         broken = Event(clock, clock.now + 1, RuntimeError("an illegal memory access"))
         with pytest.raises(RuntimeError, match="illegal"):
-            await waiter.wait(broken, clock.now)
-        await waiter.wait(Event(clock, clock.now + 1), clock.now)  # the thread lives on
+            await waiter.wait(broken, clock.now, 0)
+        await waiter.wait(Event(clock, clock.now + 1), clock.now, 0)  # the thread lives on
 
     asyncio.run(test())
     waiter.close()
@@ -141,7 +185,7 @@ def test_a_wait_may_be_cancelled_and_its_loop_closed() -> None:
     async def test() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await waiter.wait(event, time.perf_counter())
+                await waiter.wait(event, time.perf_counter(), 0)
 
     asyncio.run(test())
     release.set()
