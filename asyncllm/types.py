@@ -51,10 +51,10 @@ class TokenConstraint(Protocol):
     """What may come next in one sequence, by a grammar. Owned by the engine; not thread-safe.
 
     The engine calls `accept` with each token once it is known on the host, in order, then `fill`
-    before the next is sampled, both in a worker thread. A class may have a static method
-    `advance_many(constraints, token_ids, bitmasks)` that does both for many rows, so that they may
-    be spread over threads: int32 [rows, ceil(V / 32)], and for each row the tokens to accept. It
-    returns what it would raise for each row, or None.
+    before the next is sampled, both in a worker thread. A class may have static methods that do it
+    for many rows at once, so that these may be spread over threads: `accept_many(constraints,
+    token_ids)` with a list of tokens for each, and `fill_many(constraints, bitmasks)` with int32
+    [rows, ceil(V / 32)]. They return what would be raised for each row, or None.
     """
 
     def accept(self, token_id: int) -> None:

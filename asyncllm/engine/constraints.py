@@ -1,8 +1,8 @@
 """What the constraints of a step's rows say: masks, and tokens that must come whatever is sampled.
 
-    loop     finish N | awaits ........................ | jump, plan N+2 ...
-    thread            | accept, fill | launch the sampling of N+1 | forced |
-    device    ... N+1's forward pass ...     | its sampling
+    loop     finish N |  ....   | tell of N  ............................. | jump, plan N+2 ...
+    thread            | accept  |   fill   | launch the sampling of N+1 | forced |
+    device    ... N+1's forward pass ...       | its sampling
 
 It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
 with its sequence; its row is sampled freely, for nobody.
@@ -10,10 +10,11 @@ with its sequence; its row is sampled freely, for nobody.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,8 +32,7 @@ from asyncllm.types import (
 # step for each token but the first, for which it is in flight anyway. A stream alone jumps for two.
 JUMP_COST = 1 / 6
 
-Errors = list[Exception | None]
-AdvanceMany = Callable[[list[TokenConstraint], list[list[int]], np.ndarray], Errors]
+Errors = list[Exception | None]  # by row
 
 # What forces a token allows it alone: all words of its mask but one are 0. So many of a row's first
 # words tell nearly all other rows.
@@ -45,6 +45,7 @@ class Constrained:
 
     jumps: list[tuple[Sequence, list[int]]]
     failures: list[tuple[Sequence, Exception]]
+    seconds: float  # that it took
 
 
 class MaskBuffer(Protocol):
@@ -54,9 +55,16 @@ class MaskBuffer(Protocol):
 
 
 def constrain(
-    plan: StepPlan, buffer: MaskBuffer, sample: Callable[[TokenMasks], None]
+    plan: StepPlan,
+    buffer: MaskBuffer,
+    sample: Callable[[TokenMasks], None],
+    filling: Callable[[], object],
 ) -> Constrained:
-    """For a step that is about to be sampled, all tokens before it known; `sample` launches it."""
+    """For a step that is about to be sampled, all tokens before it known; `sample` launches it.
+
+    `filling` is called when masks begin to be filled, which is where it lets go of the GIL.
+    """
+    start = time.monotonic()
     rows = [
         (row, seq)
         for row, seq in enumerate(plan.sampled)
@@ -64,39 +72,52 @@ def constrain(
     ]
     if not rows:
         sample(NO_MASKS)
-        return Constrained([], [])
+        return Constrained([], [], time.monotonic() - start)
     rows.sort(key=lambda row: id(_kind(row[1])))  # those of one class together
     seqs = [seq for _, seq in rows]
     bits = buffer.host()[: len(rows)]
-    failures = _advance(seqs, bits)
+    failures = _advance(seqs, bits, filling)
     sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
     jumps, unanswered = _jumps(seqs, bits, len(plan.sampled))
-    return Constrained(jumps, failures + unanswered)
+    return Constrained(jumps, failures + unanswered, time.monotonic() - start)
 
 
-def _advance(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
+def _advance(
+    seqs: list[Sequence], bits: np.ndarray, filling: Callable[[], object]
+) -> list[tuple[Sequence, Exception]]:
     """Each takes its tokens, and its mask goes into its row; neighbours of one class in one call.
 
     What cannot be filled allows everything.
     """
+    groups = [(kind, list(group)) for kind, group in groupby(seqs, _kind)]
     errors: Errors = []
-    for kind, group in groupby(seqs, _kind):
-        alike = list(group)
-        constraints = [seq.constraint for seq in alike if seq.constraint is not None]
-        token_ids = [_take_unaccepted(seq) for seq in alike]
-        begin = len(errors)
-        advance_many: AdvanceMany = getattr(kind, "advance_many", _advance_each)
-        errors += advance_many(constraints, token_ids, bits[begin : begin + len(alike)])
+    for kind, alike in groups:
+        accept_many = getattr(kind, "accept_many", _accept_each)
+        errors += accept_many(_constraints(alike), [_take_unaccepted(seq) for seq in alike])
+    filling()
+    fill_errors: Errors = []
+    for kind, alike in groups:
+        begin = len(fill_errors)
+        fill_many = getattr(kind, "fill_many", _fill_each)
+        fill_errors += fill_many(_constraints(alike), bits[begin : begin + len(alike)])
     failures: list[tuple[Sequence, Exception]] = []
-    for seq, row, error in zip(seqs, bits, errors, strict=True):
+    for i, error in enumerate(map(_first, errors, fill_errors)):
         if error is not None:  # its own grammar: it ends its own request
-            row.fill(-1)
-            failures.append((seq, error))
+            bits[i].fill(-1)
+            failures.append((seqs[i], error))
     return failures
 
 
 def _kind(seq: Sequence) -> type[object]:
     return type(seq.constraint)
+
+
+def _constraints(seqs: list[Sequence]) -> list[TokenConstraint]:
+    return [seq.constraint for seq in seqs if seq.constraint is not None]
+
+
+def _first(error: Exception | None, later: Exception | None) -> Exception | None:
+    return later if error is None else error
 
 
 def _take_unaccepted(seq: Sequence) -> list[int]:
@@ -105,21 +126,27 @@ def _take_unaccepted(seq: Sequence) -> list[int]:
     return token_ids
 
 
-def _advance_each(
-    constraints: list[TokenConstraint], token_ids: list[list[int]], bits: np.ndarray
-) -> Errors:
-    """The `AdvanceMany` of a class that has none."""
-    errors: Errors = []
-    for constraint, tokens, row in zip(constraints, token_ids, bits, strict=True):
-        try:
-            for token_id in tokens:
-                constraint.accept(token_id)
-            constraint.fill(row)
-        except Exception as error:
-            errors.append(error)
-        else:
-            errors.append(None)
-    return errors
+def _accept_each(constraints: list[TokenConstraint], token_ids: list[list[int]]) -> Errors:
+    """The `accept_many` of a class that has none."""
+
+    def accept(constraint: TokenConstraint, tokens: list[int]) -> None:
+        for token_id in tokens:
+            constraint.accept(token_id)
+
+    return [_raised(accept, *each) for each in zip(constraints, token_ids, strict=True)]
+
+
+def _fill_each(constraints: list[TokenConstraint], bits: np.ndarray) -> Errors:
+    """The `fill_many` of a class that has none."""
+    return [_raised(each.fill, row) for each, row in zip(constraints, bits, strict=True)]
+
+
+def _raised(call: Callable[..., None], *args: Any) -> Exception | None:
+    try:
+        call(*args)
+    except Exception as error:
+        return error
+    return None
 
 
 def _jumps(

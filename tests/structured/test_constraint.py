@@ -113,7 +113,8 @@ def test_many_rows_at_once_are_each_row(tokenizer: Tokenizer, compiled: Compiled
         for _ in range(2)
     ]
     together = np.zeros((6, num_words), np.int32)[1:5]
-    assert GrammarConstraint.advance_many(many[0], token_ids, together) == [None] * 4
+    assert GrammarConstraint.accept_many(many[0], token_ids) == [None] * 4
+    assert GrammarConstraint.fill_many(many[0], together) == [None] * 4
     apart = np.zeros((4, num_words), np.int32)
     for constraint, ids, row in zip(many[1], token_ids, apart, strict=True):
         for token_id in ids:
@@ -132,13 +133,14 @@ def test_failing_rows_are_reported_and_the_others_are_filled(
     with pytest.raises(ValueError, match="token"):
         broken.accept(z)
     rows = np.zeros((4, -(-tokenizer.vocab_size // 32)), np.int32)
-    errors = GrammarConstraint.advance_many(
-        [refused, good, broken, jumped], [[z], [], [], [z, z]], rows
-    )
-    assert errors[1] is None
+    constraints = [refused, good, broken, jumped]
+    errors = GrammarConstraint.accept_many(constraints, [[z], [], [], [z, z]])
     assert isinstance(errors[0], ValueError) and f"token {z}:" in str(errors[0])
-    assert isinstance(errors[2], RequestFailedError)
+    assert errors[1] is errors[2] is None
     assert isinstance(errors[3], ValueError) and f"token {z}, {z}:" in str(errors[3])
+    errors = GrammarConstraint.fill_many(constraints, rows)
+    assert errors[1] is None
+    assert all(isinstance(errors[i], RequestFailedError) for i in (0, 2, 3))
     assert np.unpackbits(rows[1].view(np.uint8)).sum() >= 2
 
 

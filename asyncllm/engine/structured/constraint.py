@@ -7,7 +7,7 @@ here"; that is an error here, so that no text passes for complete that is not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -46,28 +46,36 @@ class GrammarConstraint:
             raise error
 
     @staticmethod
-    def advance_many(
-        constraints: Sequence[GrammarConstraint],
-        token_ids: Sequence[list[int]],
-        bitmasks: np.ndarray,
+    def accept_many(
+        constraints: list[GrammarConstraint], token_ids: list[list[int]]
     ) -> list[Exception | None]:
-        """`accept` and `fill` for each row, on several cores: what each would raise, or None.
+        """`accept` for all tokens of each row: what it would raise, or None."""
+        rows = range(len(constraints))
+        accepted = [True] * len(rows)
+        # One token each is the rule, and done together on several cores; more come of a jump.
+        single = [row for row in _by_lexer(constraints) if len(token_ids[row]) == 1]
+        if single:
+            pairs = [(constraints[row]._matcher, token_ids[row][0]) for row in single]
+            results = constraints[0]._executor.consume_token_par(pairs)
+            for row, is_accepted in zip(single, results, strict=True):
+                accepted[row] = is_accepted
+        for row in rows:
+            if len(token_ids[row]) > 1:
+                accepted[row] = constraints[row]._matcher.consume_tokens(token_ids[row])
+        return [None if accepted[i] else constraints[i]._refusal(token_ids[i]) for i in rows]
 
-        The library gives each thread neighbours in the list: those that share a lexer wait for each
-        other anyway.
-        """
-        rows = sorted(range(len(constraints)), key=lambda row: constraints[row]._lexer)
-        refusals = _accept_many(constraints, token_ids, rows)
+    @staticmethod
+    def fill_many(
+        constraints: list[GrammarConstraint], bitmasks: np.ndarray
+    ) -> list[Exception | None]:
+        """`fill` for each row, on several cores: what it would raise, or None."""
         constraints[0]._executor.unsafe_compute_mask_ptr(
-            [(constraints[row]._matcher, row) for row in rows],
+            [(constraints[row]._matcher, row) for row in _by_lexer(constraints)],
             bitmasks.ctypes.data,
             bitmasks.strides[0],
             len(constraints),
         )
-        return [
-            refusals.get(row) or constraint._seal(bitmasks[row])
-            for row, constraint in enumerate(constraints)
-        ]
+        return [each._seal(row) for each, row in zip(constraints, bitmasks, strict=True)]
 
     def forced_tokens(self) -> list[int]:
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
@@ -87,22 +95,10 @@ class GrammarConstraint:
         return f"{one_line(ValueError(self._matcher.get_error())):.300}"
 
 
-def _accept_many(
-    constraints: Sequence[GrammarConstraint], token_ids: Sequence[list[int]], rows: list[int]
-) -> dict[int, Exception]:
-    """Row -> its refusal. One token each is the rule, and done together; more come of a jump."""
-    single = [row for row in rows if len(token_ids[row]) == 1]
-    several = [row for row in rows if len(token_ids[row]) > 1]
-    refused = [
-        row for row in several if not constraints[row]._matcher.consume_tokens(token_ids[row])
-    ]
-    if single:
-        pairs = [(constraints[row]._matcher, token_ids[row][0]) for row in single]
-        accepted = constraints[0]._executor.consume_token_par(pairs)
-        refused += [
-            row for row, is_accepted in zip(single, accepted, strict=True) if not is_accepted
-        ]
-    return {row: constraints[row]._refusal(token_ids[row]) for row in refused}
+def _by_lexer(constraints: list[GrammarConstraint]) -> list[int]:
+    """The library gives each thread neighbours in the list: those that share a lexer wait for each
+    other anyway."""
+    return sorted(range(len(constraints)), key=lambda row: constraints[row]._lexer)
 
 
 def _clear_unless_last(bitmask: np.ndarray, token_ids: Collection[int]) -> None:
