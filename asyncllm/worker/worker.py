@@ -104,7 +104,7 @@ class Worker:
             self.runner.warm_up_masks()
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
-            self._make_graphs(config, model, attention, dtype)
+            self._make_graphs(config, model, attention, cache, dtype)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
@@ -192,13 +192,18 @@ class Worker:
             ) from error
 
     def _make_graphs(
-        self, config: EngineConfig, model: CausalLM, attention: AttentionBackend, dtype: torch.dtype
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        attention: AttentionBackend,
+        cache: KVCache,
+        dtype: torch.dtype,
     ) -> None:
         """Of steps with prefills and of decode steps, in one pool."""
         pool = GraphPool()
         if config.prefill_graph_sizes:
             sizes = config.prefill_graph_sizes
-            prefill = PrefillGraphs(model, attention, sizes[-1], pool, dtype, self.device)
+            prefill = PrefillGraphs(model, attention, cache, sizes[-1], pool, dtype, self.device)
             with self._phase("prefill_graphs"), self._on_stream():
                 self._capture(prefill.capture, sizes, "prefill")
             self.runner.mixed_forward.graphs = prefill
