@@ -115,8 +115,8 @@ class Stamps:
                 self._unsent.popleft().append(time.monotonic())
             return body
 
-        Connection.data_received = receiving  # type: ignore[method-assign]
-        SSEStream._take_pending = taking  # type: ignore[method-assign]
+        Connection.data_received = receiving  # type: ignore[assignment, method-assign]
+        SSEStream._take_pending = taking  # type: ignore[assignment, method-assign]
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
