@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 POLL_S = 200e-6  # before and after the expected end
-PROMPTS_POLL_S = 1e-3  # before that of a step with prompts
+PROMPTS_POLL_S = 2e-3  # before that of a step with prompts
 
 
 class DeviceEvent(Protocol):
