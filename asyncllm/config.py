@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from asyncllm.generation_defaults import GenerationDefaults, read_generation_defaults
 from asyncllm.model_config import ModelConfig, resolve_model_path
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -60,7 +61,7 @@ class EngineConfig:
     prefill_graph_sizes: tuple[int, ...]
     max_logprobs: int
     logits_processors: tuple[Any, ...]  # subclasses of worker.logits_processors.LogitsProcessor
-    generation_config: str
+    generation_defaults: GenerationDefaults
     chat_template: str | None
     chat_template_content_format: ContentFormat
     reasoning_parser: str
@@ -178,55 +179,36 @@ class EngineArgs:
         self._check()
         path = resolve_model_path(self.model)
         model = ModelConfig.from_folder(path)
-        device = _resolve_device(self.device)
-        limit = model.context_window
-        if self.max_model_len is not None and self.max_model_len > limit:
+        if self.max_model_len is not None and self.max_model_len > model.context_window:
             raise ValueError(
-                f"max_model_len {self.max_model_len} is over the model's window of {limit} tokens"
+                f"max_model_len {self.max_model_len} is over the model's window of "
+                f"{model.context_window} tokens"
             )
-        dtype: Any = self.dtype
+        device = _resolve_device(self.device)
+        max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
+        resolved: dict[str, Any] = {
+            "model": model,
+            "tokenizer_path": self._tokenizer_path(path),
+            "served_model_names": tuple(self.served_model_name or [self.model]),
+            "device": device,
+            "dtype": self._resolve_dtype(model, device),
+            "swap_space_bytes": int(self.swap_space * GIB),
+            "max_num_batched_tokens": max_tokens,
+            "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
+            "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
+            "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
+            "generation_defaults": read_generation_defaults(self.generation_config, path),
+        }
+        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
+        return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
+
+    def _resolve_dtype(self, model: ModelConfig, device: str) -> str:
+        dtype: str = self.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else model.dtype_name
         if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype {dtype} of {path} is not supported: pass --dtype")
-        names = self.served_model_name or [self.model]
-        max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
-        return EngineConfig(
-            model=model,
-            tokenizer_path=self._tokenizer_path(path),
-            served_model_names=tuple(names),
-            device=device,
-            dtype=dtype,
-            load_format=self.load_format,
-            seed=self.seed,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            num_gpu_blocks_override=self.num_gpu_blocks_override,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            swap_space_bytes=int(self.swap_space * GIB),
-            enable_prefix_caching=self.enable_prefix_caching,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max_tokens,
-            chunked_prefill_size=self.chunked_prefill_size,
-            scheduling_policy=self.scheduling_policy,
-            preemption_mode=self.preemption_mode,
-            async_scheduling=self.async_scheduling,
-            attention_backend=self.attention_backend,
-            enforce_eager=self.enforce_eager,
-            cuda_graph_sizes=_graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
-            prefill_graph_sizes=_prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
-            max_logprobs=self.max_logprobs,
-            logits_processors=tuple(map(_resolve_class, self.logits_processors or ())),
-            generation_config=self.generation_config,
-            chat_template=self.chat_template,
-            chat_template_content_format=self.chat_template_content_format,
-            reasoning_parser=self.reasoning_parser,
-            max_queued_requests=self.max_queued_requests,
-            max_queued_tokens=self.max_queued_tokens,
-            max_queue_seconds=self.max_queue_seconds,
-            watchdog_timeout=self.watchdog_timeout,
-        )
+            raise ValueError(f"dtype {dtype} of {model.path} is not supported: pass --dtype")
+        return dtype
 
     def _tokenizer_path(self, model: Path) -> Path | None:
         if self.skip_tokenizer_init:
@@ -263,17 +245,9 @@ class EngineArgs:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        _one_of("dtype", self.dtype, get_args(DType))
-        _one_of("device", self.device, get_args(DeviceName))
-        _one_of(
-            "chat_template_content_format",
-            self.chat_template_content_format,
-            get_args(ContentFormat),
-        )
-        _one_of("load_format", self.load_format, get_args(LoadFormat))
-        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
-        _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
-        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackendName))
+        for name, kind in get_type_hints(EngineArgs).items():
+            if get_origin(kind) is Literal:
+                _one_of(name, getattr(self, name), get_args(kind))
 
 
 def _resolve_class(named: str | type) -> type:

@@ -32,9 +32,20 @@ def require_int(param: str, value: object, name: str = "") -> None:
     require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer", name)  # type: ignore[arg-type]
 
 
+def require_bool(param: str, value: object) -> None:
+    require(isinstance(value, bool), param, value, "a bool")
+
+
 def require_finite(param: str, value: object) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
+
+
+def check_strings(param: str, texts: list[str], most: int, most_chars: int) -> None:
+    require(len(texts) <= most, param, f"{len(texts)} strings", f"at most {most} strings")
+    for text in texts:
+        is_good = isinstance(text, str) and 0 < len(text) <= most_chars
+        require(is_good, param, text, f"strings of 1 to {most_chars} characters")
 
 
 def check_token_ids(param: str, ids: list[int] | None, most: int) -> None:

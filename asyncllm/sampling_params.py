@@ -15,8 +15,10 @@ from typing import Any, Literal
 from asyncllm.errors import InvalidRequestError
 from asyncllm.param_checks import (
     MAX_SEED,
+    check_strings,
     check_token_ids,
     require,
+    require_bool,
     require_finite,
     require_int,
     shown,
@@ -173,39 +175,8 @@ class SamplingParams:
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     def _check_types(self) -> None:
-        for name in ("n", "top_k", "min_tokens"):
-            require_int(name, getattr(self, name))
-        optional = (
-            "best_of",
-            "seed",
-            "max_tokens",
-            "logprobs",
-            "prompt_logprobs",
-            "truncate_prompt_tokens",
-            "thinking_token_budget",
-        )
-        for name in optional:
-            if getattr(self, name) is not None:
-                require_int(name, getattr(self, name))
-        for name in (
-            "use_beam_search",
-            "ignore_eos",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-        ):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
-        for name in (
-            "length_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "temperature",
-            "top_p",
-            "min_p",
-        ):
-            require_finite(name, getattr(self, name))
+        for name, check in _TYPE_CHECKS.items():
+            check(name, getattr(self, name))
         require(
             isinstance(self.structured_outputs, StructuredOutputsParams | None),
             "structured_outputs",
@@ -255,26 +226,16 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             require(value is None or isinstance(value, list), name, value, "a list")
-        stop = self.stop or []
-        require(len(stop) <= MAX_STOP_STRINGS, "stop", f"{len(stop)} strings",
-                 f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
-        for text in stop:
-            require(isinstance(text, str) and 0 < len(text) <= MAX_STOP_STRING_CHARS, "stop",
-                     text, f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")  # fmt: skip
-        if stop and not self.detokenize:
+        check_strings("stop", list(self.stop or ()), MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
+        if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
+        check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) == []:
                 raise InvalidRequestError(f"{name} must not be empty", name)
-        words = self.bad_words or []
-        require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words",
-                 f"at most {MAX_BAD_WORDS} words")  # fmt: skip
-        for word in words:
-            require(isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words",
-                     word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters")  # fmt: skip
         self._check_logit_bias()
         self._check_logits_processors()
 
@@ -349,6 +310,25 @@ class SamplingParams:
                  "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
         if given is not None and not given.max_pattern_size:
             self.repetition_detection = None
+
+
+def _check_if_given(name: str, value: object) -> None:
+    if value is not None:
+        require_int(name, value)
+
+
+# By the annotations of the fields; the others have checks of their own.
+_CHECK_OF_TYPE: dict[object, Callable[[str, object], None]] = {
+    "int": require_int,
+    "int | None": _check_if_given,
+    "bool": require_bool,
+    "float": require_finite,
+}
+_TYPE_CHECKS = {
+    given.name: _CHECK_OF_TYPE[given.type]
+    for given in fields(SamplingParams)
+    if given.type in _CHECK_OF_TYPE
+}
 
 
 @dataclass(slots=True)

@@ -81,17 +81,17 @@ class DenseDecoder:
     def __init__(self, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
         check_dense_decoder(config)
         hf = config.hf_config
-        self._embed_tokens = Embedding("model.embed_tokens", hf.vocab_size, hf.hidden_size, build)
-        self._layers = [
+        self.embed_tokens = Embedding("model.embed_tokens", hf.vocab_size, hf.hidden_size, build)
+        self.layers = [
             DecoderLayer(index, config, spec, build) for index in range(config.num_layers)
         ]
-        self._norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, build)
-        self._lm_head = LMHead("lm_head", self._embed_tokens, hf.tie_word_embeddings, build)
-        self._rotary = build_rotary(config, build)
-        self._input_norms = [*(layer.input_norm for layer in self._layers), self._norm]
-        self.attention_layers = [layer.attention.layer for layer in self._layers]
-        self.uses_prompt_lens = self._rotary.uses_prompt_lens
-        self.aliases = self._lm_head.aliases
+        self.norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, build)
+        self.lm_head = LMHead("lm_head", self.embed_tokens, hf.tie_word_embeddings, build)
+        self.rotary = build_rotary(config, build)
+        self._input_norms = [*(layer.input_norm for layer in self.layers), self.norm]
+        self.attention_layers = [layer.attention.layer for layer in self.layers]
+        self.uses_prompt_lens = self.rotary.uses_prompt_lens
+        self.aliases = self.lm_head.aliases
 
     def forward(
         self,
@@ -100,21 +100,21 @@ class DenseDecoder:
         prompt_lens: torch.Tensor | None,
         attend: Attend,
     ) -> torch.Tensor:
-        rotation = self._rotary.rotation(positions, prompt_lens)
-        residual = self._embed_tokens(token_ids)  # [T, hidden_size]
+        rotation = self.rotary.rotation(positions, prompt_lens)
+        residual = self.embed_tokens(token_ids)  # [T, hidden_size]
         x = Normed(self._input_norms[0](residual))
-        for layer, next_norm in zip(self._layers, self._input_norms[1:], strict=True):
+        for layer, next_norm in zip(self.layers, self._input_norms[1:], strict=True):
             post_norm = layer.post_attention_norm.constants
             x = layer.attention.add(x, residual, post_norm, rotation, attend)
             x = layer.mlp.add(x, residual, next_norm.constants)
-        return x.values if x.squares is None else self._norm(residual)
+        return x.values if x.squares is None else self.norm(residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._lm_head(hidden)
+        return self.lm_head(hidden)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._embed_tokens.checkpoint_tensors()
-        for layer in self._layers:
+        yield from self.embed_tokens.checkpoint_tensors()
+        for layer in self.layers:
             yield from layer.checkpoint_tensors()
-        yield from self._norm.checkpoint_tensors()
-        yield from self._lm_head.checkpoint_tensors()
+        yield from self.norm.checkpoint_tensors()
+        yield from self.lm_head.checkpoint_tensors()

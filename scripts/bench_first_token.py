@@ -64,7 +64,7 @@ class Stamps:
         self._watch_connections()
 
     def _watch_engine(self, core: EngineCore) -> None:
-        add, launch, finish, clock = core.scheduler.add, core.launch, core.finish, core.clock
+        add, launch, finish, clock = core.live.scheduler.add, core.launch, core.finish, core.clock
         end_of = clock.finished
         ends: deque[float] = deque()
 
@@ -96,7 +96,7 @@ class Stamps:
             for row in rows:
                 row[4:4] = [ends[-1], seen]
 
-        core.scheduler.add = adding  # type: ignore[method-assign]
+        core.live.scheduler.add = adding  # type: ignore[method-assign]
         core.launch = launching  # type: ignore[method-assign]
         clock.finished = ending  # type: ignore[method-assign]
         core.finish = finishing  # type: ignore[method-assign]

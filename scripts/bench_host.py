@@ -89,8 +89,8 @@ class Meter:
         self.wrap(core, "plan", "plan")
         self.wrap(worker.builder, "build", "build")
         self.wrap(core, "launch", "launch", "build")
-        self.wrap(core.outputs, "_emit_all", "emit")
-        self.wrap(core.outputs, "process", "text", "emit")
+        self.wrap(core.live.outputs, "_emit_all", "emit")
+        self.wrap(core.live.outputs, "process", "text", "emit")
         self.wrap(service.frames, "_write_slice", "write")
         finish = core.finish
 

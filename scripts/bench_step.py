@@ -2,6 +2,7 @@
 """Times single steps of an engine's worker on one CUDA device, kernel by kernel.
 
     scripts/bench_step.py --model DIR --batch 1,8,64 --context 640 --prefill 128,2048
+    ... --persistent    decode steps of up to 8 rows also by the one kernel of persistent_decode.py
 
 Decode steps are replays of the captured graphs, as the engine runs them; a prefill step is one
 prompt, launched as the engine launches it. Weights are made up. Beside the time stand the bytes
@@ -16,14 +17,17 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.pool import GraphPool
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.persistent_decode import MAX_ROWS, load_persistent_decode
 from asyncllm.worker.worker import Worker
 
 REPEATS = 30
@@ -108,7 +112,35 @@ class Bench:
         self._weights = weight_bytes(sizes, config.model.hf_config.tie_word_embeddings)
         self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
 
-    def decode(self, batch: int, bandwidth: float, kernels: bool) -> dict[str, Any]:
+    def use_persistent_decode(self, batches: Sequence[int]) -> None:
+        """From now on, for these."""
+        runner = self._runner
+        runner.persistent_decode = load_persistent_decode(runner._model, runner._cache)
+        if runner.persistent_decode is None:
+            raise SystemExit("no persistent decode for this model on this device")
+        device = self._state.positions.device
+        graphs = DecodeGraphs(runner.decode_step, max(batches), GraphPool(), device)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for batch in batches:
+                graphs.capture(batch)
+        stream.synchronize()
+        runner.graphs = graphs
+
+    def logits(self, batch: int) -> torch.Tensor:
+        """Of the step that `decode` times, [batch, V]."""
+        graphs = self._runner.graphs
+        assert graphs is not None
+        padded = graphs.padded_slots(np.arange(1, batch + 1, dtype=np.int32))
+        assert padded is not None
+        graphs.set_slots(padded, torch.from_numpy(padded).cuda())
+        self._state.positions[1:].fill_(self._context - 1)
+        self._state.last_tokens[1:].fill_(1)
+        return graphs.replay(padded)[1].clone()
+
+    def decode(
+        self, batch: int, bandwidth: float, kernels: bool, step: str = "decode"
+    ) -> dict[str, Any]:
         graphs = self._runner.graphs
         assert graphs is not None
         padded = graphs.padded_slots(np.arange(1, batch + 1, dtype=np.int32))
@@ -125,7 +157,7 @@ class Bench:
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
         return {
-            "step": "decode",
+            "step": step,
             "batch": batch,
             "context": self._context,
             "ms": round(ms, 4),
@@ -144,10 +176,24 @@ class Bench:
         return {"step": "prefill", "tokens": tokens, "ms": round(ms, 4), "kernels": rows}
 
 
+def compare_persistent(
+    bench: Bench, batches: Sequence[int], bandwidth: float
+) -> list[dict[str, Any]]:
+    """Their times, after a look at whether the logits are those of the other kernels."""
+    others = {batch: bench.logits(batch) for batch in batches}
+    bench.use_persistent_decode(batches)
+    for batch, other in others.items():
+        ours = bench.logits(batch).float()
+        distance = ((ours - other.float()).norm() / other.float().norm()).item()
+        same = (ours.argmax(1) == other.argmax(1)).float().mean().item()
+        print(f"persistent, batch {batch}: logits differ by {distance:.4f}, {same:.0%} of argmax")
+    return [bench.decode(batch, bandwidth, False, "persistent decode") for batch in batches]
+
+
 def report(row: Mapping[str, Any]) -> None:
-    what = f"batch {row['batch']}" if row["step"] == "decode" else f"{row['tokens']} tokens"
+    what = f"batch {row['batch']}" if "batch" in row else f"{row['tokens']} tokens"
     limit = ""
-    if row["step"] == "decode":
+    if "batch" in row:
         limit = f"{row['gigabytes']} GB, at least {row['limit_ms']} ms: {row['share']:.0%}"
     kernels = row["kernels"]
     launches, total_us = sum(k["count"] for k in kernels), sum(k["us"] for k in kernels)
@@ -169,6 +215,7 @@ def main() -> None:
     parser.add_argument("--batch", type=sizes, default=[1, 8, 64, 256], help="decode batch sizes")
     parser.add_argument("--context", type=int, default=640, help="tokens that each row sees")
     parser.add_argument("--prefill", type=sizes, default=[], help="tokens of prefill steps")
+    parser.add_argument("--persistent", action="store_true", help="time persistent_decode.py too")
     parser.add_argument("--no-kernels", action="store_true", help="only the times of whole steps")
     args = parser.parse_args()
     config = EngineArgs(
@@ -188,6 +235,8 @@ def main() -> None:
         kernels = not args.no_kernels
         rows = [bench.decode(batch, bandwidth, kernels) for batch in args.batch]
         rows += [bench.prefill(tokens, kernels) for tokens in args.prefill]
+        if args.persistent:
+            rows += compare_persistent(bench, [b for b in args.batch if b <= MAX_ROWS], bandwidth)
     device = torch.cuda.get_device_name()
     print(
         f"# {args.model} on {device}, torch {torch.__version__}: {bandwidth / 1e12:.2f} TB/s read"

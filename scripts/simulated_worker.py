@@ -107,7 +107,7 @@ class SimulatedWorker:
             return self._step(self._words(len(inputs.sampled_slots)), step_s, size)
 
         def end(masks: TokenMasks) -> LaunchedStep:
-            self.builder.build_sampling(inputs, masks)
+            self.builder.build_sampling(inputs)
             late_s = time.perf_counter() - self._free_s
             self.lateness_s.append(late_s)
             self._free_s += max(0.0, late_s)

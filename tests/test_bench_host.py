@@ -7,13 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import TEST_SECONDS
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_host.py"
 ARGS = ["--streams", "3", "--steps", "20", "--device-ms", "1"]
 
 
 def test_it_measures_and_ends_in_a_json_line() -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, *ARGS], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, SCRIPT, *ARGS],
+        capture_output=True,
+        text=True,
+        timeout=TEST_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])

@@ -11,6 +11,7 @@ import torch
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
+from tests.waiting import PATIENCE_SECONDS
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_step.py"
 
@@ -42,6 +43,9 @@ def test_bytes_of_the_built_in_model():
 
 def test_help_needs_no_device():
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=120
+        [sys.executable, str(SCRIPT), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0 and "--context" in done.stdout

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.waiting import PATIENCE_SECONDS
+
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "aiohttp", "triton"}
 STARTING = (
     "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy",
@@ -20,7 +22,11 @@ def modules_after(code: str) -> set[str]:
     """Names in sys.modules of a fresh interpreter that ran `code`."""
     program = f"{code}\nimport json, sys; print(); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 

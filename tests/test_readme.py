@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from asyncllm.cli import main
+from tests.server.process import served
+from tests.waiting import PATIENCE_SECONDS, TEST_SECONDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,7 +28,7 @@ def block(name: str) -> str:
 
 def run_python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TEST_SECONDS, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -46,30 +44,11 @@ def test_batch() -> None:
 
 
 def test_openai_client_against_the_command() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "asyncllm.cli", "serve", "tiny", "--port", str(port)]
-    server = subprocess.Popen([*command, "--swap-space", "0"], stdout=subprocess.DEVNULL)
-    try:
-        wait_until_healthy(f"http://127.0.0.1:{port}/health", server)
-        code = block("openai").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-        assert "12 + 30 = 42" in run_python(code)
-    finally:
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=30) == 0
-
-
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(url, timeout=1) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.1)
-    raise AssertionError("the server was not healthy within 60 s")
+    with served() as (process, url, _):
+        code = block("openai").replace("http://127.0.0.1:8000", url)
+        assert url in code and "12 + 30 = 42" in run_python(code)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_SECONDS) == 0
 
 
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"--[a-z]+(?:-[a-z]+)+", README))))

@@ -18,7 +18,7 @@ class Admission:
     def __init__(self, max_requests: int, max_tokens: int, max_seconds: float) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._max_seconds = max_seconds
+        self.max_seconds = max_seconds
         self._queued: dict[str, Request] = {}  # in order of arrival
         self._num_tokens = 0
         self._next_check = 0.0
@@ -59,7 +59,7 @@ class Admission:
         self._next_check = now + CHECK_INTERVAL_SECONDS
         late = []
         for request in self._queued.values():
-            if now - request.metrics.arrival_time < self._max_seconds:
+            if now - request.metrics.arrival_time < self.max_seconds:
                 break
             late.append(request)
         return late

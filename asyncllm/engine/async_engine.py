@@ -13,16 +13,18 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.engine.engine_core import EngineCore, in_own_thread
+from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.generation import Generation, Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput, end_of_text_ids
 from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.worker_loader import WorkerLoader
 from asyncllm.errors import EngineDeadError
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.types import Request
@@ -57,13 +59,19 @@ class AsyncLLMEngine:
         self.show_progress = False
         self._request_ids = itertools.count()
         self._starting = asyncio.Lock()
+        self._loader = WorkerLoader()
         self._core: EngineCore | None = None
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     # --- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model, size its memory, capture its graphs. A second call does nothing."""
+        """Load the model, size its memory, capture its graphs. A second call does nothing.
+
+        Cancelled, it ends at once; what it was loading is closed as soon as it is loaded, before
+        another start loads anything and before `aclose` returns.
+        """
         async with self._starting:
             if self._closed:
                 raise EngineDeadError("the engine is closed")
@@ -75,11 +83,13 @@ class AsyncLLMEngine:
         config = self.config
         text = asyncio.create_task(in_own_thread(_load_text, config))
         try:
-            worker = await in_own_thread(partial(Worker, config, progress=self.show_progress))
-        finally:
-            await asyncio.wait([text])
+            worker = await self._loader.load(partial(Worker, config, progress=self.show_progress))
+        except BaseException:
+            text.cancel()
+            await asyncio.gather(text, return_exceptions=True)
+            raise
         try:
-            tokenizer, vocabulary = text.result()
+            tokenizer, vocabulary = await text
             core = EngineCore(config, worker, tokenizer, self.recorder, self.stat_loggers)
         except BaseException:
             worker.close()
@@ -88,12 +98,21 @@ class AsyncLLMEngine:
         return core
 
     async def aclose(self) -> None:
-        """End all requests with an error, stop the engine and give its memory back. Idempotent."""
+        """End all requests with an error, stop the engine and give its memory back. Idempotent.
+
+        Cancelled, it goes on by itself; another call waits for its end.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="asyncllm close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         async with self._starting:
             self._closed = True
             core, self._core = self._core, None
             if core is not None:
                 await core.close()
+            await self._loader.join()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -243,14 +262,14 @@ class AsyncLLMEngine:
         return await asyncio.shield(self._running().failed)
 
     def stats(self) -> SchedulerStats:
-        return self._running().scheduler.stats()
+        return self._running().live.scheduler.stats()
 
     def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
         """What a live view shows: queues, pages, rates, latencies, the last steps. Cheap; no HTTP.
 
         Call it on the loop. Raises `EngineDeadError` before the start and after the end.
         """
-        scheduler = self._running().scheduler
+        scheduler = self._running().live.scheduler
         return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
 
     @property
@@ -265,17 +284,14 @@ class AsyncLLMEngine:
 
     def check_integrity(self) -> None:
         """Assert the invariants of pages, slots and queues; for tests and debugging."""
-        self._running().scheduler.check_integrity()
+        self._running().live.scheduler.check_integrity()
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request."""
-        core = self._running()
-        core.scheduler.check_empty()
-        core.outputs.check_empty()
-        core.admission.check_empty()
+        self._running().live.check_empty()
 
     def reset_prefix_cache(self) -> None:
-        self._running().scheduler.blocks.reset_prefix_cache()
+        self._running().live.scheduler.blocks.reset_prefix_cache()
 
     def _running(self) -> EngineCore:
         if self._core is None:

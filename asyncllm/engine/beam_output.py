@@ -10,12 +10,12 @@ import logging
 from dataclasses import replace
 
 from asyncllm.engine.beam_search import Beam, EndedSearch
-from asyncllm.engine.output_logprobs import TokenText, logprob_dict
-from asyncllm.engine.sequence_text import sequence_text
+from asyncllm.engine.output_logprobs import logprob_dict, token_text
+from asyncllm.engine.sequence_text import hides_last_token, sequence_text
 from asyncllm.engine.stop_checker import StopStrings
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
-from asyncllm.types import FinishReason, Sequence
+from asyncllm.types import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ def _completion(seq: Sequence, beam: Beam, tokenizer: Tokenizer | None) -> Compl
 
 def _text(seq: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str:
     text = sequence_text(seq.request, tokenizer, StopStrings(()))
-    hides_last = seq.finish_reason is FinishReason.STOP
-    if hides_last and not seq.request.sampling_params.include_stop_str_in_output:
+    if hides_last_token(seq):
         token_ids = token_ids[:-1]
     return "".join([text.push(token_id, False)[0] for token_id in token_ids]) + text.close()
 
@@ -64,14 +63,9 @@ def _logprobs(
     num_top = seq.request.num_shown_logprobs
     if num_top is None:
         return None
-    shows_text = seq.request.sampling_params.detokenize and tokenizer is not None
-    text_of: TokenText = tokenizer.token_text if shows_text and tokenizer else _no_text
+    text_of = token_text(seq.request.sampling_params, tokenizer)
     return [
         logprob_dict(step.token_id, step.logprobs, num_top, text_of)
         for step in path
         if step.logprobs is not None
     ]
-
-
-def _no_text(token_id: int) -> None:
-    return None

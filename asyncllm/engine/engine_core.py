@@ -2,8 +2,9 @@
 
     add_request -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
-A step that fails ends the requests that had begun, each with an error, and the engine goes on; if
-the device is lost with it, the engine is dead and says so.
+Who is live, and how each request ends, is in `LiveRequests`. A step that fails ends the requests
+that had begun, each with an error, and the engine goes on; if the device is lost with it, the
+engine is dead and says so.
 """
 
 from __future__ import annotations
@@ -11,24 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
-from asyncllm.engine.beam_output import render
-from asyncllm.engine.beam_search import EndedSearch
-from asyncllm.engine.best_answers import BestAnswers
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.non_finite import evict, non_finite_requests
-from asyncllm.engine.output_processor import OutputProcessor, TextSink
+from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.recorder import Recorder
@@ -37,24 +35,14 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRe
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import (
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceStatus,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    TokenUpdate,
-)
+from asyncllm.types import Request, StepPlan, StepResult
 from asyncllm.worker.model_runner import HostStep
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 
-T = TypeVar("T")
 QUIET_SECONDS = 0.25  # without a request, before graphs are captured
 PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
 
@@ -70,42 +58,42 @@ class EngineCore:
         recorder: Recorder,
         stat_loggers: list[StatLogger],
     ) -> None:
-        memory = worker.memory
         self.worker = worker
         self.tokenizer = tokenizer
         self._config = config
         self.chunk_policy = ChunkPolicy.choose(
             config.chunked_prefill_size, worker.step_cost, config.prefill_graph_sizes
         )
-        self.scheduler = self._make_scheduler(SchedulerStats())
         self.input_processor = InputProcessor(
             config,
             tokenizer,
-            memory.max_model_len,
-            max_kv_tokens=memory.num_pages * config.block_size,
+            worker.memory.max_model_len,
+            max_kv_tokens=worker.memory.num_pages * config.block_size,
         )
-        self.outputs = OutputProcessor(tokenizer)
-        self.admission = Admission(
-            config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
+        self.live = LiveRequests(
+            self._new_scheduler(SchedulerStats()),
+            Admission(
+                config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
+            ),
+            tokenizer,
+            recorder.aborts,
         )
-        self.dead: str | None = None
         self.clock = StepClock()
         self._plan_time = PlanTime()
         self._plan_started = 0.0
-        self._lag = LoopLag(recorder.loop_lag.observe)
+        self._planning = False  # left true by a plan that raised
         self._recorder = recorder
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stat_loggers = stat_loggers
+        self._lag = LoopLag(recorder.loop_lag.observe)
         self.watchdog = Watchdog(
             config.watchdog_timeout,
-            lambda: self.scheduler.num_requests,
-            lambda: str(self.scheduler.stats()),
+            lambda: self.live.scheduler.num_requests,
+            lambda: str(self.live.scheduler.stats()),
         )
         self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
-        self._rendering: set[asyncio.Task[None]] = set()  # beams, on their way to their sinks
+        self.dead: str | None = None
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._work = asyncio.Event()
-        self._aborts_while_emitting: list[tuple[str, AbortCause]] | None = None
-        self._planning = False  # left true by a plan that raised
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
 
     # --- requests ----------------------------------------------------------------------------
@@ -127,11 +115,7 @@ class EngineCore:
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
         request.batch_processors = self._processors_for(params)
-        self.admission.enter(request)
-        if params.num_sequences > params.n:
-            sink, text_sink = BestAnswers(params, sink).receive, None
-        self.outputs.add(request, sink, text_sink)
-        self.scheduler.add(request)
+        self.live.add(request, sink, text_sink)
         self._work.set()
         return request
 
@@ -152,25 +136,13 @@ class EngineCore:
     def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        if self.scheduler.has_request(request_id):
+        if self.live.scheduler.has_request(request_id):
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
-        self.admission.check_room(request_id, num_tokens)
+        self.live.admission.check_room(request_id, num_tokens)
 
     def abort(self, request_id: str, cause: AbortCause = "application") -> None:
-        if self._aborts_while_emitting is not None:  # called by a sink, amid the outputs' loop
-            self._aborts_while_emitting.append((request_id, cause))
-        elif (request := self.scheduler.abort(request_id)) is not None:
-            self.admission.leave(request)
-            self.outputs.abort(request_id, time.monotonic())
-            self._recorder.aborts[cause] += 1
+        if self.live.abort(request_id, cause):
             self._record(None)
-
-    def _expire(self, request: Request) -> None:
-        """End a request that has waited too long."""
-        self.scheduler.abort(request.request_id, FinishReason.ERROR)
-        self.admission.leave(request)
-        waited = f"it waited over max_queue_seconds ({self._config.max_queue_seconds:g})"
-        self.outputs.fail(request, waited, time.monotonic(), overloaded=True)
 
     # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
 
@@ -182,16 +154,12 @@ class EngineCore:
 
     def plan(self) -> StepPlan | None:
         start = self._plan_started = time.monotonic()
-        for request in self.admission.late(start):
-            self._expire(request)
+        self.live.expire(start)
         self._planning = True
-        plan = self.scheduler.plan()
+        plan = self.live.scheduler.plan()
         self._planning = False
-        for init in plan.slot_inits if plan is not None else ():
-            request = init.seq.request
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = time.monotonic()
-                self.admission.leave(request)
+        if plan is not None:
+            self.live.planned(plan)
         self.clock.host.plan += time.monotonic() - start
         return plan
 
@@ -212,13 +180,8 @@ class EngineCore:
         )
         start = time.monotonic()
         for seq, error in constrained.failures:
-            self._fail_sequence(seq, "its grammar failed", error)
-        updates: list[TokenUpdate] = []
-        for seq, token_ids in constrained.jumps:
-            if seq.status is SequenceStatus.RUNNING:  # it may have been aborted meanwhile
-                updates += self.scheduler.jump(seq, token_ids)
-        if updates:
-            self._tell(updates, {})
+            self.live.fail_sequence(seq, "its grammar failed", error)
+        self.live.jump(constrained.jumps)
         self.clock.host.finish += time.monotonic() - start
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
@@ -228,45 +191,20 @@ class EngineCore:
         step = self.clock.finished(plan)
         self._plan_time.finished(step)
         if bad := non_finite_requests(plan, result):
-            self.worker.clear_pages(evict(self.scheduler, bad))
-            self._fail(bad, "its logits are not finite")
+            self.worker.clear_pages(evict(self.live.scheduler, bad))
+            self.live.fail(bad, "its logits are not finite")
         for row, error in result.failures.items():
-            self._fail_sequence(plan.sampled[row], "its logits processor failed", error)
-        self._tell(self.scheduler.finish_step(plan, result), result.prompt_logprobs)
-        for search in self.scheduler.take_ended_searches():
-            self._end_search(search)
+            self.live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
+        self.live.take(plan, result)
         self._record(step)
         self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
 
-    def _tell(
-        self, updates: list[TokenUpdate], prompt_logprobs: dict[int, list[TokenLogprobs]]
-    ) -> None:
-        """Give clients their news, and end what ends by it."""
-        self._aborts_while_emitting = []
-        stops = self.outputs.process(updates, prompt_logprobs, time.monotonic())
-        aborts, self._aborts_while_emitting = self._aborts_while_emitting, None
-        for stop in stops:
-            self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
-        for request_id, cause in aborts:
-            self.abort(request_id, cause)
-
-    def _end_search(self, search: EndedSearch) -> None:
-        """Its pages are free; its words follow, when a thread has put them together."""
-        output, sink = self.outputs.end_search(search, time.monotonic())
-
-        async def tell() -> None:
-            sink(await in_own_thread(render, search, output, self.tokenizer))
-
-        task = asyncio.create_task(tell())
-        self._rendering.add(task)
-        task.add_done_callback(self._rendering.discard)
-
     def _record(self, step: StepRecord | None) -> None:
         """Tell the observers what came since the last time."""
-        iteration = self.outputs.take_iteration_stats()
+        iteration = self.live.outputs.take_iteration_stats()
         iteration.step = step
-        stats = self.scheduler.stats()
+        stats = self.live.scheduler.stats()
         self._recorder.record(stats, iteration)
         for stat_logger in self._stat_loggers:
             stat_logger.record(stats, iteration)
@@ -277,13 +215,13 @@ class EngineCore:
         self.clock.idle()
         self._plan_time.idle()
         patience = QUIET_SECONDS
-        while not self.scheduler.waiting and self.worker.num_pending_graphs:
+        while not self.live.scheduler.waiting and self.worker.num_pending_graphs:
             await self._work_within(patience)
-            if self.scheduler.waiting:
+            if self.live.scheduler.waiting:
                 return
             self.worker.capture_one()
             patience = PAUSE_SECONDS
-        if not self.scheduler.waiting:
+        if not self.live.scheduler.waiting:
             await self._work.wait()
 
     async def _work_within(self, seconds: float) -> None:
@@ -308,42 +246,23 @@ class EngineCore:
         Those that still wait for their first step are kept, unless it was planning that failed: the
         first of them may be the reason.
         """
-        self._aborts_while_emitting = None
         self.clock.reset()
         self._plan_time.idle()
-        live = self.scheduler.requests()
-        # A step that raised midway may have left anything: begin anew, with an empty cache.
-        self.scheduler = self._make_scheduler(self.scheduler.stats())
-        unhurt = [] if self._planning else [r for r in live if self.admission.holds(r)]
-        self._fail([r for r in live if r not in unhurt], f"the engine failed in a step: {error}")
+        self.live.restart(
+            self._new_scheduler(self.live.scheduler.stats()),
+            f"the engine failed in a step: {error}",
+            keep_queued=not self._planning,
+        )
         self._record(None)
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
             logger.critical("the device is lost: %s", lost)
             self.dead = f"the device is lost: {lost}"
-            self._fail(unhurt, self.dead)
+            self.live.fail_all(self.dead)
             self.failed.set_result(self.dead)
-        else:
-            for request in unhurt:
-                self.scheduler.add(request)
 
-    def _fail(self, requests: list[Request], message: str) -> None:
-        for request in requests:
-            self.admission.leave(request)
-            self.outputs.fail(request, message, time.monotonic())
-
-    def _fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
-        """End the request of `seq`, if it is live, for what it brought with it raised."""
-        if seq.status is not SequenceStatus.FINISHED:
-            request = seq.request
-            self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            logger.error("request %s: %s", request.request_id, what, exc_info=error)
-            is_told = isinstance(error, RequestFailedError)  # made for who asked
-            told = str(error) if is_told else f"{what}: {type(error).__name__}: {error}"
-            self._fail([request], told)
-
-    def _make_scheduler(self, totals: SchedulerStats) -> Scheduler:
+    def _new_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
         blocks = BlockManager(
             memory.num_pages, config.block_size, memory.num_host_pages, config.enable_prefix_caching
@@ -362,26 +281,12 @@ class EngineCore:
     async def close(self) -> None:
         self.dead = "the engine is closed"
         self._task.cancel()
-        await asyncio.wait([self._task, *self._rendering])
-        live = self.scheduler.requests()
-        for request in live:
-            self.scheduler.abort(request.request_id, FinishReason.ERROR)
-        self._fail(live, self.dead)
+        await asyncio.wait([self._task])
+        await self.live.rendered()
+        self.live.fail_all(self.dead)
         self._record(None)
         self._lag.close()
         self.input_processor.close()
         self.watchdog.close()
         await in_own_thread(self._constrain_thread.shutdown)
         await in_own_thread(self.worker.close)
-
-
-async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
-    """Run a blocking call in a thread that ends with it: the application's loop keeps none."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm")
-    try:
-        result = await asyncio.get_running_loop().run_in_executor(thread, work, *args)
-    except BaseException:
-        thread.shutdown(wait=False)  # cancelled: the work ends by itself, the loop does not wait
-        raise
-    thread.shutdown()  # at once: its work is done
-    return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from typing import Any
 
 from asyncllm.engine.output_processor import OutputCollector
@@ -25,6 +26,7 @@ class _Mailbox:
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self.kind = kind
+        self.loop = asyncio.get_running_loop()
         self.ready: deque[RequestOutput] = deque()
         self.arrived = asyncio.Event()
         self.finished = False
@@ -118,5 +120,7 @@ class Generation:
             raise
 
     def __del__(self) -> None:
+        """A collection may happen in any thread; the engine is for the loop's alone."""
         if self._mailbox is not None and not self._mailbox.finished:
-            self._abort()
+            with suppress(RuntimeError):  # the loop is closed: nothing runs any more
+                self._mailbox.loop.call_soon_threadsafe(self._abort)

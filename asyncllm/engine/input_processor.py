@@ -19,7 +19,6 @@ from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.bad_words import bad_words_ids
-from asyncllm.engine.generation_defaults import read_generation_defaults
 from asyncllm.engine.prompt import ParsedPrompt, PromptInput, TextPrompt, TokensPrompt, parse_prompt
 from asyncllm.engine.prompt_encoder import PromptEncoder
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
@@ -51,15 +50,12 @@ class InputProcessor:
         max_kv_tokens: int | None = None,
         seq_ids: Iterator[int] | None = None,
     ) -> None:
-        """`max_kv_tokens`: what the whole KV cache holds. `seq_ids`: a counter to share.
-
-        Raises `ModelLoadError` for an unusable generation_config.json.
-        """
+        """`max_kv_tokens`: what the whole KV cache holds. `seq_ids`: a counter to share."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.max_kv_tokens = max_kv_tokens
         self._max_tokens_in_all = min(max_model_len, max_kv_tokens or max_model_len)
-        self._defaults = read_generation_defaults(config)
+        self._defaults = config.generation_defaults
         self._encoder = PromptEncoder(
             tokenizer, config.model.vocab_size, max_model_len, self._max_tokens_in_all
         )
@@ -292,7 +288,7 @@ class InputProcessor:
 def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
     """What ends a text, by all that speak of it; ids that the model has not are left out."""
     of_tokenizer = tokenizer.eos_token_ids if tokenizer is not None else ()
-    of_defaults = read_generation_defaults(config).eos_token_ids
+    of_defaults = config.generation_defaults.eos_token_ids
     ids = {*config.model.eos_token_ids, *of_defaults, *of_tokenizer}
     return frozenset(i for i in ids if 0 <= i < config.model.vocab_size)
 

@@ -18,14 +18,18 @@ from typing import NamedTuple
 
 from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.output_collector import OutputCollector
-from asyncllm.engine.output_state import RequestState, SequenceState, Sink, TextSink
-from asyncllm.engine.repetition import REPETITION_STOP_REASON, RepetitionDetector
-from asyncllm.engine.sequence_text import sequence_text
+from asyncllm.engine.output_state import (
+    RequestState,
+    SequenceState,
+    Sink,
+    TextSink,
+    new_states,
+)
+from asyncllm.engine.repetition import REPETITION_STOP_REASON
+from asyncllm.engine.sequence_text import hides_last_token
 from asyncllm.engine.stats import IterationStats
-from asyncllm.engine.stop_checker import StopStrings
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, FinishReasonText, RequestOutput
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
     FinishReason,
     Request,
@@ -61,6 +65,10 @@ class OutputProcessor:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    def requests(self) -> list[Request]:
+        """Those whose last output is not out yet, oldest first; a copy."""
+        return [owner.request for owner in self._requests.values()]
+
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None = None) -> None:
         """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
 
@@ -68,28 +76,8 @@ class OutputProcessor:
         has one sequence, no logprobs, no stop strings and no repetition to watch for.
         """
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
-        params = request.sampling_params
-        shows_text = params.detokenize and self._tokenizer is not None
-        owner = RequestState(
-            request,
-            sink,
-            text_sink if _is_plain(request) else None,
-            self._tokenizer.token_text if shows_text and self._tokenizer else _no_text,
-            num_live=len(request.sequences),
-            owes_prompt_logprobs=params.prompt_logprobs is not None,
-        )
-        stops = StopStrings(params.stop or ())
-        for seq in request.sequences:
-            text = sequence_text(request, self._tokenizer, stops)
-            self._sequences[seq.seq_id] = SequenceState(
-                seq,
-                owner,
-                text,
-                text.push_plain,
-                params.num_logprobs,
-                cumulative_logprob=None if params.num_logprobs is None else 0.0,
-                repetition=_repetition(params),
-            )
+        owner, states = new_states(request, sink, text_sink, self._tokenizer)
+        self._sequences |= {state.seq.seq_id: state for state in states}
         self._requests[request.request_id] = owner
 
     def process(
@@ -118,7 +106,7 @@ class OutputProcessor:
         They go to the sink by themselves: to render them takes longer than a step may.
         """
         request = search.request
-        owner = self._requests.pop(request.request_id)
+        owner = self._requests[request.request_id]
         self._count_first_token(owner, now)
         for seq, beam in zip(request.sequences, search.beams, strict=True):
             state = self._sequences[seq.seq_id]
@@ -129,6 +117,7 @@ class OutputProcessor:
         self._iteration.num_generation_tokens += owner.num_generated
         output = owner.take_output(now)
         self._iteration.finished.append(owner.stats())
+        del self._requests[request.request_id]
         return replace(output, outputs=[]), owner.sink
 
     def abort(self, request_id: str, now: float | None = None) -> Request | None:
@@ -223,7 +212,7 @@ class OutputProcessor:
             if state.push_plain is not None and not is_last and not repeats:
                 state.add_news(state.push_plain(update.token_id), update)
                 return
-            shown = None if is_last and _hides_last_token(seq) else update.token_id
+            shown = None if is_last and hides_last_token(seq) else update.token_id
             text, stop_reason = state.text.push(shown, is_last or repeats)
             news = state.add_news(text, update)
         except Exception as error:  # one request's own hooks: it may only hurt itself
@@ -283,7 +272,7 @@ class OutputProcessor:
             self._emit(owner, now)
 
     def _emit(self, owner: RequestState, now: float) -> None:
-        if owner.news[0].token_ids:
+        if owner.news and owner.news[0].token_ids:
             owner.request.metrics.last_token_time = now
         output = owner.take_output(now)
         if output.finished:
@@ -301,32 +290,9 @@ class OutputProcessor:
             state.owner.prompt_logprobs += chunk
 
 
-def _is_plain(request: Request) -> bool:
-    """Whether text is all that most of its steps bring."""
-    params = request.sampling_params
-    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
-    may_stop = params.stop or params.repetition_detection
-    return params.n == 1 and not wants_logprobs and not may_stop
-
-
-def _repetition(params: SamplingParams) -> RepetitionDetector | None:
-    wanted = params.repetition_detection
-    return None if wanted is None else RepetitionDetector(wanted, params.min_tokens)
-
-
-def _hides_last_token(seq: Sequence) -> bool:
-    """Whether it ended by a token (EOS or a stop token) whose text is not wanted."""
-    params = seq.request.sampling_params
-    return seq.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
-
-
 def _held_text(state: SequenceState) -> str:
     try:
         return state.text.close()
     except Exception:  # it ends anyway
         logger.exception("request %s: output failed", state.seq.request.request_id)
         return ""
-
-
-def _no_text(token_id: int) -> None:
-    return None

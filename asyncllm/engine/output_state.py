@@ -1,14 +1,24 @@
-"""What the output processor remembers of a live request and of each of its sequences."""
+"""What the output processor remembers of a live request and of each of its sequences.
+
+States say nothing to anybody: they gather news, and give them away as one delta.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncllm.engine.output_logprobs import TokenText, logprob_dict, prompt_logprob_dicts
+from asyncllm.engine.output_logprobs import (
+    TokenText,
+    logprob_dict,
+    prompt_logprob_dicts,
+    token_text,
+)
 from asyncllm.engine.repetition import RepetitionDetector
-from asyncllm.engine.sequence_text import SequenceText
+from asyncllm.engine.sequence_text import SequenceText, sequence_text
 from asyncllm.engine.stats import FinishedRequestStats
+from asyncllm.engine.stop_checker import StopStrings
+from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import (
     CompletionOutput,
     FinishReasonText,
@@ -16,6 +26,7 @@ from asyncllm.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, Sequence, TokenLogprobs, TokenUpdate
 
 Sink = Callable[[RequestOutput], None]
@@ -163,3 +174,44 @@ class SequenceState:
         news = CompletionOutput(index, "", [], self.cumulative_logprob, logprobs)
         all_news.append(news)
         return news
+
+
+def new_states(
+    request: Request, sink: Sink, text_sink: TextSink | None, tokenizer: Tokenizer | None
+) -> tuple[RequestState, list[SequenceState]]:
+    """Of a request before its first token, and of its sequences."""
+    params = request.sampling_params
+    owner = RequestState(
+        request,
+        sink,
+        text_sink if _is_plain(params) else None,
+        token_text(params, tokenizer),
+        num_live=len(request.sequences),
+        owes_prompt_logprobs=params.prompt_logprobs is not None,
+    )
+    stops = StopStrings(params.stop or ())
+    return owner, [_new_state(seq, owner, tokenizer, stops) for seq in request.sequences]
+
+
+def _new_state(
+    seq: Sequence, owner: RequestState, tokenizer: Tokenizer | None, stops: StopStrings
+) -> SequenceState:
+    params = seq.request.sampling_params
+    text = sequence_text(seq.request, tokenizer, stops)
+    wanted = params.repetition_detection
+    return SequenceState(
+        seq,
+        owner,
+        text,
+        text.push_plain,
+        params.num_logprobs,
+        cumulative_logprob=None if params.num_logprobs is None else 0.0,
+        repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
+    )
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether text is all that most of its steps bring."""
+    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
+    may_stop = params.stop or params.repetition_detection
+    return params.n == 1 and not wants_logprobs and not may_stop

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from asyncllm.engine.detokenizer import Detokenizer, NoDetokenizer
 from asyncllm.engine.stop_checker import StopChecker, StopStrings
 from asyncllm.engine.tokenizer import Tokenizer
-from asyncllm.types import Request
+from asyncllm.types import FinishReason, Request, Sequence
 
 
 class SequenceText:
@@ -62,3 +62,9 @@ def sequence_text(
         return SequenceText(detokenizer, None)
     checker = StopChecker(stops, params.include_stop_str_in_output, params.min_tokens)
     return SequenceText(detokenizer, checker)
+
+
+def hides_last_token(seq: Sequence) -> bool:
+    """Whether it ended by a token (EOS or a stop token) whose text is not wanted."""
+    params = seq.request.sampling_params
+    return seq.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output

@@ -1,32 +1,26 @@
 """A model folder's tokenizer: text to ids, ids to text, chat messages to text.
 
-transformers loads it and renders its chat template (in jinja2's immutable sandbox); encoding and
-decoding go straight to the `tokenizers` object underneath, which is several times faster. A
-rendered template already holds its special tokens: encode it with `add_special_tokens=False`.
-It knows no request and no limit of the model.
+transformers loads it and renders its chat template; encoding and decoding go straight to the
+`tokenizers` object underneath, which is several times faster. It knows no request and no limit of
+the model.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from asyncllm.config import ContentFormat
-from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
-from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
-from asyncllm.engine.content_format import detect_content_format
+from asyncllm.engine.chat_template import ChatTemplate, read_chat_template
 from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
 from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
-from asyncllm.formats.tools import MAX_TOOLS
 
 # At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
 VOCABULARY_FILES = (
@@ -39,8 +33,6 @@ _HOW_LOADED = {
     "chat_template_file", "added_tokens_file", "special_tokens_map_file", "is_local",
     "local_files_only", "backend",
 }  # fmt: skip
-MAX_DOCUMENTS = 1024  # of a chat, for templates that take them
-MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
 LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
 
 
@@ -58,8 +50,8 @@ class Tokenizer:
         raw.no_truncation()
         self._hf = hf
         self._raw = raw
-        self._chat_template = chat_template
-        self._content_format = content_format
+        self._chat = ChatTemplate(hf, chat_template, content_format)
+        self.render_chat = self._chat.render
         self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self._tokens = _tokens_by_id(raw, self._added)
         self.vocab_size = len(self._tokens)  # highest id + 1: there may be holes
@@ -75,8 +67,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """The template's Jinja text, all of them where there are several; "" without any."""
-        template = self._chat_template or self._hf.chat_template or ""
-        return template if isinstance(template, str) else "\n".join(template.values())
+        return self._chat.text
 
     @property
     def response_template(self) -> object:
@@ -111,16 +102,8 @@ class Tokenizer:
             raise ModelLoadError(f"{_vocabulary_file(path)}: no fast tokenizer for {type(hf)}")
         tokenizer = cls(hf, template, content_format)
         if template is not None:
-            tokenizer._check_template_compiles()
+            tokenizer._chat.check_compiles()
         return tokenizer
-
-    def _check_template_compiles(self) -> None:
-        """Raises `ModelLoadError` for a syntax error; what else it refuses depends on messages."""
-        try:
-            self.render_chat([{"role": "user", "content": "?"}])
-        except InvalidRequestError as error:
-            if isinstance(error.__cause__, TemplateSyntaxError):
-                raise ModelLoadError(f"chat template: {one_line(error.__cause__)}") from error
 
     def info(self) -> dict[str, Any]:
         """tokenizer_config.json as it was loaded, with the class and template in force.
@@ -130,9 +113,8 @@ class Tokenizer:
         given = {k: v for k, v in self._hf.init_kwargs.items() if k not in _HOW_LOADED}
         info = json.loads(json.dumps(given, default=str), parse_int=_bounded)
         info["tokenizer_class"] = type(self._hf).__name__
-        template = self._chat_template or self._hf.chat_template
-        if template is not None:
-            info["chat_template"] = template
+        if self._chat.source is not None:
+            info["chat_template"] = self._chat.source
         return info
 
     # --- ids and text ------------------------------------------------------------------------
@@ -191,98 +173,11 @@ class Tokenizer:
     def _has_token(self, token_id: int) -> bool:
         return token_id < self.vocab_size and self._tokens[token_id] is not None
 
-    # --- chat --------------------------------------------------------------------------------
-
-    def render_chat(
-        self,
-        messages: list[ChatMessage],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> str:
-        """The prompt as the chat template writes it. Raises `InvalidRequestError`.
-
-        `chat_template` replaces the tokenizer's: a program, only from those who are trusted.
-        """
-        kwargs = template_kwargs or {}
-        reserved = sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys())
-        if reserved:
-            raise InvalidRequestError(
-                f"chat_template_kwargs must not set {', '.join(reserved)}", "chat_template_kwargs"
-            )
-        if add_generation_prompt and continue_final_message:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
-                "continue_final_message",
-            )
-        template = chat_template or self._chat_template
-        if template is None and self._hf.chat_template is None:
-            raise InvalidRequestError(
-                "this model has no chat template; start with --chat-template, or send a prompt",
-                MESSAGES_PARAM,
-            )
-        if tools and len(tools) > MAX_TOOLS:
-            raise InvalidRequestError(f"{len(tools)} tools, at most {MAX_TOOLS}", "tools")
-        documents = kwargs.get("documents")
-        if isinstance(documents, list) and len(documents) > MAX_DOCUMENTS:
-            raise InvalidRequestError(
-                f"{len(documents)} documents, at most {MAX_DOCUMENTS}", "documents"
-            )
-        conversation = normalize_messages(messages, self._takes_parts(chat_template))
-        try:
-            return self._hf.apply_chat_template(
-                conversation,
-                tools=tools or None,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **kwargs,
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            raise InvalidRequestError(
-                f"the chat template does not accept these messages: {error!s:.{MAX_ERROR_CHARS}}",
-                MESSAGES_PARAM,
-            ) from error
-
-    def _takes_parts(self, chat_template: str | None) -> bool:
-        if self._content_format == "auto":
-            return detect_content_format(chat_template or self.chat_template) == "openai"
-        return self._content_format == "openai"
-
-
-# What `render_chat` sets itself, and what would make transformers do more than render. Documents
-# are a template's business.
-RESERVED_TEMPLATE_KWARGS = {
-    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-    "messages",
-} - {"documents", "kwargs"}
-
-
-def read_chat_template(template: str) -> str:
-    """The Jinja text of `template`, which is a file's name or that text itself."""
-    path = Path(template)
-    try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not a possible name, or not readable
-        if not _looks_like_jinja(template):
-            raise ModelLoadError(f"chat template {template!r}: {error}") from error
-    if not _looks_like_jinja(template):
-        raise ModelLoadError(f"chat template {template!r} is neither a file nor a Jinja template")
-    return template
-
 
 def _bounded(digits: str) -> int | float:
     """transformers writes 10**30 for "no limit", which few readers of JSON take for an integer."""
     number = int(digits)
     return number if number < 2**63 else float(number)
-
-
-def _looks_like_jinja(text: str) -> bool:
-    return any(mark in text for mark in "{}\n")
 
 
 def _blamed_file(path: Path) -> Path:

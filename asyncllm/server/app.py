@@ -10,7 +10,7 @@ import re
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
-from asyncllm.engine.engine_core import in_own_thread
+from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.auth import auth_middleware
 from asyncllm.server.connection import connection_middleware

@@ -63,7 +63,8 @@ async def serve(
     finally:
         listener.close()  # before the app behind it is gone
         await runner.cleanup()
-        await engine.aclose()
+        if engine.health() != "loading":  # who interrupts a load need not wait for its end
+            await engine.aclose()
 
 
 @dataclass(frozen=True, slots=True)

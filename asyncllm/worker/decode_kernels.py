@@ -52,7 +52,4 @@ class TritonDecodeEnds:
     def finish(
         self, state: DeviceState, slots: torch.Tensor, rows: SlotRows, logits: torch.Tensor
     ) -> torch.Tensor:
-        return sample_and_advance(
-            logits, rows.temperatures, rows.seeds, rows.positions, slots, state.last_tokens,
-            state.positions,
-        )  # fmt: skip
+        return sample_and_advance(logits, rows, slots, state)

@@ -18,7 +18,8 @@ from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.types import PADDING_PAGE, StepPlan, StepResult, TokenMasks
+from asyncllm.models.persistent_decode import MAX_ROWS, PersistentDecode
+from asyncllm.types import NO_MASKS, PADDING_PAGE, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
@@ -31,7 +32,7 @@ from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
 from asyncllm.worker.step_results import Sampled, fetch
 from asyncllm.worker.step_timer import DeviceTimes
-from asyncllm.worker.token_masks import TokenMaskBuffer
+from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
@@ -101,6 +102,7 @@ class ModelRunner:
         self._staging = Staging(device)
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
+        self.persistent_decode: PersistentDecode | None = None  # for steps of few rows
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
 
@@ -115,8 +117,8 @@ class ModelRunner:
         begun = self._executor.begin(lambda: self._forward(inputs), size)
 
         def end(masks: TokenMasks) -> LaunchedStep:
-            later = self._builder.build_sampling(inputs, masks)  # now: the tokens will move on
-            return begun.end(lambda forwarded: self._sample(inputs, forwarded, later))
+            later = self._builder.build_sampling(inputs)  # now: the tokens will move on
+            return begun.end(lambda forwarded: self._sample(inputs, forwarded, later, masks))
 
         return HostStep(end)
 
@@ -161,15 +163,17 @@ class ModelRunner:
             },
         )
         logits = self._model.compute_logits(hidden[num_tokens - 1 : num_tokens])
-        self._sampler.plain(logits, tokens[:1], tokens[:1])
+        self._sampler.plain(logits, tokens[:1], tokens[:1])  # of the padding slot
 
-    def warm_up_masks(self) -> None:
+    def warm_up_masks(self, dtype: torch.dtype) -> None:
         """Sample a masked row of the padding slot: no grammar's first request waits for that."""
         zero = torch.zeros(1, dtype=torch.int32, device=self._state.positions.device)
         vocab_size = self._state.in_prompt.shape[1]
-        masks = {"mask_rows": zero, "mask_bits": zero.new_full((1, -(-vocab_size // 32)), -1)}
-        logits = torch.zeros(1, vocab_size, device=zero.device)
-        self._sampler.full(logits, zero, zero, Feature(0), masks)
+        masks = RowMasks(zero, zero.new_full((1, -(-vocab_size // 32)), -1))
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=zero.device)
+        for positions in (zero, None):  # as after prefills, as after a decode step
+            self._sampler.plain(logits, zero, positions, masks)
+        self._sampler.full(logits, zero, zero, Feature(0), {}, masks)
 
     # --- on the stream -----------------------------------------------------------------------
 
@@ -184,17 +188,26 @@ class ModelRunner:
         return self._decode_only(inputs) if plan.decodes else None
 
     def _sample(
-        self, inputs: StepInputs, forwarded: Forwarded | None, later: Arrays | None = None
+        self,
+        inputs: StepInputs,
+        forwarded: Forwarded | None,
+        later: Arrays | None = None,
+        masks: TokenMasks = NO_MASKS,
     ) -> Collect:
-        """`later`: what a step that `needs_host` is told after its forward pass was launched."""
+        """`later`, `masks`: what a step that `needs_host` is told after its forward pass."""
         if forwarded is None:
             return lambda: StepResult([])
         tokens = forwarded.tokens
         failures: dict[int, Exception] = {}
-        if inputs.features & ~PLAIN:
-            tokens, failures = self._sample_full(inputs, forwarded, later)
-        elif tokens is None:
-            tokens = self._sample_plain(forwarded)
+        row_masks = None
+        if len(masks.rows):
+            row_masks = self.masks.upload(masks.rows, len(forwarded.slots))
+        if inputs.features & ~(PLAIN | Feature.MASK):
+            tokens, failures = self._sample_full(inputs, forwarded, later, row_masks)
+        elif tokens is None or row_masks is not None:
+            tokens = self._sampler.plain(
+                forwarded.logits, forwarded.slots, forwarded.positions, row_masks
+            )
         sampled = Sampled(
             tokens,
             forwarded.logits,
@@ -231,12 +244,16 @@ class ModelRunner:
         Returns plainly sampled tokens int32 [rows] and logits [rows, V]. `max_len`: the longest
         context, for backends that want it on the host; None under capture.
         """
-        state = self._state
+        state, model = self._state, self._model
         rows = self._decode_ends.begin(state, slots)
-        attend = self._attention.decode(DecodeRows(rows.block_tables, rows.positions, max_len))
-        prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        hidden = self._model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
-        logits = self._model.compute_logits(hidden)
+        decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
+        prompt_lens = state.prompt_lens[slots] if model.uses_prompt_lens else None
+        if self.persistent_decode is not None and len(slots) <= MAX_ROWS:
+            logits = self.persistent_decode.forward(rows.last_tokens, decodes, prompt_lens)
+        else:
+            attend = self._attention.decode(decodes)
+            hidden = model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
+            logits = model.compute_logits(hidden)
         return self._decode_ends.finish(state, slots, rows, logits), logits
 
     def _mixed_step(self, inputs: StepInputs) -> Forwarded:
@@ -264,23 +281,15 @@ class ModelRunner:
         tokens = None if len(logits) else slots
         return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
 
-    def _sample_plain(self, forwarded: Forwarded) -> torch.Tensor:
-        slots, positions = forwarded.slots, forwarded.positions
-        assert positions is not None
-        tokens = self._sampler.plain(forwarded.logits, slots, positions)
-        self._state.advance(slots, tokens, positions)
-        return tokens
-
     def _sample_full(
-        self, inputs: StepInputs, forwarded: Forwarded, later: Arrays | None
+        self,
+        inputs: StepInputs,
+        forwarded: Forwarded,
+        later: Arrays | None,
+        masks: RowMasks | None,
     ) -> tuple[torch.Tensor, dict[int, Exception]]:
         """Tokens int32 [rows], and what processors raised, by row."""
-        slots, positions = forwarded.slots, forwarded.positions
-        if positions is None:
-            positions = self._state.positions[slots]  # decode_step moved them to the new tokens
         edits = forwarded.tensors if later is None else self._staging.upload(later)
-        if "mask_rows" in edits:
-            edits["mask_bits"] = self.masks.upload(len(edits["mask_rows"]))
         failures: dict[int, Exception] = {}
 
         def process(logits: torch.Tensor) -> None:
@@ -288,13 +297,13 @@ class ModelRunner:
 
         tokens = self._sampler.full(
             forwarded.logits,
-            slots,
-            positions,
+            forwarded.slots,
+            forwarded.positions,
             inputs.features,
             edits,
+            masks,
             process if inputs.features & Feature.PROCESS else None,
         )
-        self._state.advance(slots, tokens, positions)
         return tokens, failures
 
     def _prompt_logprobs(

@@ -2,8 +2,10 @@
 
 Two ways, by what the step's rows need (known on the host):
 
-  plain  greedy and temperature: one argmax over logits / T + Gumbel noise, no sort, capturable
+  plain  masks, greedy and temperature: one argmax over logits / T + Gumbel noise, no sort
   full   processors, allowed tokens, edits, masks, penalties, temperature, min-p, top-k, top-p
+
+Both leave each slot's state at its new token.
 
 Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
 seeded request samples the same tokens whatever else is in its batch, and after any preemption.
@@ -20,12 +22,18 @@ import torch
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
-from asyncllm.worker.token_masks import ApplyMasks
+from asyncllm.worker.token_masks import ApplyMasks, RowMasks, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
 
 # (logits [rows, V] any float dtype, temperatures, seeds, positions [rows]) -> int32 [rows]
 PlainSample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (state, logits [rows, V], slots int32 [rows], positions int32 [rows] or None, masks or None)
+# -> int32 [rows], sampled plainly by the slots' parameters; the slots have moved on to them.
+# positions: of the tokens to be sampled, where the slots do not hold them already.
+SampleSlots = Callable[
+    [DeviceState, torch.Tensor, torch.Tensor, torch.Tensor | None, RowMasks | None], torch.Tensor
+]
 # (logits f32 [rows, V], top_ks int32, top_ps f32 [rows]) -> logits with the filtered at -inf
 TopKTopP = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Process = Callable[[torch.Tensor], None]  # logits f32 [rows, V], in place
@@ -43,51 +51,53 @@ class LogprobTensors:
 
 
 class Sampler:
+    """positions: of the tokens to be sampled, int32 [rows]; None: the slots hold them already."""
+
     def __init__(
         self,
         state: DeviceState,
         plain: PlainSample,
+        sample_slots: SampleSlots,
         top_k_top_p: TopKTopP,
         apply_masks: ApplyMasks,
     ) -> None:
         self._state = state
         self._plain = plain
+        self._sample_slots = sample_slots
         self._top_k_top_p = top_k_top_p
         self._apply_masks = apply_masks
 
     def plain(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        masks: RowMasks | None = None,
     ) -> torch.Tensor:
-        """int32 [rows]. positions: those of the tokens to be sampled."""
-        state = self._state
-        return self._plain(logits, state.temperatures[slots], state.seeds[slots], positions)
+        """int32 [rows]."""
+        return self._sample_slots(self._state, logits, slots, positions, masks)
 
     def full(
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None,
         features: Feature,
         edits: Mapping[str, torch.Tensor],
+        masks: RowMasks | None = None,
         process: Process | None = None,
     ) -> torch.Tensor:
         """int32 [rows], with every feature that any row of the step asks for."""
         state = self._state
-        logits = logits.float().clone()
+        if positions is None:
+            positions = state.positions[slots]
+        logits = logits.to(torch.float32, copy=True)
         if process is not None:
             process(logits)
         # Filters may search for ever in what is not finite: such rows go through them as zeros.
-        bad = (logits.isnan() | (logits == float("inf"))).any(dim=1)
+        bad = _rows_not_finite(logits)
         logits.masked_fill_(bad.unsqueeze(1), 0.0)
-        if features & Feature.ALLOWED:
-            logits = self._mask_disallowed(logits, slots)
-        if features & Feature.EDIT:
-            where = (edits["edit_rows"], edits["edit_tokens"])
-            logits.index_put_(where, edits["edit_values"], accumulate=True)
-        if "mask_rows" in edits:
-            self._apply_masks(logits, edits["mask_rows"], edits["mask_bits"])
-        if features & Feature.PENALTY:
-            logits = self._penalise(logits, slots)
+        self._edit(logits, slots, features, edits, masks)
         temperatures = state.temperatures[slots]
         if features & Feature.FILTER:
             # The same scaled values decide the filter and the draw; greedy rows pass unchanged.
@@ -103,25 +113,44 @@ class Sampler:
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)
             state.output_counts.index_put_((slots, tokens.clamp(min=0)), ones, accumulate=True)
+        state.advance(slots, tokens, positions)
         return tokens
 
-    def _mask_disallowed(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _edit(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        features: Feature,
+        edits: Mapping[str, torch.Tensor],
+        masks: RowMasks | None,
+    ) -> None:
+        """What forbids tokens or moves their logits, in place."""
+        if features & Feature.ALLOWED:
+            self._mask_disallowed(logits, slots)
+        if features & Feature.EDIT:
+            where = (edits["edit_rows"], edits["edit_tokens"])
+            logits.index_put_(where, edits["edit_values"], accumulate=True)
+        if masks is not None:
+            self._apply_masks(logits, masks)
+        if features & Feature.PENALTY:
+            self._penalise(logits, slots)
+
+    def _mask_disallowed(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         assert self._state.allowed is not None
         allowed = self._state.allowed[slots]
         unrestricted = ~allowed.any(dim=1, keepdim=True)
-        return logits.masked_fill(~(allowed | unrestricted), float("-inf"))
+        logits.masked_fill_(~(allowed | unrestricted), float("-inf"))
 
-    def _penalise(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _penalise(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Repetition over prompt and output; frequency and presence over output (as vLLM)."""
         state = self._state
         counts = state.output_counts[slots]
         seen = state.in_prompt[slots] | (counts > 0)
         repetition = state.repetition_penalties[slots].unsqueeze(1)
         factor = torch.where(logits > 0, 1.0 / repetition, repetition)
-        logits = torch.where(seen, logits * factor, logits)
+        logits *= factor.masked_fill_(~seen, 1.0)
         logits -= state.frequency_penalties[slots].unsqueeze(1) * counts
         logits -= state.presence_penalties[slots].unsqueeze(1) * (counts > 0)
-        return logits
 
     def _filter(self, scaled: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         state = self._state
@@ -164,6 +193,34 @@ def plain_sample_torch(
     scores = scores.masked_fill(scores.isnan(), float("inf"))
     best, tokens = scores.max(dim=1)
     return tokens.masked_fill(best.isinf(), NON_FINITE_TOKEN).int()
+
+
+def sample_slots_torch(
+    state: DeviceState,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None,
+    masks: RowMasks | None,
+) -> torch.Tensor:
+    """The reference `SampleSlots`."""
+    if positions is None:
+        positions = state.positions[slots]
+    rows = state.temperatures[slots], state.seeds[slots], positions
+    if masks is None:
+        tokens = plain_sample_torch(logits, *rows)
+    else:
+        allowed = logits.to(torch.float32, copy=True)
+        apply_masks_torch(allowed, masks)
+        tokens = plain_sample_torch(allowed, *rows)
+        tokens.masked_fill_(_rows_not_finite(logits), NON_FINITE_TOKEN)
+    state.advance(slots, tokens, positions)
+    return tokens
+
+
+def _rows_not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool [rows]: which have a NaN or +inf, be it behind a mask."""
+    best = logits.amax(dim=1)  # of a row with a NaN it is one
+    return best.isnan() | (best == float("inf"))
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -13,6 +13,9 @@ from asyncllm.attention.programmatic_launch import (
     wait_previous,
 )
 from asyncllm.types import NON_FINITE_TOKEN
+from asyncllm.worker.decode_ends import SlotRows
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.token_masks import LEAST_LOGIT, RowMasks
 
 BLOCK = (
     4096  # logits per program: a row of 128k is 32 programs, enough for one row to fill the card
@@ -29,11 +32,15 @@ def _mix(h):
 
 @triton.jit
 def _best_of_block(
-    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, values_ptr, tokens_ptr,
-    vocab_size, row_stride, num_blocks, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, slots_ptr, temperatures_ptr, seeds_ptr, positions_ptr, of_row_ptr, bits_ptr,
+    values_ptr, tokens_ptr, vocab_size, row_stride, bits_stride, num_blocks,
+    AHEAD: tl.constexpr, BY_SLOT: tl.constexpr, SLOT_POSITIONS: tl.constexpr,
+    MASKED: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best noisy logit of one block of one row, AHEAD positions past the given."""
+    """The best noisy logit of one block of one row, AHEAD positions past the given.
+
+    BY_SLOT: temperatures and seeds are the slots', not the rows'; SLOT_POSITIONS: positions too.
+    """
     if PDL:
         start_next()
         after = wait_previous()
@@ -43,19 +50,33 @@ def _best_of_block(
         positions_ptr += after
         values_ptr += after
         tokens_ptr += after
+        if BY_SLOT:
+            slots_ptr += after
+        if MASKED:
+            of_row_ptr += after
+            bits_ptr += after
     row = tl.program_id(0)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab_size
     x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + token, mask, other=float("-inf"))
     x = x.to(tl.float32)
-    temperature = tl.load(temperatures_ptr + row)
+    if MASKED:
+        place = tl.load(of_row_ptr + row)
+        if place >= 0:
+            words_ptr = bits_ptr + place.to(tl.int64) * bits_stride + token // 32
+            allowed = ((tl.load(words_ptr, mask, other=0) >> (token % 32)) & 1) != 0
+            least = tl.where(x < LEAST, LEAST, x)
+            is_bad = (x != x) | (x == float("inf"))  # must win, to be seen
+            x = tl.where(is_bad, float("inf"), tl.where(allowed, least, float("-inf")))
+    param = tl.load(slots_ptr + row) if BY_SLOT else row
+    temperature = tl.load(temperatures_ptr + param)
     if temperature > 0:
-        seed = tl.load(seeds_ptr + row)
+        seed = tl.load(seeds_ptr + param)
         low = (seed & 0xFFFFFFFF).to(tl.uint32)
         high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        position = (tl.load(positions_ptr + row) + AHEAD).to(tl.uint32)
-        key = _mix(low ^ _mix(high ^ _mix(position)))
+        position = tl.load(positions_ptr + (param if SLOT_POSITIONS else row)) + AHEAD
+        key = _mix(low ^ _mix(high ^ _mix(position.to(tl.uint32))))
         bits = _mix(_mix(token.to(tl.uint32) + key) ^ _mix(key ^ 0x9E3779B9))
         u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
         exponential = tl.where(u < 1e-3, u + 0.5 * u * u, -tl.log(1.0 - u))
@@ -71,7 +92,7 @@ def _best_of_block(
 def _best_of_row(
     values_ptr, tokens_ptr, out_ptr, slots_ptr, positions_ptr, last_tokens_ptr, slot_positions_ptr,
     num_blocks, BLOCKS: tl.constexpr, NON_FINITE: tl.constexpr, ADVANCE: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, SLOT_POSITIONS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's blocks; the first among equals, as argmax. ADVANCE: its slot too.
 
@@ -95,9 +116,10 @@ def _best_of_row(
     tl.store(out_ptr + row, tl.where(is_finite, token, NON_FINITE))
     if ADVANCE:
         slot = tl.load(slots_ptr + row)
-        position = tl.load(positions_ptr + row) + 1
         tl.store(last_tokens_ptr + slot, token)
-        tl.store(slot_positions_ptr + slot, tl.where(slot == 0, 0, position))  # 0 is padding
+        if not SLOT_POSITIONS:
+            position = tl.load(positions_ptr + row) + AHEAD
+            tl.store(slot_positions_ptr + slot, tl.where(slot == 0, 0, position))  # 0 is padding
 
 
 def plain_sample_triton(
@@ -107,31 +129,42 @@ def plain_sample_triton(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """`PlainSample` without a sort: int32 [rows] from logits [rows, V]."""
-    return _sample(logits, temperatures, seeds, positions, None, None, None)
+    return _sample(logits, temperatures, seeds, positions)
 
 
 def sample_and_advance(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    last_tokens: torch.Tensor,
-    slot_positions: torch.Tensor,
+    logits: torch.Tensor, rows: SlotRows, slots: torch.Tensor, state: DeviceState
 ) -> torch.Tensor:
-    """`plain_sample_triton` for the positions after these, and `DeviceState.advance` to them."""
-    return _sample(logits, temperatures, seeds, positions, slots, last_tokens, slot_positions)
+    """`plain_sample_triton` for the positions after the rows', and the slots move on to them."""
+    return _sample(logits, rows.temperatures, rows.seeds, rows.positions, slots, state, ahead=1)
+
+
+def sample_slots_triton(
+    state: DeviceState,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None,
+    masks: RowMasks | None,
+) -> torch.Tensor:
+    """`SampleSlots` in two kernels, the masks applied where the logits are read."""
+    return _sample(
+        logits, state.temperatures, state.seeds, positions, slots, state, masks, by_slot=True
+    )
 
 
 def _sample(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor | None,
-    last_tokens: torch.Tensor | None,
-    slot_positions: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    slots: torch.Tensor | None = None,
+    state: DeviceState | None = None,
+    masks: RowMasks | None = None,
+    *,
+    ahead: int = 0,
+    by_slot: bool = False,
 ) -> torch.Tensor:
+    """`state`: whose slots move on. `by_slot`: parameters are of slots, as without `positions`."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     device = logits.device
@@ -139,15 +172,24 @@ def _sample(
     tokens = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
     out = torch.empty(num_rows, dtype=torch.int32, device=device)
     flags = {"PDL": True, "launch_pdl": True} if has_programmatic_launch(device) else {"PDL": False}
+    flags["SLOT_POSITIONS"] = positions is None
+    if positions is None:
+        assert state is not None
+        positions = state.positions
     _best_of_block[(num_rows, num_blocks)](
-        logits, temperatures, seeds, positions, values, tokens,
-        vocab_size, logits.stride(0), num_blocks,
-        AHEAD=0 if slots is None else 1, BLOCK=BLOCK, **flags,
+        logits, slots, temperatures, seeds, positions,
+        masks.of_row if masks is not None else None, masks.bits if masks is not None else None,
+        values, tokens, vocab_size, logits.stride(0),
+        masks.bits.stride(0) if masks is not None else 0, num_blocks,
+        AHEAD=ahead, BY_SLOT=by_slot, MASKED=masks is not None, LEAST=LEAST_LOGIT, BLOCK=BLOCK,
+        **flags,
     )  # fmt: skip
     _best_of_row[(num_rows,)](
-        values, tokens, out, slots, positions, last_tokens, slot_positions, num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks), NON_FINITE=NON_FINITE_TOKEN,
-        ADVANCE=slots is not None, **flags,
+        values, tokens, out, slots, positions,
+        state.last_tokens if state is not None else None,
+        state.positions if state is not None else None,
+        num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), NON_FINITE=NON_FINITE_TOKEN,
+        ADVANCE=state is not None, AHEAD=ahead, **flags,
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import PrefillRow, SlotInit, StepPlan, TokenMasks
+from asyncllm.types import PrefillRow, SlotInit, StepPlan
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
 
@@ -81,13 +81,11 @@ class StepBuilder:
             prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
         )
 
-    def build_sampling(self, inputs: StepInputs, masks: TokenMasks) -> Arrays:
+    def build_sampling(self, inputs: StepInputs) -> Arrays:
         """What a step that `needs_host` is told later, all tokens before its own being known."""
         arrays: Arrays = {}
         if inputs.features & Feature.EDIT:
             self._sampling.add_logit_edits(inputs.sampled_slots, arrays)
-        if len(masks.rows):
-            arrays["mask_rows"] = masks.rows
         return arrays
 
     def _features_of_decodes(self, plan: StepPlan) -> Feature:

@@ -1,12 +1,14 @@
-"""The bits that say which tokens may come next in some rows of a step, from the host to the logits.
+"""The bits that say which tokens may come next in some rows of a step, from the host to the device.
 
 One pinned buffer and its device twin, made on first use (16 KB a slot at 128k tokens). One of each
-is enough: a step's masks are written when all steps before it are finished.
+is enough: a step's masks are written when all steps before it are finished. They travel on a stream
+of their own, beside the forward pass whose logits they are for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,42 +17,85 @@ import torch
 # words, min_tokens), a grammar's only tokens stay possible. Far from what float32 can hold, because
 # a small temperature multiplies it.
 LEAST_LOGIT = -1e30
+NO_MASK = -1  # of a row that no mask restricts
 
-# (logits f32 [rows, V], int32 [masked] rows, int32 [masked, ceil(V / 32)] bits): in place
-ApplyMasks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The masks of a step, on the device."""
+
+    of_row: torch.Tensor  # int32 [rows]: each row's place in `bits`, or NO_MASK
+    bits: torch.Tensor  # int32 [masked, ceil(V / 32)]
+
+
+# (logits f32 [rows, V], masks): in place
+ApplyMasks = Callable[[torch.Tensor, RowMasks], None]
 
 
 class TokenMaskBuffer:
     """Room for `num_rows` masks over `vocab_size` tokens."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = (num_rows, -(-vocab_size // 32))
+        self._num_rows, self._num_words = num_rows, -(-vocab_size // 32)
         self._device = device
-        self._host: torch.Tensor | None = None
-        self._on_device: torch.Tensor | None = None
+        self._host: _Words | None = None
+        self._on_device: _Words | None = None
 
     def host(self) -> np.ndarray:
         """int32 [num_rows, ceil(vocab_size / 32)], to be written before `upload`."""
         if self._host is None:
-            pinned = self._device.type == "cuda"
-            self._host = torch.zeros(self._shape, dtype=torch.int32, pin_memory=pinned)
-            self._on_device = self._host.to(self._device)
-        array: np.ndarray = self._host.numpy()
+            self._allocate()
+        assert self._host is not None
+        array: np.ndarray = self._host.bits.numpy()
         return array
 
-    def upload(self, num_masks: int) -> torch.Tensor:
-        """The first `num_masks` on the device: int32 [num_masks, ceil(vocab_size / 32)]."""
-        assert self._host is not None and self._on_device is not None, "masks that nobody wrote"
-        bits = self._on_device[:num_masks]
-        if self._on_device is not self._host:  # the CPU reads them where they are
-            bits.copy_(self._host[:num_masks], non_blocking=True)
-        return bits
+    def _allocate(self) -> None:
+        on_gpu = self._device.type == "cuda"
+        self._host = _Words(self._num_rows, self._num_words, torch.device("cpu"), on_gpu)
+        self._on_device = self._host
+        if on_gpu:
+            self._on_device = _Words(self._num_rows, self._num_words, self._device)
+            self._stream = torch.cuda.Stream(self._device)
+            self._copied = torch.cuda.Event()
+
+    def upload(self, rows: np.ndarray, num_rows: int) -> RowMasks:
+        """The first masks of `host()` for these of a step's `num_rows` rows, one each.
+
+        Valid for work on the current stream until the next upload.
+        """
+        host, on_device = self._host, self._on_device
+        assert host is not None and on_device is not None, "masks that nobody wrote"
+        of_row = host.of_row.numpy()
+        of_row[:num_rows] = NO_MASK
+        of_row[rows] = np.arange(len(rows), dtype=np.int32)
+        if on_device is not host:  # the CPU reads them where they are
+            num_words = host.num_header + len(rows) * self._num_words
+            with torch.cuda.stream(self._stream):
+                on_device.words[:num_words].copy_(host.words[:num_words], non_blocking=True)
+                self._copied.record()
+            torch.cuda.current_stream().wait_event(self._copied)  # sampling reads them
+        return RowMasks(on_device.of_row[:num_rows], on_device.bits[: len(rows)])
 
 
-def apply_masks_torch(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+class _Words:
+    """`of_row`, then `bits`, in one piece: one copy takes both."""
+
+    def __init__(
+        self, num_rows: int, num_words: int, device: torch.device, pinned: bool = False
+    ) -> None:
+        self.num_header = -(-num_rows // 4) * 4  # kernels want 16-byte alignment
+        size = self.num_header + num_rows * num_words
+        self.words = torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned)
+        self.of_row = self.words[:num_rows]
+        self.bits = self.words[self.num_header :].view(num_rows, num_words)
+
+
+def apply_masks_torch(logits: torch.Tensor, masks: RowMasks) -> None:
     """The reference `ApplyMasks`: -inf where the bit of a token is not set."""
-    vocab_size = logits.shape[1]
+    is_masked = masks.of_row >= 0
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
-    masked = logits[rows].clamp(min=LEAST_LOGIT).masked_fill(~allowed, float("-inf"))
-    logits[rows] = masked
+    bits = masks.bits.unsqueeze(2) >> shifts  # [masked, words, 32]
+    allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+    allowed = allowed[masks.of_row.clamp(min=0)] | ~is_masked.unsqueeze(1)
+    least = torch.where(is_masked, LEAST_LOGIT, float("-inf")).unsqueeze(1)
+    logits.copy_(logits.clamp(min=least).masked_fill_(~allowed, float("-inf")))

@@ -89,7 +89,13 @@ class Worker:
             cache=cache,
             attention=attention,
             state=state,
-            sampler=Sampler(state, kernels.plain_sample, kernels.top_k_top_p, kernels.apply_masks),
+            sampler=Sampler(
+                state,
+                kernels.plain_sample,
+                kernels.sample_slots,
+                kernels.top_k_top_p,
+                kernels.apply_masks,
+            ),
             decode_ends=kernels.decode_ends,
             executor=self._executor,
             builder=StepBuilder(config.num_slots, config.block_size),
@@ -101,7 +107,7 @@ class Worker:
             most = min(config.max_num_batched_tokens, self.memory.max_model_len)
             for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
                 self.runner.warm_up(min(num_tokens, most))
-            self.runner.warm_up_masks()
+            self.runner.warm_up_masks(dtype)
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
             self._make_graphs(config, model, attention, cache, dtype)

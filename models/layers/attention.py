@@ -30,14 +30,14 @@ class Attention:
         build: Build,
     ) -> None:
         q_size, kv_size = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
-        self._qkv_proj = Linear(
+        self.qkv_proj = Linear(
             name,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             hidden_size,
             qkv_bias,
             build,
         )
-        self._o_proj = Linear(name, {"o_proj": hidden_size}, q_size, output_bias, build)
+        self.o_proj = Linear(name, {"o_proj": hidden_size}, q_size, output_bias, build)
         self._norm_names = (f"{name}.q_norm.weight", f"{name}.k_norm.weight")
         norm = None
         if qk_norm_eps is not None:
@@ -54,12 +54,12 @@ class Attention:
         attend: Attend,
     ) -> Normed:
         """In place: residual [T, hidden_size] += the attention of x. Returns the next norm's."""
-        qkv = self._qkv_proj(x).unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
-        return self._o_proj.add(attend(self.layer, qkv, rotation), residual, next_norm)
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
+        return self.o_proj.add(attend(self.layer, qkv, rotation), residual, next_norm)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._qkv_proj.checkpoint_tensors()
+        yield from self.qkv_proj.checkpoint_tensors()
         norm = self.layer.head_norm
         if norm is not None:
             yield from zip(self._norm_names, (norm.q_weight, norm.k_weight), strict=True)
-        yield from self._o_proj.checkpoint_tensors()
+        yield from self.o_proj.checkpoint_tensors()

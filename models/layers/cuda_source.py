@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger("asyncllm")
@@ -24,30 +25,33 @@ COMPILE_SECONDS = 120
 MAX_ERROR_CHARS = 2000
 
 
-def load(source: Path, capability: tuple[int, int]) -> ctypes.CDLL | None:
+def load(
+    source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
+) -> ctypes.CDLL | None:
     """The library of `source` for a card of this compute capability; None where it cannot be made.
 
-    Takes seconds where it is not in the cache; the compiler is another process.
+    `definitions`: -DNAME=VALUE, each set of them another library. Takes seconds where it is not in
+    the cache; the compiler is another process.
     """
     try:
-        return _load(source, capability)
+        return _load(source, capability, definitions)
     except (OSError, RuntimeError) as error:  # no home, not ours to look into, mounted noexec
         logger.warning("%s is not used, other kernels do its work: %s", source.name, error)
         return None
 
 
-def _load(source: Path, capability: tuple[int, int]) -> ctypes.CDLL | None:
-    architecture = f"-arch=sm_{capability[0]}{capability[1]}"
-    key = hashlib.sha256(
-        b"\0".join([source.read_bytes(), *map(str.encode, (*FLAGS, architecture))])
-    )
+def _load(
+    source: Path, capability: tuple[int, int], definitions: Sequence[str]
+) -> ctypes.CDLL | None:
+    flags = (*FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *definitions)
+    key = hashlib.sha256(b"\0".join([source.read_bytes(), *map(str.encode, flags)]))
     library = cache_folder() / f"{source.stem}-{key.hexdigest()[:16]}.so"
     if not library.exists():
         compiler = find_compiler()
         if compiler is None:
             logger.info("no nvcc: %s is not compiled, other kernels do its work", source.name)
             return None
-        if not _compile(compiler, source, architecture, library):
+        if not _compile(compiler, source, flags, library):
             return None
     return ctypes.CDLL(str(library))
 
@@ -63,13 +67,13 @@ def find_compiler() -> str | None:
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
-def _compile(compiler: str, source: Path, architecture: str, library: Path) -> bool:
+def _compile(compiler: str, source: Path, flags: Sequence[str], library: Path) -> bool:
     """Whole or not at all: other engines may start at the same time."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            command = [compiler, *FLAGS, architecture, str(source), "-o", str(made)]
+            command = [compiler, *flags, str(source), "-o", str(made)]
             subprocess.run(
                 command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS
             )

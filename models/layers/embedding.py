@@ -36,13 +36,13 @@ class LMHead:
         self._name = f"{name}.weight"
         self._tied = tied
         self._ops = build.ops
-        self._weight = embedding.weight if tied else build.empty(*embedding.weight.shape)
+        self.weight = embedding.weight if tied else build.empty(*embedding.weight.shape)
         self.aliases = {self._name: embedding.weight_name} if tied else {}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
-        return self._ops.linear(Normed(hidden), self._weight)
+        return self._ops.linear(Normed(hidden), self.weight)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if not self._tied:
-            yield self._name, self._weight
+            yield self._name, self.weight

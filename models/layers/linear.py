@@ -27,22 +27,22 @@ class Linear:
         self._names = [f"{prefix}.{part}" for part in parts]
         self._sizes = list(parts.values())
         self._method = build.linear_method
-        self._weights = self._method.create_weights(in_features, sum(self._sizes), bias)
+        self.weights = self._method.create_weights(in_features, sum(self._sizes), bias)
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, sum of the parts' features]."""
-        return self._method.apply(self._weights, x)
+        return self._method.apply(self.weights, x)
 
     def gated(self, x: Normed) -> torch.Tensor:
         """silu of the first of two equal parts, times the second: [T, features of one]."""
-        return self._method.apply_gated(self._weights, x)
+        return self._method.apply_gated(self.weights, x)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
         """In place: residual += the product. Returns the norm of the sum."""
-        return self._method.apply_add(self._weights, x, residual, norm)
+        return self._method.apply_add(self.weights, x, residual, norm)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, view to fill) of every part of every weight."""
-        for suffix, tensor in self._weights.items():
+        for suffix, tensor in self.weights.items():
             for name, view in zip(self._names, tensor.split(self._sizes), strict=True):
                 yield f"{name}.{suffix}", view

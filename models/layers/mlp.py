@@ -16,13 +16,13 @@ class MLP:
         self, name: str, hidden_size: int, intermediate_size: int, bias: bool, build: Build
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self._gate_up_proj = Linear(name, parts, hidden_size, bias, build)
-        self._down_proj = Linear(name, {"down_proj": hidden_size}, intermediate_size, bias, build)
+        self.gate_up_proj = Linear(name, parts, hidden_size, bias, build)
+        self.down_proj = Linear(name, {"down_proj": hidden_size}, intermediate_size, bias, build)
 
     def add(self, x: Normed, residual: torch.Tensor, next_norm: Norm) -> Normed:
         """In place: residual [T, hidden_size] += the feed-forward of x. Returns the next norm's."""
-        return self._down_proj.add(self._gate_up_proj.gated(x), residual, next_norm)
+        return self.down_proj.add(self.gate_up_proj.gated(x), residual, next_norm)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._gate_up_proj.checkpoint_tensors()
-        yield from self._down_proj.checkpoint_tensors()
+        yield from self.gate_up_proj.checkpoint_tensors()
+        yield from self.down_proj.checkpoint_tensors()

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.clients.questions import SUM_ANSWER, WEATHER_ARGUMENTS
+from tests.waiting import TEST_SECONDS
 
 ROOT = Path(__file__).parent.parent.parent
 OPENAI2 = Path(sys.prefix) / "openai2"
-TIMEOUT_SECONDS = 240
 
 
 @pytest.mark.skipif(not OPENAI2.is_dir(), reason="scripts/setup test installs openai 2.x there")
@@ -23,7 +23,7 @@ def test_answers(tiny: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.clients.openai2_script", tiny],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-        timeout=TIMEOUT_SECONDS,
+        timeout=TEST_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -23,18 +23,20 @@ from aiohttp import web
 from asyncllm.commands import api_client, terminal
 from asyncllm.commands.api_client import AnswerError, ApiClient, read_events
 from asyncllm.commands.terminal import Screen
+from tests.waiting import PATIENCE_SECONDS
 
-TIMEOUT_SECONDS = 60
 SERVER = """
 import asyncio, sys
 from asyncllm import AsyncLLMEngine
 from tests.server.http_harness import serving
+from tests.waiting import until
 
 async def main():
     engine = AsyncLLMEngine("tiny", num_gpu_blocks_override=200, swap_space=0)
     async with serving(engine, api_key=["secret"]) as server:
         print(server.url + "/v1", flush=True)
         await asyncio.to_thread(sys.stdin.read)
+        await until(lambda: not server.service.num_live)
         print(server.engine.stats().num_running, flush=True)
 
 asyncio.run(main())
@@ -64,7 +66,7 @@ def start(command: str, *words: str, **options: Any) -> subprocess.Popen[str]:
 def run(command: str, *words: str, typed: str = "") -> tuple[int, str, str]:
     pipe = subprocess.PIPE
     process = start(command, *words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    out, errors = process.communicate(typed, timeout=TIMEOUT_SECONDS)
+    out, errors = process.communicate(typed, timeout=PATIENCE_SECONDS)
     return process.returncode, out, errors
 
 
@@ -130,7 +132,7 @@ class Terminal:
         `meanwhile` is called at once and each second: a signal between a prompt and the read
         behind it is noticed with the next key only.
         """
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         due = time.monotonic()
         while text not in self.seen:
             assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
@@ -146,11 +148,14 @@ class Terminal:
 @contextmanager
 def on_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
     ours, theirs = pty.openpty()
+    # A shell that starts the tests in the background has them, and so their children, ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start(*words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
     os.close(theirs)
     try:
         yield Terminal(ours), process
-        assert process.wait(TIMEOUT_SECONDS) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     finally:
         process.kill()
         process.wait()

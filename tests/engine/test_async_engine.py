@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -23,7 +22,9 @@ from asyncllm import (
     RequestOutputKind,
     SamplingParams,
 )
+from asyncllm.engine.admission import Admission
 from asyncllm.types import StepPlan
+from tests.waiting import run, until
 
 SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 120,
@@ -35,23 +36,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
-
-
 def small_engine(**changes: Any) -> AsyncLLMEngine:
     return AsyncLLMEngine("tiny", **SMALL | changes)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 (any condition will do)
-        await asyncio.sleep(0.002)
-
-
 async def settle(engine: AsyncLLMEngine) -> None:
-    """Give the step in flight its end; then nothing may be left."""
-    await asyncio.sleep(0.2)
+    """What was in flight ends before a request that comes after it; then nothing may be left."""
+    await engine.generate("the last", GREEDY)
     engine.check_idle()
+
+
+def set_queue_clock_forward(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """What waits for its first step has waited so much longer."""
+    late = Admission.late
+    monkeypatch.setattr(Admission, "late", lambda self, now: late(self, now + seconds))
 
 
 def test_awaited_and_iterated_agree() -> None:
@@ -199,7 +197,7 @@ def test_abort_ends_the_stream_with_a_reason() -> None:
     async def main() -> None:
         async with small_engine() as engine:
             task = asyncio.create_task(_await(engine.generate("hello", ENDLESS, request_id="a")))
-            await asyncio.sleep(0.1)
+            await until(lambda: engine.stats().num_running == 1)
             engine.abort("a")
             engine.abort(["a", "never existed"])
             assert (await task).outputs[0].finish_reason == "abort"
@@ -247,12 +245,12 @@ def test_the_queue_has_a_limit() -> None:
     async def main() -> None:
         async with small_engine(max_num_seqs=1, max_queued_requests=2) as engine:
             running = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="run")))
-            await asyncio.sleep(0.1)
+            await until(lambda: engine.stats().num_running == 1)
             waiting = [
                 asyncio.create_task(_await(engine.generate("b", GREEDY, request_id=f"w{i}")))
                 for i in range(2)
             ]
-            await asyncio.sleep(0.05)
+            await until(lambda: engine.stats().num_waiting == 2)
             with pytest.raises(QueueFullError, match="max_queued_requests is 2"):
                 await engine.generate("c", GREEDY)
             engine.abort(["run", "w0", "w1"])
@@ -268,12 +266,12 @@ def test_the_queue_has_a_limit_of_tokens() -> None:
     async def main() -> None:
         async with small_engine(max_num_seqs=1, max_queued_tokens=40) as engine:
             running = asyncio.create_task(_await(engine.generate([1], ENDLESS, request_id="run")))
-            await asyncio.sleep(0.1)
+            await until(lambda: engine.stats().num_running == 1)
             waiting = [
                 asyncio.create_task(_await(engine.generate([1] * n, GREEDY, request_id=f"w{n}")))
                 for n in (25, 15)
             ]
-            await asyncio.sleep(0.05)
+            await until(lambda: engine.stats().num_waiting == 2)
             with pytest.raises(QueueFullError, match="40 prompt tokens wait already"):
                 await engine.generate([1], GREEDY)
             engine.abort(["run", "w25"])
@@ -293,13 +291,18 @@ def test_a_prompt_over_the_whole_limit_may_wait_alone() -> None:
     run(main())
 
 
-def test_a_request_that_waits_too_long_ends_and_running_ones_do_not() -> None:
+def test_a_request_that_waits_too_long_ends_and_running_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
-        async with small_engine(max_num_seqs=1, max_queue_seconds=0.2) as engine:
+        async with small_engine(max_num_seqs=1, max_queue_seconds=300) as engine:
             running = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="run")))
-            await asyncio.sleep(0.1)
-            with pytest.raises(QueueFullError, match=r"over max_queue_seconds \(0\.2\)"):
-                await engine.generate("b", GREEDY, request_id="late")
+            await until(lambda: engine.stats().num_running == 1)
+            late = asyncio.create_task(_await(engine.generate("b", GREEDY)))
+            await until(lambda: engine.stats().num_waiting == 1)
+            set_queue_clock_forward(monkeypatch, 301)
+            with pytest.raises(QueueFullError, match=r"over max_queue_seconds \(300\)"):
+                await late
             assert engine.stats().num_running == 1
             engine.abort("run")
             await running
@@ -312,7 +315,7 @@ def test_a_request_id_in_use_is_refused() -> None:
     async def main() -> None:
         async with small_engine() as engine:
             first = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="same")))
-            await asyncio.sleep(0.1)
+            await until(lambda: engine.stats().num_running == 1)
             with pytest.raises(InvalidRequestError, match="in use"):
                 await engine.generate("b", GREEDY, request_id="same")
             assert engine.stats().num_running == 1  # the refusal did not hurt the first
@@ -328,7 +331,7 @@ def test_aclose_ends_streams_with_an_error_and_leaves_no_thread() -> None:
         engine = small_engine()
         await engine.start()
         task = asyncio.create_task(_await(engine.generate("a", ENDLESS)))
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.stats().num_running == 1)
         await engine.aclose()
         await engine.aclose()
         with pytest.raises(RequestFailedError, match="closed"):
@@ -438,13 +441,13 @@ def test_a_plan_that_raises_midway_is_survived(monkeypatch: pytest.MonkeyPatch) 
         async with small_engine(num_gpu_blocks_override=8) as engine:
             core = engine._core
             assert core is not None
-            leave_slot = core.scheduler.running.remove
+            leave_slot = core.live.scheduler.running.remove
 
             def fail_in_preemption(seq: Any) -> None:
                 leave_slot(seq)  # the sequence is in no list any more
                 raise ArithmeticError("planted")
 
-            monkeypatch.setattr(core.scheduler.running, "remove", fail_in_preemption)
+            monkeypatch.setattr(core.live.scheduler.running, "remove", fail_in_preemption)
             results = await asyncio.gather(
                 *(engine.generate(f"story {i}", ENDLESS_SAMPLED) for i in range(4)),
                 return_exceptions=True,

@@ -24,6 +24,7 @@ from asyncllm import (
     SamplingParams,
 )
 from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, random_reference
+from tests.waiting import PATIENCE_SECONDS
 
 NAME = "llama"
 NUM_TOKENS = 14
@@ -214,11 +215,9 @@ def test_an_abort_frees_all_beams_at_once(reference: Reference) -> None:
         async with engine:
             params = params_of("wide", max_tokens=30)
             searching = asyncio.create_task(until_end(engine, params))
-            for _ in range(10_000):
-                await asyncio.sleep(0)
-                if engine.stats().num_running == 12:
-                    break
-            assert engine.stats().num_running == 12
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while engine.stats().num_running != 12:  # noqa: ASYNC110 (it is so for a while)
+                    await asyncio.sleep(0)
             engine.abort("searching")
             engine.check_idle()
             output = await searching

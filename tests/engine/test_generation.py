@@ -1,9 +1,10 @@
-"""What awaiting costs: one who waits for the end sleeps to the end."""
+"""What awaiting costs, and what happens to a generation that nobody holds any more."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import threading
 from typing import Any
 
 from asyncllm.engine.generation import Generation, Sink
@@ -51,3 +52,22 @@ def test_no_turn_per_token_for_who_awaits_the_end() -> None:
 
     asyncio.run(test())
     assert made["future"] <= 2
+
+
+def test_collected_in_another_thread_it_aborts_on_the_loops() -> None:
+    async def test() -> threading.Thread:
+        loop, aborted = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        async def submit(sink: Sink) -> None:
+            sink(delta(0))
+
+        def abort() -> None:
+            aborter = threading.current_thread()
+            loop.call_soon_threadsafe(aborted.set_result, aborter)
+
+        held = [Generation(submit, abort, RequestOutputKind.DELTA)]
+        await anext(held[0])
+        await asyncio.to_thread(held.clear)
+        return await asyncio.wait_for(aborted, 60)
+
+    assert asyncio.run(test()) is threading.current_thread()

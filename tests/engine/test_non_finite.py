@@ -61,7 +61,7 @@ def test_only_the_poisoned_request_fails_and_its_pages_are_clean(
             expected = [await outcome(engine, prompt, params) for prompt in GOOD]
             expected_later = await outcome(engine, BAD, params)
             engine.reset_prefix_cache()
-            embedding, model._embed_tokens = model._embed_tokens, Poisoned(model._embed_tokens)  # type: ignore[attr-defined]
+            embedding, model.embed_tokens = model.embed_tokens, Poisoned(model.embed_tokens)  # type: ignore[attr-defined]
             results = await asyncio.gather(
                 *(outcome(engine, prompt, params) for prompt in (GOOD[0], BAD, GOOD[1], BAD[:40]))
             )
@@ -74,7 +74,7 @@ def test_only_the_poisoned_request_fails_and_its_pages_are_clean(
             assert again == expected
             for cache in engine._running().worker.runner._cache.layers:
                 assert cache[1:].isfinite().all()
-            model._embed_tokens = embedding  # type: ignore[attr-defined]
+            model.embed_tokens = embedding  # type: ignore[attr-defined]
             assert await outcome(engine, BAD, params) == expected_later, (
                 "from a cache that is wrong"
             )

@@ -12,6 +12,7 @@ import pytest
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
 from asyncllm.engine import watchdog
 from asyncllm.engine.watchdog import Watchdog
+from tests.waiting import until
 
 
 async def ask(engine: AsyncLLMEngine, prompt: str) -> RequestOutput:
@@ -83,13 +84,11 @@ def test_a_step_that_hangs_makes_the_engine_unhealthy(
 
             monkeypatch.setattr(worker, "launch", lambda plan: Hanging(launch(plan)))
             answer = asyncio.ensure_future(ask(engine, secret))
-            while engine.health() is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: engine.health() is not None)
             assert "no step has finished for 0.05 s with 1 requests" in (engine.health() or "")
             go.set()
             assert (await answer).finished
-            while engine.health() is not None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: engine.health() is None)
             text = dumps(caplog)[0].read_text()
             assert secret not in text and "pages" in text
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+
+from asyncllm.types import NON_FINITE_TOKEN
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.token_masks import NO_MASK, RowMasks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +50,6 @@ def test_plain_sampling_equals_torch(rows: int, vocab: int) -> None:
 @pytest.mark.parametrize("vocab", [97, 128256])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_are_not_finite_are_told(vocab: int, temperature: float) -> None:
-    from asyncllm.types import NON_FINITE_TOKEN
     from asyncllm.worker.sampling_kernels import plain_sample_triton
 
     logits = torch.randn(5, vocab, device=CUDA)
@@ -145,10 +150,86 @@ def test_token_masks_equal_torch(rows: int, vocab: int) -> None:
 
     logits = torch.randn(rows, vocab, device=CUDA)
     logits[:, ::5] = float("-inf")
-    masked = torch.randperm(rows, device=CUDA)[: max(1, rows // 2)].int()
-    words = (len(masked), -(-vocab // 32))
-    bits = torch.randint(-(2**31), 2**31, words, device=CUDA).int()
     reference = logits.clone()
-    apply_masks_triton(logits, masked, bits)
-    apply_masks_torch(reference, masked, bits)
+    masks = some_masks(rows, vocab)
+    apply_masks_triton(logits, masks)
+    apply_masks_torch(reference, masks)
     assert torch.equal(logits, reference)
+
+
+def some_masks(rows: int, vocab: int) -> RowMasks:
+    """Of every other row, in any order."""
+    num_masks = (rows + 1) // 2
+    of_row = torch.full((rows,), NO_MASK, dtype=torch.int32, device=CUDA)
+    of_row[::2] = torch.randperm(num_masks, device=CUDA).int()
+    bits = torch.randint(-(2**31), 2**31, (num_masks, -(-vocab // 32)), device=CUDA).int()
+    return RowMasks(of_row, bits)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+@pytest.mark.parametrize("vocab", [97, 4096, 128256])
+@pytest.mark.parametrize("in_slots", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_sampling_slots_equals_the_full_way(
+    rows: int, vocab: int, in_slots: bool, masked: bool
+) -> None:
+    """The same kernel draws in both, so that not even near ties differ."""
+    from asyncllm.worker.mask_kernel import apply_masks_triton
+    from asyncllm.worker.sampler import Sampler, top_k_top_p_torch
+    from asyncllm.worker.sampling_kernels import plain_sample_triton, sample_slots_triton
+
+    logits = (torch.randn(rows, vocab, device=CUDA) * 3).to(BF16)
+    logits[rows // 2, vocab - 1], logits[rows // 3, 0] = float("nan"), float("inf")
+    slots = torch.randperm(300, device=CUDA)[:rows].int() + 1
+    positions = torch.randint(1, 9999, (rows,), device=CUDA, dtype=torch.int32)
+    temperatures = torch.rand(301, device=CUDA) * 2
+    temperatures[::3] = 0
+    seeds = torch.randint(-(2**62), 2**62, (301,), device=CUDA)
+    masks = some_masks(rows, vocab) if masked else None
+    results = []
+    for plainly in (True, False):
+        state = DeviceState(301, 8, vocab, CUDA)
+        state.temperatures.copy_(temperatures)
+        state.seeds.copy_(seeds)
+        if in_slots:
+            state.positions[slots] = positions
+        sampler = Sampler(
+            state, plain_sample_triton, sample_slots_triton, top_k_top_p_torch, apply_masks_triton
+        )
+        given = None if in_slots else positions
+        if plainly:
+            tokens = sampler.plain(logits, slots, given, masks)
+        else:
+            tokens = sampler.full(logits, slots, given, Feature.MASK, {}, masks)
+        results.append((tokens, state.last_tokens, state.positions))
+    (ours, _, our_positions), (expected, _, expected_positions) = results
+    assert torch.equal(ours, expected)
+    assert ours[rows // 2].item() == NON_FINITE_TOKEN
+    assert torch.equal(our_positions, expected_positions)
+    told = ours >= 0  # of what is not finite the state holds any token
+    assert torch.equal(results[0][1][slots][told], results[1][1][slots][told])
+
+
+def test_masks_arrive_beside_the_stream_that_reads_them() -> None:
+    """Again and again through one pinned buffer: each step reads its own, never the next one's."""
+    from asyncllm.worker.token_masks import TokenMaskBuffer
+
+    buffer = TokenMaskBuffer(256, 128256, CUDA)
+    stream = torch.cuda.Stream()
+    rng = np.random.default_rng(0)
+    busy = torch.randn(4096, 4096, device=CUDA)
+    for step in range(20):
+        num_masks = int(rng.integers(1, 257))
+        rows = rng.permutation(256)[:num_masks].astype(np.int32)
+        host = buffer.host()
+        host[:num_masks] = rng.integers(-(2**31), 2**31, (num_masks, 1))
+        with torch.cuda.stream(stream):
+            for _ in range(step % 3):
+                busy @ busy
+            masks = buffer.upload(rows, 256)
+            of_row, bits = masks.of_row.clone(), masks.bits.clone()
+        stream.synchronize()
+        expected = np.full(256, NO_MASK, np.int32)
+        expected[rows] = np.arange(num_masks)
+        assert np.array_equal(of_row.cpu().numpy(), expected)
+        assert np.array_equal(bits.cpu().numpy(), host[:num_masks])

@@ -13,6 +13,7 @@ from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_core
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.worker.worker import Worker
+from tests.waiting import PATIENCE_SECONDS
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -63,7 +64,7 @@ class FakeGraphs:
         self.pending = PendingCaptures([self._capture] * count)
 
     def _capture(self) -> None:
-        self.captured_while_live.append(bool(self._engine._running().scheduler.requests()))
+        self.captured_while_live.append(bool(self._engine._running().live.scheduler.requests()))
         if not self.pending:
             self.all_captured.set()
 
@@ -81,7 +82,7 @@ def test_captured_while_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
             # The task had nothing to capture when it went to sleep: this wakes it.
             answers = await asyncio.gather(*(engine.generate([5, 6, 7], params) for _ in range(4)))
             assert all(len(answer.outputs[0].token_ids) == 8 for answer in answers)
-            await asyncio.wait_for(fake.all_captured.wait(), 60)
+            await asyncio.wait_for(fake.all_captured.wait(), PATIENCE_SECONDS)
             again = await engine.generate([5, 6, 7], params)
             assert again.outputs[0].token_ids == answers[0].outputs[0].token_ids
             return fake.captured_while_live

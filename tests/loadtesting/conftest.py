@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_SECONDS
+
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
@@ -41,7 +43,7 @@ def serve(**settings: Any) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
-        yield addresses.get(timeout=30)
+        yield addresses.get(timeout=PATIENCE_SECONDS)
     finally:
         stop[0]()
         thread.join()

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import loadtest
 import pytest
 
+from tests.server.process import served
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "asyncllm.cli", "serve", "tiny", f"--port={port}"]
-    few = os.environ | {"OMP_NUM_THREADS": "1"}  # its threads would spin against ours
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=few) as server:
-        try:
-            wait_until_healthy(f"http://127.0.0.1:{port}", server)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-
-
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(1200):
-        assert server.poll() is None, "the server ended"
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=2)
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError("the server was not healthy in two minutes")
+    with served() as server:
+        yield server.url
 
 
 def test_counts_texts_and_metrics_agree(url: str, capsys: pytest.CaptureFixture[str]) -> None:

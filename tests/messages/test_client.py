@@ -257,8 +257,7 @@ def test_leaving_a_stream_aborts() -> None:
                 async for text in stream.text_stream:
                     if text:
                         break
-            async with asyncio.timeout(1):
-                await until(lambda: not engine.live)
+            await until(lambda: not engine.live)
             assert len(engine.aborted) == 1
 
     run(test())

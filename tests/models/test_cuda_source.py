@@ -50,8 +50,10 @@ def test_compiled_once_for_a_source_and_an_architecture(
     cuda_source.load(source, (10, 0))
     source.write_text("// two")
     cuda_source.load(source, (9, 0))
-    assert len({*loaded}) == 3
-    assert len((compiler / "calls").read_text().splitlines()) == 3
+    cuda_source.load(source, (9, 0), ["-DSIZE=1"])
+    assert len({*loaded}) == 4
+    calls = (compiler / "calls").read_text().splitlines()
+    assert len(calls) == 4 and "-DSIZE=1" in calls[3]
 
 
 def test_a_compiler_that_fails_leaves_nothing(

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from asyncllm.hf_config import DenseConfig, read_hf_config
 from asyncllm.model_config import BUILTIN_MODELS
 from tests.models.tiny_checkpoints import CONFIGS
+from tests.waiting import PATIENCE_SECONDS
 
 READ_KEYS = (
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
@@ -123,4 +124,4 @@ def test_the_short_way_is_short() -> None:
         "heavy = {'torch._dynamo', 'torch.distributed.tensor', 'transformers.generation.utils', "
         "'transformers.modeling_utils', 'sympy'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)

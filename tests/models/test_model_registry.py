@@ -100,7 +100,7 @@ def test_old_style_rope_scaling_is_understood(tmp_path):
     del config["rope_parameters"]
     config |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    table = build(tmp_path)._rotary.rotation(torch.tensor([1]), None).cos_sin
+    table = build(tmp_path).rotary.rotation(torch.tensor([1]), None).cos_sin
     half = torch.tensor(5e5) ** (-torch.arange(0, 8, 2) / 8) / 2
     torch.testing.assert_close(table[1], torch.cat((half.cos(), half.sin())))
 

@@ -1,8 +1,8 @@
 """A headless Chromium, driven over its DevTools protocol with the websocket client we have anyway.
 
 `Chromium` is the process; `tab()` opens one tab with a storage of its own. Every wait is for a
-condition, within WAIT_SECONDS; a page that throws, logs an error or breaks its own policy fails the
-test that opened it.
+condition, and bounded; a page that throws, logs an error or breaks its own policy fails the test
+that opened it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 import aiohttp
 
-WAIT_SECONDS = 30
+from tests.waiting import PATIENCE_SECONDS
+
 NAVIGATED = (  # what Chromium says of a question that the page's end overtook
     "Inspected target navigated or closed",
     "Execution context was destroyed.",
@@ -62,7 +63,7 @@ class Chromium:
         self.endpoint = self._wait_for_port(Path(self._profile.name) / "DevToolsActivePort")
 
     def _wait_for_port(self, file: Path) -> str:
-        for _ in range(WAIT_SECONDS * 20):
+        for _ in range(PATIENCE_SECONDS * 20):
             if file.exists() and len(lines := file.read_text().split()) == 2:
                 return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
             if self._process.poll() is not None:
@@ -157,7 +158,7 @@ class Tab:
         """
         expression = f"(value => value instanceof Node || value)({expression})"
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while True:
                     with suppress(Navigated):
                         if value := await self.evaluate(expression):

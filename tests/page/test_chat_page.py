@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from tests import waiting
 from tests.page.browser import Chromium, Tab, tab
 from tests.page.upstream import Upstream, chunk, upstream
 
@@ -40,11 +40,11 @@ async def page(chromium: Chromium) -> AsyncIterator[tuple[Tab, Upstream]]:
 
 
 def run(chromium: Chromium, test: Test) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120), page(chromium) as (opened, server):
+    async def on_page() -> None:
+        async with page(chromium) as (opened, server):
             await test(opened, server)
 
-    asyncio.run(bounded())
+    waiting.run(on_page())
 
 
 async def say(opened: Tab, text: str) -> None:

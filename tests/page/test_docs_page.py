@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tests import waiting
 from tests.page.browser import Chromium, Tab, tab
 from tests.server.fake_engine import reply
 from tests.server.http_harness import Server, serving
@@ -20,8 +20,8 @@ STATUS = "document.querySelector('.status').innerText"
 def run(
     chromium: Chromium, test: Callable[[Tab, Server], Coroutine[Any, Any, None]], **args: Any
 ) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120), serving(**args) as server, tab(chromium) as opened:
+    async def on_page() -> None:
+        async with serving(**args) as server, tab(chromium) as opened:
             await opened.resize(1280, 900)
             await opened.open(f"{server.url}/docs")
             await opened.until("document.querySelector('#routes a')")
@@ -30,12 +30,15 @@ def run(
             assert errors == []  # the policy's complaints are errors too
             assert all(url.startswith(server.url) for url in opened.urls)
 
-    asyncio.run(bounded())
+    waiting.run(on_page())
 
 
 async def show(opened: Tab, hash_: str) -> None:
-    await opened.evaluate(f"location.hash = {json.dumps(hash_)}")
-    await opened.until("document.querySelector('#content h2.operation')")
+    await opened.evaluate(
+        "document.querySelector('#content').firstElementChild.id = 'before';"
+        f"location.hash = {json.dumps(hash_)}"
+    )
+    await opened.until("document.querySelector('#content h2.operation:not(#before)')")
 
 
 async def send(opened: Tab, body: dict[str, Any] | None = None) -> str:
@@ -175,6 +178,7 @@ def test_query_parameters(chromium: Chromium) -> None:
 def test_stop_a_stream(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Server) -> None:
         server.engine.step_seconds = 0.05
+        server.engine.script = "and so on " * 300  # for minutes
         await show(opened, CHAT)
         body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
         text = json.dumps(json.dumps(body))

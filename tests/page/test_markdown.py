@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 from tests.page.browser import Chromium, tab
 from tests.page.upstream import upstream
+from tests.waiting import run
 
 LINK = '<a href="{0}" target="_blank" rel="noopener noreferrer">{1}</a>'
 CASES = {
@@ -76,12 +76,12 @@ def in_page(chromium: Chromium, body: str, **values: object) -> object:
     """What `body` returns, run in the page after HELPERS, with `values` as constants."""
 
     async def test() -> object:
-        async with asyncio.timeout(120), upstream() as server, tab(chromium) as opened:
+        async with upstream() as server, tab(chromium) as opened:
             await opened.open(server.url)
             constants = "".join(f"const {k} = {json.dumps(v)};" for k, v in values.items())
             return await opened.evaluate(f"(async () => {{ {HELPERS} {constants} {body} }})()")
 
-    return asyncio.run(test())
+    return run(test())
 
 
 def test_rendering(chromium: Chromium) -> None:

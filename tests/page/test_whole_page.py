@@ -7,7 +7,8 @@ from typing import Any
 
 from asyncllm import AsyncLLMEngine
 from tests.page.browser import Chromium, Tab, tab
-from tests.server.http_harness import serving, until
+from tests.server.http_harness import serving
+from tests.waiting import run, until
 
 ENGINE = {"num_gpu_blocks_override": 400, "swap_space": 0, "max_model_len": 512, "device": "cpu"}
 KEY = "schlüssel"
@@ -52,11 +53,7 @@ def test_key_chat_and_dashboard(chromium: Chromium) -> None:
             assert refused == []
         assert engine.health() == "closed"
 
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await test()
-
-    asyncio.run(bounded())
+    run(test())
 
 
 async def chat(opened: Tab) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestOutput, SamplingParams
 from tests.sampling.test_validation import FIELDS
+from tests.waiting import run
 
 ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 100,
@@ -53,7 +54,7 @@ def test_every_limit_in_one_batch() -> None:
             }  # fmt: skip
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 @pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**63 - 1])
@@ -65,4 +66,4 @@ def test_a_top_k_beyond_every_vocabulary_keeps_all(top_k: int) -> None:
             assert output is not None and everything is not None
             assert output.outputs == everything.outputs
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())

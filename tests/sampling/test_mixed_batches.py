@@ -9,6 +9,7 @@ import pytest
 
 from asyncllm import AsyncLLMEngine, RepetitionDetectionParams, SamplingParams
 from asyncllm.structured_outputs import StructuredOutputsParams
+from tests.waiting import run
 
 ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 160,
@@ -102,7 +103,7 @@ def test_each_parameter_leaves_its_neighbours_tokens_unchanged() -> None:
                 assert await beside(engine, fields) == alone, name
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(
                 assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 def test_what_is_forbidden_never_comes_and_what_is_asked_for_does() -> None:
@@ -177,4 +178,4 @@ def test_what_is_forbidden_never_comes_and_what_is_asked_for_does() -> None:
                 assert "e" not in answer.text
                 assert answer.finish_reason == ("stop" if answer.stop_reason == "e" else "length")
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())

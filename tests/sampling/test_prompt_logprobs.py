@@ -13,6 +13,7 @@ import torch
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
 from tests.engine.builders import make_request, make_scheduler, run_step
 from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, random_reference
+from tests.waiting import run
 
 NUM_TOP = 3
 PAGES: dict[str, Any] = {"num_gpu_blocks_override": 200, "block_size": 4, "swap_space": 0.001}
@@ -89,7 +90,7 @@ def test_cached_chunked_preempted_and_shared_prompts_report_the_model_s(
                 assert stats.num_preemptions_recompute > 0
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 def test_only_the_sequence_that_reports_computes_the_whole_prompt() -> None:

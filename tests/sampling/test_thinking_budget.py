@@ -145,7 +145,7 @@ def test_the_model_s_own_reasoning_is_cut_at_the_budget(is_ahead: bool) -> None:
                 assert (await think(engine, prompt, budget)).outputs[0].token_ids == free
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 def test_nothing_that_a_request_forbids_keeps_the_end_away() -> None:
@@ -167,7 +167,7 @@ def test_nothing_that_a_request_forbids_keeps_the_end_away() -> None:
                 assert output.outputs[0].finish_reason == "length"
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 def test_a_grammar_takes_over_where_the_reasoning_was_cut() -> None:
@@ -184,7 +184,7 @@ def test_a_grammar_takes_over_where_the_reasoning_was_cut() -> None:
             assert output.outputs[0].finish_reason == "stop"
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -213,7 +213,7 @@ def test_preempted_forked_and_beside_others_it_is_the_same(mode: str) -> None:
             assert stats.num_preemptions_swap + stats.num_preemptions_recompute > 0
             engine.check_idle()
 
-    asyncio.run(asyncio.wait_for(main(), 300))
+    run(main())
 
 
 def test_a_model_that_does_not_mark_its_reasoning_is_a_400() -> None:

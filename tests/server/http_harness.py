@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,10 @@ from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
+from tests import waiting
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import until
 
-TEST_TIMEOUT_SECONDS = 60
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -28,17 +29,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     """Run a test in the loop that the server runs in."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(TEST_TIMEOUT_SECONDS):
-            await test
-
-    uvloop.run(bounded())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 (any condition will do)
-        await asyncio.sleep(0.002)
+    waiting.run(test, on=uvloop.run)
 
 
 @dataclass
@@ -124,5 +115,4 @@ async def serving(
         await runner.cleanup()
         await engine.aclose()
     assert not getattr(engine, "sink_errors", None)
-    async with asyncio.timeout(2):
-        await until(lambda: asyncio.all_tasks() <= tasks_before)
+    await until(lambda: asyncio.all_tasks() <= tasks_before)

@@ -7,9 +7,13 @@ import json
 import socket
 
 import pytest
+from aiohttp import web
 
 from asyncllm.server import bodies, connection
-from tests.server.http_harness import CHAT, Server, run, serving, until
+from asyncllm.server.connection import Connection
+from tests.server.http_harness import CHAT, Server, run, serving
+from tests.server.test_sse import slow_client
+from tests.waiting import PATIENCE_SECONDS, until
 
 GOOD_BODY = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -38,12 +42,12 @@ UNREADABLE = {
 }
 
 
-async def exchange(server: Server, sent: bytes, patience: float = 5) -> bytes:
+async def exchange(server: Server, sent: bytes) -> bytes:
     """All that the server answers until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         writer.write(sent)
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await reader.read()
     finally:
         writer.close()
@@ -122,19 +126,37 @@ def test_slow_headers_end_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
-def test_headers_that_come_in_pieces_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline is of one request, and ends with its headers: none is left to fire later."""
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """The server's side of all connections since."""
+    found: list[Connection] = []
+
+    class Noted(Connection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            found.append(self)
+
+    monkeypatch.setattr(connection, "Connection", Noted)
+    return found
+
+
+def test_headers_that_come_in_pieces_have_one_deadline(accepted: list[Connection]) -> None:
+    """It is of one request, and ends with its headers: none is left to fire later."""
 
     async def test() -> None:
         async with serving() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             for _ in range(2):
-                for piece in (b"GET /health HT", b"TP/1.1\r\nHost: ", b"x\r\n\r\n"):
-                    writer.write(piece)
-                    await asyncio.sleep(0.01)
+                writer.write(b"GET /health HT")
+                await until(lambda: accepted and accepted[0]._header_deadline)
+                deadline = accepted[0]._header_deadline
+                assert deadline is not None
+                writer.write(b"TP/1.1\r\nHost: ")
+                await asyncio.sleep(0.01)
+                assert accepted[0]._header_deadline is deadline
+                writer.write(b"x\r\n\r\n")
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-                await asyncio.sleep(0.4)
+                assert deadline.cancelled() and accepted[0]._header_deadline is None
             writer.close()
 
     run(test())
@@ -142,10 +164,11 @@ def test_headers_that_come_in_pieces_are_in_time(monkeypatch: pytest.MonkeyPatch
 
 def test_a_slow_body_ends_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+    monkeypatch.setitem(web.RequestHandler.__init__.__kwdefaults__, "lingering_time", 0.2)
 
     async def test() -> None:
         async with serving() as server:
-            check_error(await exchange(server, GOOD[:-4], patience=15), 408)
+            check_error(await exchange(server, GOOD[:-4]), 408)
             await server.quiet()
 
     run(test())
@@ -163,17 +186,19 @@ def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
-def test_one_connection_above_the_limit_is_refused_and_room_is_given_back() -> None:
+def test_one_connection_above_the_limit_is_refused_and_room_is_given_back(
+    accepted: list[Connection],
+) -> None:
     async def test() -> None:
         async with serving(max_connections=2) as server:
             open_ones = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
-            await asyncio.sleep(0.05)
+            await until(lambda: len(accepted) == 2)
             check_error(await exchange(server, b""), 503)
             open_ones[0][1].write(GOOD)
             assert (await open_ones[0][0].readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
             for _, writer in open_ones:
                 writer.close()
-            await asyncio.sleep(0.05)
+            await until(lambda: all(one.transport is None for one in accepted))
             assert (await server.get("/health"))[0] == 200
 
     run(test())
@@ -186,19 +211,7 @@ def test_a_stalled_reader_is_ended_and_others_are_not(monkeypatch: pytest.Monkey
     async def test() -> None:
         async with serving(small_buffers=True) as server:
             server.engine.step_seconds = 0.005
-            stalled = socket.socket()
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            stalled.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(stalled, ("127.0.0.1", server.port))
-            body = json.dumps(
-                {
-                    "messages": [{"role": "user", "content": "Hello"}],
-                    "n": 16,
-                    "stream": True,
-                }
-            ).encode()
-            request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-            await asyncio.get_running_loop().sock_sendall(stalled, request)
+            stalled = await slow_client(server, n=16)
             await until(lambda: server.engine.live)
             good = await server.events(
                 CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -19,10 +17,12 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from asyncllm import AsyncLLMEngine
-from tests.server.http_harness import Server, run, serving, until
+from tests.engine.test_async_engine import set_queue_clock_forward
+from tests.server.http_harness import Server, run, serving
+from tests.server.process import MODEL, served
+from tests.waiting import PATIENCE_SECONDS, until
 
 ENGINE = {"num_gpu_blocks_override": 400, "swap_space": 0, "max_model_len": 512, "device": "cpu"}
-MODEL = "tiny"
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
@@ -185,14 +185,17 @@ def test_overload_is_429() -> None:
     run(test())
 
 
-def test_waiting_too_long_is_503() -> None:
+def test_waiting_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with client(max_queue_seconds=0.01, max_num_seqs=1) as (api, server):
-            body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+        async with client(max_queue_seconds=300, max_num_seqs=1) as (api, server):
+            body = {"prompt": "Once", "max_tokens": 250, "ignore_eos": True}
             running = asyncio.create_task(server.post("/v1/completions", body))
             await until(lambda: server.engine.stats().num_running == 1)
+            waiting = asyncio.create_task(whole(api, messages=QUESTION))
+            await until(lambda: server.engine.stats().num_waiting == 1)
+            set_queue_clock_forward(monkeypatch, 301)
             with pytest.raises(openai.InternalServerError) as refused:
-                await whole(api, messages=QUESTION)
+                await waiting
             assert refused.value.status_code == 503
             assert refused.value.response.headers["Retry-After"] == "1"
             assert (await running)[0] == 200
@@ -213,8 +216,8 @@ def test_disconnect_frees_pages(stream: bool) -> None:
                 task.cancel()
                 if stream and not task.cancelled():
                     await asyncio.gather(task, return_exceptions=True)
-            async with asyncio.timeout(1):
-                await until(lambda: server.engine.stats().num_used_pages == 0)
+            await until(lambda: server.engine.stats().num_used_pages == 0)
+            assert server.engine.recorder.finished == {"abort": 1}
 
     run(test())
 
@@ -233,26 +236,6 @@ def test_engine_that_closes_ends_its_streams() -> None:
             assert (await server.get("/metrics"))[0] in (200, 503)
 
     run(test())
-
-
-@contextmanager
-def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """`asyncllm serve` as a user starts it: the process, its address, what it said until then."""
-    command = [sys.executable, "-m", "asyncllm.cli", "serve", MODEL, "--port", "0"]
-    command += ["--swap-space", "0", "--num-gpu-blocks-override", "100", "--device", "cpu", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            said = ""
-            assert process.stdout is not None
-            for line in process.stdout:
-                said += line
-                if found := re.match(r"listening on (\S+)", line):
-                    yield process, found.group(1), said
-                    break
-            else:
-                pytest.fail(f"the server did not start: {said}")
-        finally:
-            process.kill()
 
 
 def test_serve_and_stop() -> None:
@@ -274,7 +257,7 @@ def test_serve_and_stop() -> None:
                     process.send_signal(signal.SIGINT)
                 chunks.append(chunk)
             assert chunks[-1].choices[0].finish_reason == "length"
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_second_signal_leaves_at_once() -> None:
@@ -286,7 +269,7 @@ def test_second_signal_leaves_at_once() -> None:
         stream = api.completions.create(
             model=MODEL,
             prompt="A",
-            max_tokens=500,
+            max_tokens=1500,
             n=20,
             stream=True,
             extra_body={"ignore_eos": True},
@@ -297,6 +280,6 @@ def test_second_signal_leaves_at_once() -> None:
             while True:  # until the first signal was taken: then newcomers are refused
                 late.completions.create(model=MODEL, prompt="A", max_tokens=1)
         with pytest.raises(urllib.error.HTTPError, match="503"):  # a new connection is told so
-            urllib.request.urlopen(f"{url}/health", timeout=5)
+            urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_SECONDS)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(4) == 1
+        assert process.wait(PATIENCE_SECONDS) == 1  # 0: the answers had ended

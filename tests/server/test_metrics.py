@@ -18,6 +18,7 @@ from asyncllm.server.metrics import Metrics
 from asyncllm.server.serve import drain
 from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving, until
+from tests.server.test_http_disconnect import connect
 
 # What vLLM 0.27 exposes of a text model on one GPU, as its /metrics and its loggers.py have it:
 # type, and labels beside model_name and engine.
@@ -215,12 +216,7 @@ def test_abort_of_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with serving(small_buffers=True) as server:
             server.engine.chunk_text = lambda text: text + "x" * 400_000
-            _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
-            body = b'{"prompt": "a", "stream": true}'
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-            )
+            writer = await connect(server, COMPLETIONS, {"prompt": "a", "stream": True})
             await until(lambda: server.engine.recorder.aborts)
             assert server.engine.recorder.aborts == {"slow_reader": 1}
             writer.close()

@@ -142,8 +142,7 @@ def test_leaving_a_stream_aborts() -> None:
                 if chunk.choices[0].delta.content:
                     break
             await stream.close()
-            async with asyncio.timeout(1):
-                await until(lambda: not engine.live)
+            await until(lambda: not engine.live)
             assert len(engine.aborted) == 1
 
     run(test())

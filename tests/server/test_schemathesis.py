@@ -8,9 +8,7 @@ seed is fixed; the context is short, so that no answer takes long.
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +30,8 @@ from schemathesis.specs.openapi.checks import (
 from asyncllm import AsyncLLMEngine
 from asyncllm.server.openapi import openapi
 from asyncllm.server.routes import ROUTES
-from tests.server.http_harness import serving
+from tests.server.in_thread import in_thread
+from tests.waiting import PATIENCE_SECONDS
 
 MAX_LISTED = 50  # per operation, of up to 900
 NUM_RANDOM = 12  # per operation, of allowed bodies and of others
@@ -65,26 +64,9 @@ OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operat
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server on a loop of its own; asserts at the end that nothing is left of any request."""
-    started = threading.Event()
-    found: dict[str, Any] = {}
-
-    async def serve() -> None:
-        engine: Any = AsyncLLMEngine("tiny", **ENGINE)
-        async with serving(engine, enable_tokenizer_info_endpoint=True) as server:
-            found.update(url=server.url, stop=asyncio.Event(), loop=asyncio.get_running_loop())
-            started.set()
-            await found["stop"].wait()
-            engine.check_integrity()
-        found["is_clean"] = True
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert started.wait(60)
-    yield found["url"]
-    found["loop"].call_soon_threadsafe(found["stop"].set)
-    thread.join(60)
-    assert found.get("is_clean"), "the server did not end with nothing left"
+    engine = AsyncLLMEngine("tiny", **ENGINE)
+    with in_thread(engine, enable_tokenizer_info_endpoint=True) as server:
+        yield server.url
 
 
 @pytest.mark.parametrize("label", sorted(OPERATIONS.keys() - WITHOUT_END))
@@ -93,7 +75,7 @@ def test_responses_are_as_documented(label: str, url: str) -> None:
     checks = CHECKS if label in LENIENT else [*CHECKS, negative_data_rejection]
 
     def check(case: Any) -> None:
-        case.call_and_validate(base_url=url, checks=checks)
+        case.call_and_validate(base_url=url, checks=checks, timeout=PATIENCE_SECONDS)
 
     listed = list(
         SCHEMA.iter_coverage_cases(

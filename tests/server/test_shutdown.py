@@ -43,10 +43,8 @@ def test_drain_ends_what_takes_too_long() -> None:
             stream = asyncio.create_task(server.events(CHAT, {"messages": HELLO}))
             whole = asyncio.create_task(server.post(CHAT, {"messages": HELLO}))
             await until(lambda: len(server.engine.live) == 2)
-            server.engine.go.clear()
-            started = time.monotonic()
+            server.engine.go.clear()  # neither would end by itself
             await drain(server.service, 0.05)
-            assert time.monotonic() - started < 0.5
             assert (await stream)[-1]["error"]["code"] == "service_unavailable"
             assert (await whole)[0] == 503
             await server.quiet()

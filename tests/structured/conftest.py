@@ -6,12 +6,19 @@ from pathlib import Path
 import pytest
 
 import asyncllm
+from asyncllm.engine.structured import compiler as compiler_module
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
+from tests.waiting import PATIENCE_SECONDS
 
 TINY = Path(asyncllm.__file__).parent / "assets" / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def _no_machine_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "STRUCTURED_OUTPUT_COMPILE_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +17,18 @@ from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.errors import InvalidRequestError, QueueFullError
 from asyncllm.structured_outputs import MAX_STRUCTURED_OUTPUT_CHARS, StructuredOutputsParams
+from tests import waiting
 from tests.structured.walks import allowed_ids
+from tests.waiting import PATIENCE_SECONDS, until
 
 Compiled = Callable[..., CompiledGrammar]
+COMPILE_SECONDS = compiler_module.STRUCTURED_OUTPUT_COMPILE_SECONDS  # conftest.py has more patience
 
 
 def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
+        waiting.run(test(*args, **kwargs))
 
     return run
 
@@ -33,30 +36,43 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 def join_compile_threads() -> None:
     for thread in threading.enumerate():
         if thread.name == "asyncllm-grammar":
-            thread.join(10)
+            thread.join(PATIENCE_SECONDS)
             assert not thread.is_alive()
 
 
+class Held:
+    """Compilations begin and wait for `release`."""
+
+    def __init__(self) -> None:
+        self.begun: list[StructuredOutputsParams] = []
+        self._released = threading.Event()
+        self.release = self._released.set
+
+    def wait(self, params: StructuredOutputsParams) -> None:
+        self.begun.append(params)
+        assert self._released.wait(PATIENCE_SECONDS)
+
+
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Compilations wait for it."""
-    event = threading.Event()
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held()
     real = GrammarCompiler._compile
 
     def wait(self: GrammarCompiler, params: StructuredOutputsParams) -> tuple[CompiledGrammar, str]:
-        assert event.wait(30)
+        held.wait(params)
         return real(self, params)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", wait)
-    return event
+    yield held
+    held.release()
 
 
 @on_a_loop
-async def test_the_same_is_compiled_once(compiler: GrammarCompiler, held: threading.Event) -> None:
+async def test_the_same_is_compiled_once(compiler: GrammarCompiler, held: Held) -> None:
     params = [StructuredOutputsParams(choice=["a"]) for _ in range(5)]
     tasks = [asyncio.create_task(compiler.compile_async(p)) for p in params]
     await asyncio.sleep(0)
-    held.set()
+    held.release()
     grammars = await asyncio.gather(*tasks)
     assert len({id(grammar) for grammar in grammars}) == 1
     assert compiler.compile(params[0]) is grammars[0]
@@ -65,36 +81,41 @@ async def test_the_same_is_compiled_once(compiler: GrammarCompiler, held: thread
 
 @on_a_loop
 async def test_over_the_deadline_is_refused_and_kept_when_it_is_done(
-    compiler: GrammarCompiler, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "STRUCTURED_OUTPUT_COMPILE_SECONDS", 0.05)
     params = StructuredOutputsParams(choice=["a"])
+    patient = asyncio.create_task(compiler.compile_async(params))
+    await until(lambda: held.begun)
+    monkeypatch.setattr(compiler_module, "STRUCTURED_OUTPUT_COMPILE_SECONDS", 0.05)
     with pytest.raises(InvalidRequestError, match=r"within 0\.05 s") as caught:
         await compiler.compile_async(params)
     assert caught.value.param == "structured_outputs.choice"
     with pytest.raises(InvalidRequestError, match="within"):
         await asyncio.to_thread(compiler.compile, params)
-    held.set()
-    await asyncio.to_thread(join_compile_threads)
+    held.release()
+    assert await patient
     assert compiler.num_cached == 1
     assert await compiler.compile_async(params)
 
 
 @on_a_loop
 async def test_who_waits_behind_slow_ones_is_told_to_come_back(
-    compiler: GrammarCompiler, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "STRUCTURED_OUTPUT_COMPILE_SECONDS", 0.05)
     params = [StructuredOutputsParams(choice=[str(i)]) for i in range(3)]
+    slow = [asyncio.create_task(compiler.compile_async(p)) for p in params[:2]]
+    await until(lambda: len(held.begun) == 2)
+    monkeypatch.setattr(compiler_module, "STRUCTURED_OUTPUT_COMPILE_SECONDS", 0.05)
     results = await asyncio.gather(*map(compiler.compile_async, params), return_exceptions=True)
     kinds = [type(result) for result in results]
     assert kinds == [InvalidRequestError, InvalidRequestError, QueueFullError]
-    held.set()
+    held.release()
+    assert all(await asyncio.gather(*slow))
 
 
 @on_a_loop
 async def test_the_queue_is_bounded(
-    compiler: GrammarCompiler, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "MAX_QUEUED_COMPILES", 3)
     names = [str(i) for i in range(10)]
@@ -106,20 +127,20 @@ async def test_the_queue_is_bounded(
     assert done
     assert all(isinstance(task.exception(), QueueFullError) for task in done)
     assert 3 <= len(waiting) <= 5
-    held.set()
+    held.release()
     await asyncio.wait(waiting)
 
 
 @on_a_loop
 async def test_a_cancelled_request_does_not_take_it_from_others(
-    compiler: GrammarCompiler, held: threading.Event
+    compiler: GrammarCompiler, held: Held
 ) -> None:
     params = StructuredOutputsParams(choice=["a"])
     gone = asyncio.create_task(compiler.compile_async(params))
     stays = asyncio.create_task(compiler.compile_async(params))
     await asyncio.sleep(0)
     gone.cancel()
-    held.set()
+    held.release()
     assert await stays
 
 
@@ -253,8 +274,11 @@ HURTFUL = {
 
 
 @pytest.mark.parametrize("name", HURTFUL)
-def test_what_is_made_to_hurt_ends(name: str, compiled: Compiled, tokenizer: Tokenizer) -> None:
+def test_what_is_made_to_hurt_ends(
+    name: str, compiled: Compiled, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Refused, or compiled to something whose first masks come at once. It must not crash."""
+    monkeypatch.setattr(compiler_module, "STRUCTURED_OUTPUT_COMPILE_SECONDS", COMPILE_SECONDS)
     try:
         grammar = compiled(**HURTFUL[name])
     except InvalidRequestError as error:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from asyncllm.engine import hf_tokenizer
 from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
 from tests.text.tokenizer_folders import SENTENCES, byte_level, write_folder
+from tests.waiting import PATIENCE_SECONDS
 
 CASES = [(family, name) for family, names in hf_tokenizer._KNOWN.items() for name in names]
 
@@ -61,4 +62,4 @@ def test_what_the_short_way_does_not_import() -> None:
         "heavy = {'torch._dynamo', 'torch.distributed.tensor', 'sympy', 'transformers.activations',"
         "'transformers.models.auto.auto_factory'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)

@@ -10,19 +10,27 @@ import torch
 
 from asyncllm import SamplingParams
 from asyncllm.outputs import RequestMetrics
-from asyncllm.types import NO_MASKS, DecodeBatch, Request, Sequence, SlotInit, StepPlan
+from asyncllm.types import (
+    NON_FINITE_TOKEN,
+    DecodeBatch,
+    Request,
+    Sequence,
+    SlotInit,
+    StepPlan,
+)
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.sampler import (
     Sampler,
     gather_logprobs,
     gumbel_noise,
     plain_sample_torch,
+    sample_slots_torch,
     top_k_top_p_torch,
 )
-from asyncllm.worker.slot_sampling import PLAIN
+from asyncllm.worker.slot_sampling import PLAIN, Feature
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepBuilder
-from asyncllm.worker.token_masks import apply_masks_torch
+from asyncllm.worker.token_masks import NO_MASK, RowMasks, apply_masks_torch
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -34,7 +42,13 @@ class Rig:
     def __init__(self, *params: SamplingParams, outputs: list[int] | None = None) -> None:
         self.builder = StepBuilder(num_slots=len(params) + 1, block_size=4)
         self.state = DeviceState(len(params) + 1, 8, VOCAB, CPU)
-        self.sampler = Sampler(self.state, plain_sample_torch, top_k_top_p_torch, apply_masks_torch)
+        self.sampler = Sampler(
+            self.state,
+            plain_sample_torch,
+            sample_slots_torch,
+            top_k_top_p_torch,
+            apply_masks_torch,
+        )
         self.seqs = [self._sequence(i, p, outputs or []) for i, p in enumerate(params)]
         self.inits = tuple(
             SlotInit(s, s.slot, [1], len(s.token_ids) - 1, list(s.token_ids)) for s in self.seqs
@@ -55,12 +69,12 @@ class Rig:
         rows = DecodeBatch.of(tuple(self.seqs), [len(s.token_ids) - 1 for s in self.seqs])
         plan = StepPlan(1, rows, (), slot_inits=self.inits)
         inputs = self.builder.build(plan)
-        later = self.builder.build_sampling(inputs, NO_MASKS) if plan.needs_host else {}
+        later = self.builder.build_sampling(inputs) if plan.needs_host else {}
         tensors = Staging(CPU).upload({**inputs.arrays, **later})
         self.state.apply(tensors)
         self.inits = ()
         slots = torch.tensor([s.slot for s in self.seqs])
-        positions = torch.tensor([len(s.token_ids) for s in self.seqs])
+        positions = torch.tensor([len(s.token_ids) for s in self.seqs], dtype=torch.int32)
         if inputs.features & ~PLAIN:
             tokens = self.sampler.full(logits, slots, positions, inputs.features, tensors)
         else:
@@ -213,6 +227,41 @@ def test_a_restriction_ends_with_its_sequence() -> None:
     assert rig.sample(row()) == [0]
     both = Rig(SamplingParams(temperature=0, allowed_token_ids=[30]), SamplingParams(temperature=0))
     assert both.sample(row().expand(2, VOCAB)) == [30, 0]
+
+
+@pytest.mark.parametrize("in_slots", [False, True])
+def test_masked_rows_sampled_plainly_are_those_of_the_full_way(in_slots: bool) -> None:
+    """Greedy or not, masked or not, finite or not; `in_slots`: after a decode step."""
+    generator = torch.Generator().manual_seed(3)
+    rows = 60
+    logits = torch.randn(rows, VOCAB, generator=generator) * 3
+    logits[7, 3], logits[8, 5], logits[9] = float("nan"), float("inf"), -float("inf")
+    of_row = torch.arange(rows, dtype=torch.int32)
+    of_row[::4] = NO_MASK
+    bits = torch.randint(-(2**31), 2**31, (rows, 2), generator=generator).int()
+    bits[10], bits[11] = 0, torch.tensor([1 << 9, 0])
+    logits[11, 9] = -float("inf")  # the only token that it allows
+    positions = torch.randint(5, 99, (rows,), generator=generator, dtype=torch.int32)
+    results = []
+    for plainly in (True, False):
+        rig = Rig(*(SamplingParams(temperature=i % 3 / 2, seed=i + 1) for i in range(rows)))
+        rig.sample(torch.zeros(rows, VOCAB))  # the slots know their parameters
+        slots = torch.arange(1, rows + 1, dtype=torch.int32)
+        given = None if in_slots else positions
+        if in_slots:
+            rig.state.positions[slots] = positions
+        masks = RowMasks(of_row, bits)
+        if plainly:
+            tokens = rig.sampler.plain(logits, slots, given, masks)
+        else:
+            tokens = rig.sampler.full(logits, slots, given, Feature.MASK, {}, masks)
+        results.append((tokens, rig.state.last_tokens, rig.state.positions))
+    (ours, *our_state), (expected, *expected_state) = results
+    assert torch.equal(ours, expected)
+    assert torch.equal(torch.stack(our_state), torch.stack(expected_state))
+    assert torch.equal(our_state[1][1:], positions)
+    assert ours[[7, 8, 10]].tolist() == [NON_FINITE_TOKEN] * 3
+    assert ours[9] >= 0 and ours[11] == 9, "what a mask allows is possible whatever forbids it"
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.worker.token_masks import LEAST_LOGIT, TokenMaskBuffer, apply_masks_torch
+from asyncllm.worker.token_masks import (
+    LEAST_LOGIT,
+    NO_MASK,
+    RowMasks,
+    TokenMaskBuffer,
+    apply_masks_torch,
+)
 
 INF = float("inf")
 
@@ -15,9 +21,10 @@ INF = float("inf")
 def test_masked_rows_keep_what_is_allowed_and_others_everything(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     allowed = rng.random((3, vocab_size)) < 0.5
-    buffer = TokenMaskBuffer(5, vocab_size, torch.device("cpu"))
+    buffer = TokenMaskBuffer(6, vocab_size, torch.device("cpu"))
     host = buffer.host()
-    assert host.dtype == np.int32 and host.shape == (5, -(-vocab_size // 32))
+    assert host.dtype == np.int32 and host.shape == (6, -(-vocab_size // 32))
+    host[:3] = 0
     for row, choices in enumerate(allowed):
         for token in range(vocab_size):
             bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
@@ -26,14 +33,14 @@ def test_masked_rows_keep_what_is_allowed_and_others_everything(vocab_size: int)
     expected = logits.clone()
     rows = [4, 0, 3]
     expected[rows] = expected[rows].masked_fill(torch.from_numpy(~allowed), -INF)
-    apply_masks_torch(logits, torch.tensor(rows, dtype=torch.int32), buffer.upload(3))
+    apply_masks_torch(logits, buffer.upload(np.array(rows, np.int32), 6))
     assert torch.equal(logits, expected)
 
 
 def test_what_is_allowed_is_possible_whatever_else_forbids_it() -> None:
     logits = torch.tensor([[-INF, 1.0, -INF], [-INF, 1.0, -INF]])
     bits = torch.tensor([[0b101]], dtype=torch.int32)
-    apply_masks_torch(logits, torch.tensor([1], dtype=torch.int32), bits)
+    apply_masks_torch(logits, RowMasks(torch.tensor([NO_MASK, 0], dtype=torch.int32), bits))
     assert logits.tolist() == [
         [-INF, 1.0, -INF],
         [pytest.approx(LEAST_LOGIT), -INF, pytest.approx(LEAST_LOGIT)],

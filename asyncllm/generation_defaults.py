@@ -1,7 +1,8 @@
 """What a model's `generation_config.json` says: sampling values, and ids that end a text.
 
 As in vLLM: `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default of
-max_tokens, and the ending ids count even where the sampling values are not wanted.
+max_tokens, and the ending ids count even where the sampling values are not wanted. Read once, with
+the configuration.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams
 
@@ -38,11 +38,10 @@ class GenerationDefaults:
         return self.sampling.get("max_tokens")
 
 
-def read_generation_defaults(config: EngineConfig) -> GenerationDefaults:
-    """By `config.generation_config`: 'auto', 'vllm' or a folder. Raises `ModelLoadError`."""
-    wanted = config.generation_config
+def read_generation_defaults(wanted: str, model: Path) -> GenerationDefaults:
+    """wanted: 'auto', 'vllm' or a folder; model: its folder. Raises `ModelLoadError`."""
     if wanted in ("auto", "vllm"):
-        file = config.model.path / FILE_NAME
+        file = model / FILE_NAME
         if not file.is_file():
             return GenerationDefaults()
     else:

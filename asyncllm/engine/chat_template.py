@@ -1,0 +1,141 @@
+"""A model's chat template: messages to the text that the model was trained on.
+
+transformers renders it, in jinja2's immutable sandbox. The text already holds its special tokens:
+encode it with `add_special_tokens=False`. A template is a program and may raise anything; whoever
+sent the messages hears of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from asyncllm.config import ContentFormat
+from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
+from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
+from asyncllm.engine.content_format import detect_content_format
+from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.formats.tools import MAX_TOOLS
+
+MAX_DOCUMENTS = 1024  # of a chat, for templates that take them
+MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
+# What `render` sets itself, and what would make transformers do more than render. Documents are a
+# template's business.
+RESERVED_KWARGS = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "messages",
+} - {"documents", "kwargs"}
+
+
+class ChatTemplate:
+    """`own` replaces the one of the tokenizer `hf`; there may be neither."""
+
+    def __init__(
+        self, hf: PreTrainedTokenizerBase, own: str | None, content_format: ContentFormat
+    ) -> None:
+        self._hf = hf
+        self._own = own
+        self._content_format = content_format
+
+    @property
+    def source(self) -> str | dict[str, str] | None:
+        """Its Jinja text, by name where there are several."""
+        return self._own or self._hf.chat_template
+
+    @property
+    def text(self) -> str:
+        """Its Jinja text, all of them where there are several; "" without any."""
+        source = self.source or ""
+        return source if isinstance(source, str) else "\n".join(source.values())
+
+    def check_compiles(self) -> None:
+        """Raises `ModelLoadError` for a syntax error; what else it refuses depends on messages."""
+        try:
+            self.render([{"role": "user", "content": "?"}])
+        except InvalidRequestError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                raise ModelLoadError(f"chat template: {one_line(error.__cause__)}") from error
+
+    def render(
+        self,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> str:
+        """The prompt as the template writes it. Raises `InvalidRequestError`.
+
+        `chat_template` replaces this one: a program, only from those who are trusted.
+        """
+        kwargs = template_kwargs or {}
+        _check_arguments(tools, kwargs)
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        if not (chat_template or self.source):
+            raise InvalidRequestError(
+                "this model has no chat template; start with --chat-template, or send a prompt",
+                MESSAGES_PARAM,
+            )
+        conversation = normalize_messages(messages, self._takes_parts(chat_template))
+        try:
+            return self._hf.apply_chat_template(
+                conversation,
+                tools=tools or None,
+                chat_template=chat_template or self._own,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **kwargs,
+            )
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the chat template does not accept these messages: {error!s:.{MAX_ERROR_CHARS}}",
+                MESSAGES_PARAM,
+            ) from error
+
+    def _takes_parts(self, chat_template: str | None) -> bool:
+        if self._content_format == "auto":
+            return detect_content_format(chat_template or self.text) == "openai"
+        return self._content_format == "openai"
+
+
+def _check_arguments(tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> None:
+    reserved = sorted(RESERVED_KWARGS & kwargs.keys())
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs must not set {', '.join(reserved)}", "chat_template_kwargs"
+        )
+    if tools and len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"{len(tools)} tools, at most {MAX_TOOLS}", "tools")
+    documents = kwargs.get("documents")
+    if isinstance(documents, list) and len(documents) > MAX_DOCUMENTS:
+        raise InvalidRequestError(
+            f"{len(documents)} documents, at most {MAX_DOCUMENTS}", "documents"
+        )
+
+
+def read_chat_template(template: str) -> str:
+    """The Jinja text of `template`, which is a file's name or that text itself."""
+    path = Path(template)
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # not a possible name, or not readable
+        if not _looks_like_jinja(template):
+            raise ModelLoadError(f"chat template {template!r}: {error}") from error
+    if not _looks_like_jinja(template):
+        raise ModelLoadError(f"chat template {template!r} is neither a file nor a Jinja template")
+    return template
+
+
+def _looks_like_jinja(text: str) -> bool:
+    return any(mark in text for mark in "{}\n")

@@ -1,0 +1,193 @@
+"""The live requests, in all the places that know them: admission, scheduler and outputs.
+
+    begins   add
+    ends     by its tokens, its text or its search   take, jump
+             by its client                           abort
+             by waiting too long                     expire
+             by an error, its own or the engine's    fail, fail_sequence, restart
+
+Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither;
+admission knows those that wait for their first step. A request that has ended has told its sink so,
+but for a beam search, whose words follow. It runs no step and knows no device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+
+from asyncllm.engine.admission import Admission
+from asyncllm.engine.beam_output import render
+from asyncllm.engine.beam_search import EndedSearch
+from asyncllm.engine.best_answers import BestAnswers
+from asyncllm.engine.output_processor import OutputProcessor, Sink, TextSink
+from asyncllm.engine.own_thread import in_own_thread
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.stats import AbortCause
+from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.errors import RequestFailedError
+from asyncllm.types import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenUpdate,
+)
+
+logger = logging.getLogger("asyncllm")
+
+
+class LiveRequests:
+    """`aborts`: where those of clients are counted, by their cause."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        admission: Admission,
+        tokenizer: Tokenizer | None,
+        aborts: Counter[AbortCause],
+    ) -> None:
+        self.scheduler = scheduler  # another one after `restart`
+        self.admission = admission
+        self.outputs = OutputProcessor(tokenizer)
+        self._tokenizer = tokenizer
+        self._aborts = aborts
+        self._is_telling = False  # sinks are being called: what they abort waits until they were
+        self._deferred: list[tuple[str, AbortCause]] = []
+        self._rendering: set[asyncio.Task[None]] = set()  # beams, on their way to their sinks
+
+    def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
+        self.admission.enter(request)
+        params = request.sampling_params
+        if params.num_sequences > params.n:
+            sink, text_sink = BestAnswers(params, sink).receive, None
+        self.outputs.add(request, sink, text_sink)
+        self.scheduler.add(request)
+
+    def planned(self, plan: StepPlan) -> None:
+        """Those whose first step this is wait no more."""
+        for init in plan.slot_inits:
+            request = init.seq.request
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.monotonic()
+                self.admission.leave(request)
+
+    # --- what a step brings ------------------------------------------------------------------
+
+    def take(self, plan: StepPlan, result: StepResult) -> None:
+        """A finished step's tokens: tell the clients, and end what ends by them."""
+        self._tell(self.scheduler.finish_step(plan, result), result.prompt_logprobs)
+        for search in self.scheduler.take_ended_searches():
+            self._end_search(search)
+
+    def jump(self, jumps: list[tuple[Sequence, list[int]]]) -> None:
+        """Tokens that must come, unsampled; not for a sequence that ended meanwhile."""
+        updates: list[TokenUpdate] = []
+        for seq, token_ids in jumps:
+            if seq.status is SequenceStatus.RUNNING:
+                updates += self.scheduler.jump(seq, token_ids)
+        if updates:
+            self._tell(updates, {})
+
+    def _tell(
+        self, updates: list[TokenUpdate], prompt_logprobs: dict[int, list[TokenLogprobs]]
+    ) -> None:
+        self._is_telling = True
+        stops = self.outputs.process(updates, prompt_logprobs, time.monotonic())
+        self._is_telling = False
+        for stop in stops:
+            self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
+        self._abort_deferred()
+
+    def _end_search(self, search: EndedSearch) -> None:
+        """Its pages are free; its words follow, when a thread has put them together."""
+        output, sink = self.outputs.end_search(search, time.monotonic())
+
+        async def tell() -> None:
+            sink(await in_own_thread(render, search, output, self._tokenizer))
+
+        task = asyncio.create_task(tell())
+        self._rendering.add(task)
+        task.add_done_callback(self._rendering.discard)
+
+    async def rendered(self) -> None:
+        """Until the searches that have ended have told their sinks."""
+        if self._rendering:
+            await asyncio.wait(self._rendering)
+
+    # --- what ends a request from outside ----------------------------------------------------
+
+    def abort(self, request_id: str, cause: AbortCause) -> bool:
+        """By its client. Whether it ended here: not if it is not live, and later if a sink asks."""
+        if self._is_telling:
+            self._deferred.append((request_id, cause))
+            return False
+        request = self.scheduler.abort(request_id)
+        if request is None:
+            return False
+        self.admission.leave(request)
+        self.outputs.abort(request_id, time.monotonic())
+        self._aborts[cause] += 1
+        return True
+
+    def _abort_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for request_id, cause in deferred:
+            self.abort(request_id, cause)
+
+    def expire(self, now: float) -> None:
+        """End those that have waited too long. `now`: monotonic seconds."""
+        for request in self.admission.late(now):
+            self.scheduler.abort(request.request_id, FinishReason.ERROR)
+            self.admission.leave(request)
+            waited = f"it waited over max_queue_seconds ({self.admission.max_seconds:g})"
+            self.outputs.fail(request, waited, time.monotonic(), overloaded=True)
+
+    def fail(self, requests: list[Request], message: str) -> None:
+        """End those that are live with an error."""
+        for request in requests:
+            self.scheduler.abort(request.request_id, FinishReason.ERROR)
+            self.admission.leave(request)
+            try:
+                self.outputs.fail(request, message, time.monotonic())
+            except Exception:  # a sink that raises, against its word: the others must be told too
+                logger.exception("request %s: its sink failed", request.request_id)
+
+    def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
+        """End the request of `seq`, if it is live, for what it brought with it raised."""
+        if seq.status is not SequenceStatus.FINISHED:
+            logger.error("request %s: %s", seq.request.request_id, what, exc_info=error)
+            is_told = isinstance(error, RequestFailedError)  # made for who asked
+            told = str(error) if is_told else f"{what}: {type(error).__name__}: {error}"
+            self.fail([seq.request], told)
+
+    def fail_all(self, message: str) -> None:
+        self.fail(self.outputs.requests(), message)
+
+    def restart(self, scheduler: Scheduler, message: str, *, keep_queued: bool) -> None:
+        """Begin anew with an empty `scheduler`, after a step that may have left anything.
+
+        Whoever still waits for a first step goes on waiting, if `keep_queued`; the others end with
+        an error, those too that ended in the step before they could be told.
+        """
+        self._is_telling = False
+        self.scheduler = scheduler
+        for request in self.outputs.requests():
+            if keep_queued and self.admission.holds(request):
+                scheduler.add(request)
+            else:
+                self.fail([request], message)
+        self._abort_deferred()
+
+    # --- books -------------------------------------------------------------------------------
+
+    def check_empty(self) -> None:
+        """Assert that nothing is left of any request."""
+        self.scheduler.check_empty()
+        self.outputs.check_empty()
+        self.admission.check_empty()

@@ -1,0 +1,211 @@
+"""A decode step of up to 8 rows in one kernel, from the embeddings to the logits.
+
+A step of a few rows is a read of the weights, and launched kernel by kernel it stops reading five
+times a layer: until a kernel's last block has ended, until the next one's first weights come. Here
+one block per multiprocessor stays for the whole step and asks for its weights far ahead, across
+every point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled for the
+model's heads. It knows the layout of the KV cache, and does what the layers of decoder.py do, in
+the same roundings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from asyncllm.attention.base import AttentionLayer, DecodeRows
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.models.base import CausalLM
+from asyncllm.models.decoder import DecoderLayer, DenseDecoder
+from asyncllm.models.layers import cuda_source
+from asyncllm.models.layers.linear import Linear
+
+SOURCE = Path(__file__).with_name("persistent_decode.cu")
+MAX_ROWS = 8
+MAX_GROUP = 8  # query heads of one KV head
+MAX_SPLITS = 32  # shares of one sequence's attention
+MAX_LAYERS = 128
+HEAD_DIMS = (64, 128)
+CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
+COLUMNS = 128  # of a product's columns a multiple
+FEATURES = 8  # of its outputs
+
+# Args, blocks, stream -> cudaError_t
+Launch = Callable[[object, int, int], int]
+
+POINTERS_OF_LAYER = 13
+_pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Args(ctypes.Structure):
+    """The kernel's, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("layers", "final_norm", "head", "residual", "qkv")),
+        *((name, _pointer) for name in ("attended", "gated", "logits", "partial", "partial_lse")),
+        *((name, _pointer) for name in ("counts", "barrier", "stuck", "block_tables", "positions")),
+        *((name, _pointer) for name in ("rotary_rows", "cos_sin")),
+        *((name, _int64) for name in ("table_stride", "page_stride", "kv_stride")),
+        *((name, _int32) for name in ("num_layers", "rows", "hidden", "heads", "kv_heads")),
+        *((name, _int32) for name in ("intermediate", "vocab")),
+        *((name, _float) for name in ("eps", "head_eps", "scale")),
+    )
+
+
+def definitions(layer: AttentionLayer, block_size: int) -> tuple[str, ...]:
+    """What the source is compiled with for a model of such layers and pages of so many tokens."""
+    group = layer.num_heads // layer.num_kv_heads
+    sizes = {"HEAD_DIM": layer.head_dim, "GROUP_SIZE": group, "BLOCK_SIZE": block_size}
+    return tuple(f"-D{name}={size}" for name, size in sizes.items())
+
+
+def supports(model: DenseDecoder) -> bool:
+    """By the model's shapes: sizes the kernel divides, and layers that see their whole context."""
+    layer, weight = model.attention_layers[0], model.embed_tokens.weight
+    widths = (weight.shape[1], _features(model.layers[0].mlp.gate_up_proj) // 2)
+    return (
+        weight.dtype is torch.bfloat16
+        and len(model.layers) <= MAX_LAYERS
+        and layer.head_dim in HEAD_DIMS
+        and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
+        and all(other.window is None for other in model.attention_layers)
+        and all(width % COLUMNS == 0 for width in widths)
+        and layer.num_heads * layer.head_dim % COLUMNS == 0
+        and weight.shape[0] % FEATURES == 0
+    )
+
+
+def load_persistent_decode(model: CausalLM, cache: KVCache) -> PersistentDecode | None:
+    """For a model on a CUDA device; None where model, device or compiler do not do it.
+
+    Waits for the compiler where no start before has called it for such a model.
+    """
+    device = cache.layers[0].device
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in CAPABILITIES or not isinstance(model, DenseDecoder):
+        return None
+    if not supports(model):
+        return None
+    flags = definitions(model.attention_layers[0], cache.block_size)
+    library = cuda_source.load(SOURCE, capability, flags)
+    if library is None:
+        return None
+    launch = library.asyncllm_persistent_decode
+    launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return PersistentDecode(model, cache, launch, num_sms)
+
+
+class PersistentDecode:
+    """For one model, which it `supports`, and its KV cache. Steps must not overlap."""
+
+    def __init__(
+        self, model: DenseDecoder, cache: KVCache, launch: Launch, num_blocks: int
+    ) -> None:
+        """`launch`: the compiled kernel's; `num_blocks`: that are on the device at once."""
+        self._model = model
+        self._launch = launch
+        self._num_blocks = num_blocks
+        self._intermediate_size = _features(model.layers[0].mlp.gate_up_proj) // 2
+        layer, head = model.attention_layers[0], model.lm_head.weight
+        device = head.device
+        heads = (MAX_ROWS, layer.num_heads, MAX_SPLITS)
+        self._partial = torch.empty((*heads, layer.head_dim), dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(heads, dtype=torch.float32, device=device)
+        counts = MAX_ROWS * layer.num_kv_heads
+        # Shares that are done, by row and KV head; then the barrier; then whether one got stuck.
+        self._words = torch.zeros(counts + 2, dtype=torch.int32, device=device)
+        pointers = [
+            [*_pointers(decoder_layer), cache.layers[index].data_ptr()]
+            for index, decoder_layer in enumerate(model.layers)
+        ]
+        self._layers = torch.tensor(pointers, dtype=torch.int64, device=device)
+        assert self._layers.shape[1] == POINTERS_OF_LAYER
+        pages = cache.layers[0]
+        norm = layer.head_norm
+        words = self._words.data_ptr()
+        self._constants = {
+            "layers": self._layers.data_ptr(),
+            "final_norm": model.norm.constants.weight.data_ptr(),
+            "head": head.data_ptr(),
+            "partial": self._partial.data_ptr(),
+            "partial_lse": self._partial_lse.data_ptr(),
+            "counts": words,
+            "barrier": words + 4 * counts,
+            "stuck": words + 4 * (counts + 1),
+            "page_stride": pages.stride(0),
+            "kv_stride": pages.stride(1),
+            "num_layers": len(model.layers),
+            "hidden": head.shape[1],
+            "heads": layer.num_heads,
+            "kv_heads": layer.num_kv_heads,
+            "intermediate": self._intermediate_size,
+            "vocab": head.shape[0],
+            "eps": model.norm.constants.eps,
+            "head_eps": norm.eps if norm is not None else 0.0,
+            "scale": layer.scale,
+        }
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a step gave up waiting for a block that never came. Waits for the device."""
+        return bool(self._words[-1])
+
+    def forward(
+        self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [rows, vocab_size] of int32 token_ids [rows] at `rows.positions`, whose keys and
+        values are written to their pages. Capturable. For at most MAX_ROWS rows."""
+        num_rows = len(token_ids)
+        assert num_rows <= MAX_ROWS
+        residual = self._model.embed_tokens(token_ids)
+        rotation = self._model.rotary.rotation(rows.positions, prompt_lens)
+        for indices in (rows.positions, rows.block_tables, rotation.rows):
+            assert indices.dtype is torch.int32 and indices.stride(-1) == 1
+        layer = self._model.attention_layers[0]
+        heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        qkv = residual.new_empty((num_rows, (heads + 2 * kv_heads) * head_dim))
+        attended = residual.new_empty((num_rows, heads * head_dim))
+        gated = residual.new_empty((num_rows, self._intermediate_size))
+        logits = residual.new_empty((num_rows, len(self._model.lm_head.weight)))
+        args = Args(
+            **self._constants,
+            residual=residual.data_ptr(),
+            qkv=qkv.data_ptr(),
+            attended=attended.data_ptr(),
+            gated=gated.data_ptr(),
+            logits=logits.data_ptr(),
+            block_tables=rows.block_tables.data_ptr(),
+            positions=rows.positions.data_ptr(),
+            rotary_rows=rotation.rows.data_ptr(),
+            cos_sin=rotation.cos_sin.data_ptr(),
+            table_stride=rows.block_tables.stride(0),
+            rows=num_rows,
+        )
+        stream = torch.cuda.current_stream().cuda_stream if logits.is_cuda else 0
+        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
+            raise RuntimeError(f"persistent_decode: CUDA error {error}")
+        return logits
+
+
+def _pointers(layer: DecoderLayer) -> list[int]:
+    """In the order of the kernel's `Layer`, all but its pages; 0 for what there is not."""
+    attention, mlp, norm = layer.attention, layer.mlp, layer.attention.layer.head_norm
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    tensors = [
+        *(linear.weights["weight"] for linear in linears),
+        *(linear.weights.get("bias") for linear in linears),
+        layer.input_norm.constants.weight,
+        layer.post_attention_norm.constants.weight,
+        norm.q_weight if norm is not None else None,
+        norm.k_weight if norm is not None else None,
+    ]
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _features(linear: Linear) -> int:
+    return linear.weights["weight"].shape[0]

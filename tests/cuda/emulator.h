@@ -1,0 +1,257 @@
+// Runs one of our CUDA kernels on a CPU, to see that it computes what it should and never waits for
+// what will not come. `g++ -include emulator.h -x c++ kernel.cu`.
+//
+// Every CUDA thread is a coroutine; which one goes on is drawn by lot. A barrier, an exchange between
+// the lanes of a warp and a poll of memory are where they stop. Asynchronous copies happen at once
+// or when they are waited for, by chance, and shared memory starts as NaN: what is used before it is
+// there, or overwritten while it is used, is seen. What is not shown: the memory order between blocks, and time.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define ASYNCLLM_EMULATED
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+
+namespace emulator {
+
+constexpr int WARP = 32;
+constexpr size_t STACK_BYTES = 64 << 10;
+
+struct Copy {
+    void* to;
+    const void* from;
+};
+
+struct Thread;
+
+// Where some threads meet, each with something for the others.
+struct Meeting {
+    std::vector<Thread*> waiting;
+    uint64_t turn = 0;
+    unsigned char slots[2][WARP][64];
+};
+
+struct Block {
+    int index;
+    std::vector<unsigned char> memory;
+    Meeting whole;
+    std::vector<Meeting> warps;
+};
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<unsigned char[]> stack{new unsigned char[STACK_BYTES]};
+    Block* block;
+    int index;
+    std::deque<std::vector<Copy>> groups;  // asked for and not yet copied; the last one is open
+};
+
+inline ucontext_t scheduler;
+inline Thread* current;
+inline int num_blocks, num_threads;
+inline std::vector<Thread*> ready;
+inline size_t num_live, idle_polls;
+inline std::function<void()> body;
+inline std::mt19937 shuffle;
+
+inline void stop() { swapcontext(&current->context, &scheduler); }
+
+// Others must run before what this thread waits for can change.
+inline void poll() {
+    if (++idle_polls > 100 * num_live) {
+        std::fprintf(stderr, "deadlock: %zu threads wait for what does not come\n", num_live);
+        std::_Exit(3);
+    }
+    ready.push_back(current);
+    stop();
+}
+
+inline void entry() {
+    body();
+    num_live--;
+    idle_polls = 0;
+    stop();
+}
+
+// Until `size` threads have come here; returns what each brought, valid until its next meeting.
+template <typename T>
+const unsigned char (*meet(Meeting& meeting, size_t size, int place, const T& mine))[64] {
+    static_assert(sizeof(T) <= 64);
+    auto& slots = meeting.slots[meeting.turn % 2];
+    if (place < WARP) std::memcpy(slots[place], &mine, sizeof(T));
+    meeting.waiting.push_back(current);
+    if (meeting.waiting.size() == size) {
+        ready.insert(ready.end(), meeting.waiting.begin(), meeting.waiting.end());
+        meeting.waiting.clear();
+        meeting.turn++;
+        idle_polls = 0;
+    }
+    stop();
+    return slots;
+}
+
+template <typename T>
+const unsigned char (*meet_warp(const T& mine))[64] {
+    return meet(current->block->warps[current->index / WARP], WARP, current->index % WARP, mine);
+}
+
+template <typename T>
+T brought(const unsigned char (*slots)[64], int lane) {
+    T value;
+    std::memcpy(&value, slots[lane], sizeof(T));
+    return value;
+}
+
+// Every thread of every block, until all have ended. Ends the process where nobody can go on.
+inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
+                   std::function<void()> kernel) {
+    num_blocks = blocks;
+    num_threads = threads;
+    body = std::move(kernel);
+    shuffle.seed(seed);
+    std::vector<std::unique_ptr<Block>> all;
+    std::vector<std::unique_ptr<Thread>> everyone;
+    for (int b = 0; b < blocks; b++) {
+        all.push_back(std::make_unique<Block>());
+        all.back()->index = b;
+        all.back()->memory.assign(shared_bytes, 0xff);
+        all.back()->warps.resize(threads / WARP);
+        for (int t = 0; t < threads; t++) {
+            everyone.push_back(std::make_unique<Thread>());
+            Thread& thread = *everyone.back();
+            thread.block = all.back().get();
+            thread.index = t;
+            thread.groups.emplace_back();
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get();
+            thread.context.uc_stack.ss_size = STACK_BYTES;
+            thread.context.uc_link = &scheduler;
+            makecontext(&thread.context, entry, 0);
+            ready.push_back(&thread);
+        }
+    }
+    num_live = everyone.size();
+    idle_polls = 0;
+    while (!ready.empty()) {
+        std::swap(ready[shuffle() % ready.size()], ready.back());
+        current = ready.back();
+        ready.pop_back();
+        swapcontext(&scheduler, &current->context);
+    }
+    if (num_live > 0) {
+        std::fprintf(stderr, "deadlock: %zu threads wait for each other\n", num_live);
+        std::_Exit(3);
+    }
+}
+
+}  // namespace emulator
+
+inline int thread_index() { return emulator::current->index; }
+inline int block_index() { return emulator::current->block->index; }
+inline int num_blocks() { return emulator::num_blocks; }
+inline unsigned char* shared_memory() { return emulator::current->block->memory.data(); }
+
+inline void sync_block() {
+    emulator::meet(emulator::current->block->whole, emulator::num_threads, emulator::WARP, 0);
+}
+inline void sync_warp() { emulator::meet_warp(0); }
+inline float add_across(float x, int step) {
+    const int lane = thread_index() % emulator::WARP;
+    return x + emulator::brought<float>(emulator::meet_warp(x), lane ^ step);
+}
+
+inline float most_across(float x, int step) {
+    const int lane = thread_index() % emulator::WARP;
+    return std::fmax(x, emulator::brought<float>(emulator::meet_warp(x), lane ^ step));
+}
+
+inline void copy_async(void* to, const void* from) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) std::abort();
+    if (emulator::shuffle() % 2)
+        std::memcpy(to, from, 16);
+    else
+        emulator::current->groups.back().push_back({to, from});
+}
+inline void end_copies() { emulator::current->groups.emplace_back(); }
+template <int LATER>
+void wait_copies() {
+    auto& groups = emulator::current->groups;
+    while (groups.size() > LATER + 1) {  // the open group is not counted
+        for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
+        groups.pop_front();
+    }
+}
+
+inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }
+inline uint32_t load_fresh_pair(const void* p) { return *static_cast<const uint32_t*>(p); }
+inline float load_fresh_float(const float* p) { return *p; }
+inline uint16_t load_fresh_half(const void* p) { return *static_cast<const uint16_t*>(p); }
+inline uint4 load_constant(const void* p) { return *static_cast<const uint4*>(p); }
+
+inline void add_release(uint32_t* p, uint32_t value) {
+    emulator::idle_polls = 0;
+    *p += value;
+}
+inline uint32_t add_and_see(uint32_t* p, uint32_t value) {
+    emulator::idle_polls = 0;
+    const uint32_t old = *p;
+    *p += value;
+    return old;
+}
+inline uint32_t load_acquire(const uint32_t* p) {
+    emulator::poll();
+    return *p;
+}
+
+inline float bits_to_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+inline uint32_t round_to_half(float x) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t to_pair(float low, float high) { return round_to_half(low) | round_to_half(high) << 16; }
+inline float power_of_2(float x) { return std::exp2(x); }
+inline float inverse_root(float x) { return 1 / std::sqrt(x); }
+
+// mma.m16n8k16: thread (g, q) of a warp holds, of a, row g at columns 2q.. and 2q + 8.., of b the same
+// of column g, of c row g at columns 2q and 2q + 1.
+inline void multiply_add(float (&c)[2], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+    struct Operands {
+        uint32_t a[2], b[2];
+    };
+    const auto slots = emulator::meet_warp(Operands{{a0, a1}, {b0, b1}});
+    const int lane = thread_index() % emulator::WARP, row = lane / 4;
+    for (int i = 0; i < 2; i++) {
+        const int column = lane % 4 * 2 + i;
+        for (int q = 0; q < 4; q++) {
+            const auto a = emulator::brought<Operands>(slots, row * 4 + q);
+            const auto b = emulator::brought<Operands>(slots, column * 4 + q);
+            for (int half = 0; half < 2; half++) {
+                c[i] += bits_to_float(a.a[half] << 16) * bits_to_float(b.b[half] << 16);
+                c[i] += bits_to_float(a.a[half] & 0xffff0000u) * bits_to_float(b.b[half] & 0xffff0000u);
+            }
+        }
+    }
+}

@@ -1,0 +1,241 @@
+"""The one-kernel decode step, its CUDA source run on the CPU (emulator.h), against the layers.
+
+Both see the same weights in bfloat16 and are measured by how far they are from float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from asyncllm.attention.base import DecodeRows
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.torch_native import TorchAttention
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.persistent_decode import (
+    MAX_ROWS,
+    SOURCE,
+    Launch,
+    PersistentDecode,
+    definitions,
+    supports,
+)
+from asyncllm.models.registry import build_model
+
+CPU = torch.device("cpu")
+EMULATOR = Path(__file__).with_name("emulator.h")
+BLOCK_SIZE = 16
+MAX_LEN = 512
+PAGES = MAX_LEN // BLOCK_SIZE
+VOCAB_SIZE = 264
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "llama-dynamic": LlamaConfig(
+        **SHAPE | {"max_position_embeddings": 128}, num_key_value_heads=2, rope_parameters=DYNAMIC
+    ),
+    "llama-mqa-128": LlamaConfig(
+        **SHAPE | {"hidden_size": 128}, num_key_value_heads=1, head_dim=128, attention_bias=True
+    ),
+    # More columns than warps take at once, more outputs than a block takes at once.
+    "llama-wide": LlamaConfig(
+        **SHAPE | {"hidden_size": 1152, "intermediate_size": 1408, "num_hidden_layers": 1},
+        num_key_value_heads=2,
+        head_dim=64,
+        mlp_bias=True,
+    ),
+}
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Any]:
+    """The source as a library of the CPU's, by its definitions."""
+    folder = tmp_path_factory.mktemp("emulated")
+    libraries: dict[tuple[str, ...], Any] = {}
+
+    def load(flags: tuple[str, ...]) -> Any:
+        if flags not in libraries:
+            made = folder / f"{len(libraries)}.so"
+            subprocess.run(
+                ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror",
+                 "-Wno-unknown-pragmas", "-include", str(EMULATOR), "-x", "c++", str(SOURCE),
+                 *flags, "-o", str(made)],
+                check=True,
+            )  # fmt: skip
+            function = ctypes.CDLL(str(made)).asyncllm_persistent_decode
+            function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+            libraries[flags] = function
+        return libraries[flags]
+
+    return load
+
+
+@dataclass
+class Case:
+    """A model with its pages and a step's rows, made anew in any dtype from one seed."""
+
+    config: ModelConfig
+    positions: torch.Tensor
+    block_tables: torch.Tensor
+    token_ids: torch.Tensor
+
+    def model(self, dtype: torch.dtype) -> DenseDecoder:
+        generator = torch.Generator().manual_seed(1)
+        model = build_model(self.config, dtype, CPU, TorchOps(), MAX_LEN)
+        for _, tensor in model.checkpoint_tensors():
+            noise = torch.randn(tensor.shape, generator=generator)
+            wide = 0.1 * noise if tensor.dim() > 1 else 1 + 0.3 * noise  # norms, and biases too
+            tensor.copy_(wide.bfloat16())
+        return cast(DenseDecoder, model)
+
+    def cache(self, dtype: torch.dtype) -> KVCache:
+        generator = torch.Generator().manual_seed(2)
+        model = self.config
+        cache = KVCache(
+            num_layers=model.num_layers, num_pages=MAX_ROWS * PAGES + 1, block_size=BLOCK_SIZE,
+            num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype, device=CPU,
+        )  # fmt: skip
+        for layer in cache.layers:
+            layer.copy_(torch.randn(layer.shape, generator=generator).bfloat16())
+        return cache
+
+    @property
+    def rows(self) -> DecodeRows:
+        return DecodeRows(self.block_tables, self.positions, int(self.positions.max()) + 1)
+
+    def by_layers(self, dtype: torch.dtype) -> tuple[torch.Tensor, KVCache]:
+        model, cache = self.model(dtype), self.cache(dtype)
+        attend = TorchAttention(cache).decode(self.rows)
+        hidden = model.forward(self.token_ids, self.positions, self.positions + 1, attend)
+        return model.compute_logits(hidden), cache
+
+    def by_one_kernel(self, function: Launch, num_blocks: int, seed: int = 0) -> Any:
+        model, cache = self.model(torch.bfloat16), self.cache(torch.bfloat16)
+        assert supports(model)
+        decode = PersistentDecode(
+            model, cache, lambda args, blocks, _: function(args, blocks, seed), num_blocks
+        )
+        logits = decode.forward(self.token_ids, self.rows, self.positions + 1)
+        assert not decode.is_stuck
+        assert not decode._words[:-2].any()  # the next step counts from zero
+        again = self.cache(torch.bfloat16)
+        for layer, fresh in zip(cache.layers, again.layers, strict=True):
+            fresh.copy_(layer)
+        assert torch.equal(decode.forward(self.token_ids, self.rows, self.positions + 1), logits)
+        return logits, cache
+
+
+def case(name: str, folder: Path, positions: list[int]) -> Case:
+    config = CONFIGS[name]
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(3)
+    tables = 1 + torch.randperm(MAX_ROWS * PAGES, generator=generator).view(MAX_ROWS, PAGES)
+    tokens = torch.randint(0, VOCAB_SIZE, (len(positions),), generator=generator)
+    return Case(
+        ModelConfig.from_folder(folder),
+        torch.tensor(positions, dtype=torch.int32),
+        tables[: len(positions)].int(),
+        tokens.int(),
+    )
+
+
+def function_for(compiled: Callable[[tuple[str, ...]], Any], config: ModelConfig) -> Any:
+    model = build_model(config, torch.bfloat16, torch.device("meta"), TorchOps(), MAX_LEN)
+    return compiled(definitions(model.attention_layers[0], BLOCK_SIZE))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a.double() - b.double()).norm().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "num_blocks"),
+    [
+        ("qwen3", [0, 3, 40, 200, 333], 5),  # shares of rows and heads in turns
+        ("qwen3", [510, 31, 32], 30),  # five shares each, some of them empty
+        ("qwen3", [15, 16, 17, 0, 0, 1, 63, 64], 3),
+        ("qwen2", [500], 24),  # more shares than some products have units
+        ("llama-dynamic", [130, 60], 7),
+        ("llama-mqa-128", [90, 333], 9),
+        ("llama-wide", [75, 7], 6),
+    ],
+)
+def test_equals_the_layers(
+    compiled: Callable[[tuple[str, ...]], Any],
+    tmp_path: Path,
+    name: str,
+    positions: list[int],
+    num_blocks: int,
+) -> None:
+    step = case(name, tmp_path, positions)
+    exact, exact_cache = step.by_layers(torch.float32)
+    layers, layers_cache = step.by_layers(torch.bfloat16)
+    ours, cache = step.by_one_kernel(function_for(compiled, step.config), num_blocks)
+    assert distance(ours, exact) <= 1.2 * distance(layers, exact)
+    assert distance(layers, exact) < 0.05 * exact.double().norm()  # so the bound means something
+    slots = step.rows.write_slots(BLOCK_SIZE)
+    before = step.cache(torch.bfloat16)
+    for ours_pages, layers_pages, exact_pages, old in zip(
+        *(c.layers for c in (cache, layers_cache, exact_cache, before)), strict=True
+    ):
+        new = (slots // BLOCK_SIZE, slice(None), slots % BLOCK_SIZE)
+        bound = 1.2 * distance(layers_pages[new], exact_pages[new])
+        assert distance(ours_pages[new], exact_pages[new]) <= bound
+        ours_pages[new] = old[new]
+        assert torch.equal(ours_pages, old)  # nothing else is written
+
+
+def test_the_order_of_threads_does_not_matter(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    step = case("qwen3", tmp_path, [180, 4, 77])
+    function = function_for(compiled, step.config)
+    outcomes = [step.by_one_kernel(function, 12, seed)[0] for seed in range(3)]
+    assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+
+
+def test_what_it_does_not_support(tmp_path: Path) -> None:
+    def model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> DenseDecoder:
+        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+        config.save_pretrained(tmp_path)
+        model_config = ModelConfig.from_folder(tmp_path)
+        meta = torch.device("meta")
+        return cast(DenseDecoder, build_model(model_config, dtype, meta, TorchOps(), MAX_LEN))
+
+    good = {**SHAPE, "num_key_value_heads": 2}
+    assert supports(model(LlamaConfig(**good)))
+    assert not supports(model(LlamaConfig(**good), torch.float16))
+    for change in (
+        {"hidden_size": 320},
+        {"intermediate_size": 400},
+        {"vocab_size": 260},
+        {"head_dim": 32},
+        {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 64},
+        {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64},
+    ):
+        assert not supports(model(LlamaConfig(**good | change))), change
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    assert not supports(model(Qwen2Config(**good, **windows)))

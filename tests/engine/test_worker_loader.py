@@ -1,0 +1,119 @@
+"""A start or an end that is cancelled: what was begun is closed, once, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from asyncllm.engine import async_engine
+from asyncllm.worker.worker import Worker
+from tests.engine.test_async_engine import ENDLESS, GREEDY, run, small_engine, until
+
+
+class Workshop:
+    """Makes real workers, each when it is let; says what happens to them."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.go = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Worker:
+        name = f"worker {sum(event.endswith('begun') for event in self.events)}"
+        self.events.append(f"{name} begun")
+        assert self.go.wait(60)
+        worker = Worker(*args, **kwargs)
+        close = worker.close
+
+        def noted_close() -> None:
+            self.events.append(f"{name} closed")
+            close()
+
+        worker.close = noted_close  # type: ignore[method-assign]
+        self.events.append(f"{name} made")
+        return worker
+
+
+@pytest.fixture
+def workshop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
+    made = Workshop()
+    monkeypatch.setattr(async_engine, "Worker", made)
+    yield made
+    made.go.set()
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_cancelled_start_closes_what_it_was_loading(workshop: Workshop) -> None:
+    async def main() -> None:
+        threads = set(threading.enumerate())
+        engine = small_engine()
+        start = asyncio.create_task(engine.start())
+        await until(lambda: workshop.events)
+        await cancelled(start)  # at once: the worker is not made yet
+        assert workshop.events == ["worker 0 begun"]
+        closing = asyncio.create_task(engine.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        workshop.go.set()
+        await closing
+        assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
+        assert not set(threading.enumerate()) - threads
+
+    run(main())
+
+
+def test_closed_even_if_the_loop_has_ended(workshop: Workshop) -> None:
+    async def main() -> None:
+        start = asyncio.create_task(small_engine().start())
+        await until(lambda: workshop.events)
+        await cancelled(start)
+
+    run(main())
+    (thread,) = (t for t in threading.enumerate() if t.name.startswith("asyncllm-load"))
+    workshop.go.set()
+    thread.join(60)
+    assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
+
+
+def test_a_start_after_a_cancelled_one_loads_when_the_first_is_closed(workshop: Workshop) -> None:
+    async def main() -> None:
+        engine = small_engine()
+        start = asyncio.create_task(engine.start())
+        await until(lambda: workshop.events)
+        await cancelled(start)
+        answer = asyncio.ensure_future(engine.generate("hello", GREEDY)._final())
+        workshop.go.set()
+        assert (await answer).finished
+        await engine.aclose()
+
+    run(main())
+    assert workshop.events == [
+        "worker 0 begun", "worker 0 made", "worker 0 closed",
+        "worker 1 begun", "worker 1 made", "worker 1 closed",
+    ]  # fmt: skip
+
+
+def test_a_cancelled_aclose_goes_on(workshop: Workshop) -> None:
+    async def main() -> None:
+        workshop.go.set()
+        engine = small_engine()
+        await engine.start()
+        running = asyncio.ensure_future(engine.generate("a", ENDLESS)._final())
+        await until(lambda: engine.stats().num_running)
+        closing = asyncio.create_task(engine.aclose())
+        await asyncio.sleep(0)
+        await cancelled(closing)
+        await engine.aclose()
+        assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
+        await asyncio.wait([running])
+        assert "closed" in str(running.exception())
+
+    run(main())
