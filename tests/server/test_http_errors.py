@@ -306,7 +306,7 @@ def test_content_type() -> None:
             good = await raw(server, body, **{"Content-Type": "application/json; charset=utf-8"})
             assert good[0] == 200
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+            writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
                          % (CHAT.encode(), len(body), body))  # fmt: skip
             assert (await reader.readline()).split()[1] == b"415"  # none at all is none
             writer.close()
