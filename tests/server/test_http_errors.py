@@ -540,8 +540,10 @@ def test_sink_never_raises_into_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
     async def test() -> None:
         async with serving() as server:
             monkeypatch.setattr(SSEStream, "push", broken)
+            server.engine.go.clear()  # until the stream has begun, and no status can tell the error
             body = {"messages": HELLO, "stream": True}
             async with server.session.post(server.url + CHAT, json=body) as response:
+                server.engine.go.set()
                 assert await response.text() == ""
             await server.quiet()
             assert len(server.engine.aborted) == 1

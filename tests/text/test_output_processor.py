@@ -8,8 +8,9 @@ import random
 
 import pytest
 
+from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_logprobs import LazyPromptLogprobs
-from asyncllm.engine.output_processor import OutputCollector, OutputProcessor, Stop
+from asyncllm.engine.output_processor import OutputProcessor, Stop
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
