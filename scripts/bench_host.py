@@ -102,7 +102,8 @@ class Meter:
             finish(plan, result)
 
         core.finish = count  # type: ignore[method-assign]
-        self.wrap(core, "finish", "finish", "text", "emit")
+        self.wrap(core, "finish", "finish")
+        self.wrap(core, "tell", "finish", "text", "emit")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))

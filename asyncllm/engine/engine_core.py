@@ -14,6 +14,7 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
@@ -71,9 +72,10 @@ class EngineCore:
             recorder.aborts,
         )
         self.clock = StepClock()
-        self._plan_time = PlanTime(worker.step_cost)
+        self._plan_time = PlanTime()
         self._plan_started = 0.0
         self._planning = False  # left true by a plan that raised
+        self._untold: StepRecord | None = None  # finished, and nobody was told of it yet
         self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._lag = LoopLag(recorder.loop_lag.observe)
@@ -161,27 +163,38 @@ class EngineCore:
         self.clock.launched(launched)
         now = time.monotonic()
         self.clock.host.launch += now - start
-        num_prompt_tokens = plan.num_tokens - len(plan.decodes)
-        self._plan_time.planned(self._plan_started, now - self._plan_started, num_prompt_tokens)
+        self._plan_time.planned(now - self._plan_started)
         return launched
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
-        """Let grammars and processors speak, off the loop, and launch the sampling with it."""
+        """Let grammars and processors speak, off the loop, and launch the sampling with it.
+
+        Clients are told while masks are filled: that needs no GIL, so the two do not wait for each
+        other.
+        """
         assert isinstance(launched, HostStep)
-        constrained = await asyncio.get_running_loop().run_in_executor(
-            self._constrain_thread, constrain, plan, self.worker.token_masks, launched.sample
+        loop, filling = asyncio.get_running_loop(), asyncio.Event()
+        masks, begun = self.worker.token_masks, partial(loop.call_soon_threadsafe, filling.set)
+        work = loop.run_in_executor(
+            self._constrain_thread, partial(constrain, plan, masks, launched.sample, begun)
         )
+        work.add_done_callback(lambda _: filling.set())  # also where it raised before
+        await filling.wait()
+        try:
+            self.tell()
+        finally:
+            constrained = await work
         start = time.monotonic()
         for seq, error in constrained.failures:
             self.live.fail_sequence(seq, "its grammar failed", error)
         self.live.jump(constrained.jumps)
         self.clock.host.finish += time.monotonic() - start
+        self.clock.host.constrain += constrained.seconds
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
-        """Take the step's tokens, then tell the clients."""
         start = time.monotonic()
         self.watchdog.step_done()
-        step = self.clock.finished(plan)
+        self._untold = step = self.clock.finished(plan)
         self._plan_time.finished(step)
         if bad := non_finite_requests(plan, result):
             self.worker.clear_pages(evict(self.live.scheduler, bad))
@@ -189,8 +202,16 @@ class EngineCore:
         for row, error in result.failures.items():
             self.live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self.live.take(plan, result)
-        self._record(step)
-        self._lag.watch()
+        self.clock.host.finish += time.monotonic() - start
+
+    def tell(self) -> None:
+        """Tell clients and observers of the step that was finished, if they were not told yet."""
+        start = time.monotonic()
+        self.live.tell()
+        if self._untold is not None:
+            self._record(self._untold)
+            self._untold = None
+            self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
 
     def _record(self, step: StepRecord | None) -> None:
@@ -245,6 +266,7 @@ class EngineCore:
         """
         self.clock.reset()
         self._plan_time.idle()
+        self._untold = None
         self.live.restart(
             self._new_scheduler(self.live.scheduler.stats()),
             f"the engine failed in a step: {error}",
