@@ -8,6 +8,7 @@ must not overwrite what the step before has not read yet. On the CPU a tensor ow
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ class Twins:
         return tensors
 
 
-_TORCH_DTYPES = {
+_TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
