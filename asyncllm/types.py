@@ -51,9 +51,10 @@ class TokenConstraint(Protocol):
     """What may come next in one sequence, by a grammar. Owned by the engine; not thread-safe.
 
     The engine calls `accept` with each token once it is known on the host, in order, then `fill`
-    before the next is sampled, both in a worker thread. A class may have a static method
-    `fill_many(constraints, bitmasks)` beside `fill`, for int32 [rows, ceil(V / 32)]: one call that
-    lets go of the GIL once, and may spread over threads.
+    before the next is sampled, both in a worker thread. A class may have static methods that do it
+    for many rows at once, so that these may be spread over threads: `accept_many(constraints,
+    token_ids)` with a list of tokens for each, and `fill_many(constraints, bitmasks)` with int32
+    [rows, ceil(V / 32)]. They return what would be raised for each row, or None.
     """
 
     def accept(self, token_id: int) -> None:

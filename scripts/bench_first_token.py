@@ -36,7 +36,7 @@ from aiohttp import web
 from simulated_worker import SimulatedWorker
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import async_engine
+from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.app import build_app
@@ -184,7 +184,7 @@ def main() -> None:
         SimulatedWorker.prefill_host_s, SimulatedWorker.decode_host_s = (
             us / 1e6 for us in args.host_us
         )
-        async_engine.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
     result = uvloop.run(measure(args))
     print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}")
     for name, us in result.items():

@@ -1,8 +1,8 @@
 """What the constraints of a step's rows say: masks, and tokens that must come whatever is sampled.
 
-    loop     finish N | awaits ........................ | jump, plan N+2 ...
-    thread            | accept, fill | launch the sampling of N+1 | forced |
-    device    ... N+1's forward pass ...     | its sampling
+    loop     finish N |  ....   | tell of N  ............................. | jump, plan N+2 ...
+    thread            | accept  |   fill   | launch the sampling of N+1 | forced |
+    device    ... N+1's forward pass ...       | its sampling
 
 It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
 with its sequence; its row is sampled freely, for nobody.
@@ -10,21 +10,33 @@ with its sequence; its row is sampled freely, for nobody.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, StepPlan, TokenMasks
+from asyncllm.types import (
+    NO_MASKS,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+    TokenConstraint,
+    TokenMasks,
+)
 
 # Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
 # That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
 # step for each token but the first, for which it is in flight anyway. A stream alone jumps for two.
 JUMP_COST = 1 / 6
 
-FillMany = Callable[[list[object], np.ndarray], None]
+Errors = list[Exception | None]  # by row
+
+# What forces a token allows it alone: all words of its mask but one are 0. So many of a row's first
+# words tell nearly all other rows.
+FIRST_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,7 @@ class Constrained:
 
     jumps: list[tuple[Sequence, list[int]]]
     failures: list[tuple[Sequence, Exception]]
+    seconds: float  # that it took
 
 
 class MaskBuffer(Protocol):
@@ -42,47 +55,56 @@ class MaskBuffer(Protocol):
 
 
 def constrain(
-    plan: StepPlan, buffer: MaskBuffer, sample: Callable[[TokenMasks], None]
+    plan: StepPlan,
+    buffer: MaskBuffer,
+    sample: Callable[[TokenMasks], None],
+    filling: Callable[[], object],
 ) -> Constrained:
-    """For a step that is about to be sampled, all tokens before it known; `sample` launches it."""
-    failures: list[tuple[Sequence, Exception]] = []
-    rows: list[tuple[int, Sequence]] = []
-    for row, seq in enumerate(plan.sampled):
-        if seq.constraint is None or seq.status is SequenceStatus.FINISHED:
-            continue
-        try:
-            _accept_known(seq)
-        except Exception as error:  # its own grammar: it ends its own request
-            failures.append((seq, error))
-        else:
-            rows.append((row, seq))
+    """For a step that is about to be sampled, all tokens before it known; `sample` launches it.
+
+    `filling` is called when masks begin to be filled, which is where it lets go of the GIL.
+    """
+    start = time.monotonic()
+    rows = [
+        (row, seq)
+        for row, seq in enumerate(plan.sampled)
+        if seq.constraint is not None and seq.status is not SequenceStatus.FINISHED
+    ]
     if not rows:
         sample(NO_MASKS)
-        return Constrained([], failures)
+        return Constrained([], [], time.monotonic() - start)
     rows.sort(key=lambda row: id(_kind(row[1])))  # those of one class together
     seqs = [seq for _, seq in rows]
     bits = buffer.host()[: len(rows)]
-    failures += _fill(seqs, bits)
+    failures = _advance(seqs, bits, filling)
     sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
     jumps, unanswered = _jumps(seqs, bits, len(plan.sampled))
-    return Constrained(jumps, failures + unanswered)
+    return Constrained(jumps, failures + unanswered, time.monotonic() - start)
 
 
-def _accept_known(seq: Sequence) -> None:
-    assert seq.constraint is not None
-    for token_id in seq.token_ids[seq.num_prompt_tokens + seq.num_accepted :]:
-        seq.constraint.accept(token_id)
-        seq.num_accepted += 1
+def _advance(
+    seqs: list[Sequence], bits: np.ndarray, filling: Callable[[], object]
+) -> list[tuple[Sequence, Exception]]:
+    """Each takes its tokens, and its mask goes into its row; neighbours of one class in one call.
 
-
-def _fill(seqs: list[Sequence], bits: np.ndarray) -> list[tuple[Sequence, Exception]]:
-    """Each sequence's mask into its row; neighbours of one class in one call."""
+    What cannot be filled allows everything.
+    """
+    groups = [(kind, list(group)) for kind, group in groupby(seqs, _kind)]
+    errors: Errors = []
+    for kind, alike in groups:
+        accept_many = getattr(kind, "accept_many", _accept_each)
+        errors += accept_many(_constraints(alike), [_take_unaccepted(seq) for seq in alike])
+    filling()
+    fill_errors: Errors = []
+    for kind, alike in groups:
+        begin = len(fill_errors)
+        fill_many = getattr(kind, "fill_many", _fill_each)
+        fill_errors += fill_many(_constraints(alike), bits[begin : begin + len(alike)])
     failures: list[tuple[Sequence, Exception]] = []
-    begin = 0
-    for kind, group in groupby(seqs, _kind):
-        alike = list(group)
-        failures += _fill_alike(kind, alike, bits[begin : begin + len(alike)])
-        begin += len(alike)
+    for i, error in enumerate(map(_first, errors, fill_errors)):
+        if error is not None:  # its own grammar: it ends its own request
+            bits[i].fill(-1)
+            failures.append((seqs[i], error))
     return failures
 
 
@@ -90,37 +112,50 @@ def _kind(seq: Sequence) -> type[object]:
     return type(seq.constraint)
 
 
-def _fill_alike(
-    kind: type[object], seqs: list[Sequence], bits: np.ndarray
-) -> list[tuple[Sequence, Exception]]:
-    """What cannot be filled allows everything."""
-    fill_many: FillMany | None = getattr(kind, "fill_many", None)
-    if fill_many is not None:
-        try:
-            fill_many([seq.constraint for seq in seqs], bits)
-            return []
-        except Exception:  # whose it is shows below
-            pass
-    failures: list[tuple[Sequence, Exception]] = []
-    for seq, row in zip(seqs, bits, strict=True):
-        assert seq.constraint is not None
-        try:
-            seq.constraint.fill(row)
-        except Exception as error:
-            row.fill(-1)
-            failures.append((seq, error))
-    return failures
+def _constraints(seqs: list[Sequence]) -> list[TokenConstraint]:
+    return [seq.constraint for seq in seqs if seq.constraint is not None]
+
+
+def _first(error: Exception | None, later: Exception | None) -> Exception | None:
+    return later if error is None else error
+
+
+def _take_unaccepted(seq: Sequence) -> list[int]:
+    token_ids = seq.token_ids[seq.num_prompt_tokens + seq.num_accepted :]
+    seq.num_accepted += len(token_ids)
+    return token_ids
+
+
+def _accept_each(constraints: list[TokenConstraint], token_ids: list[list[int]]) -> Errors:
+    """The `accept_many` of a class that has none."""
+
+    def accept(constraint: TokenConstraint, tokens: list[int]) -> None:
+        for token_id in tokens:
+            constraint.accept(token_id)
+
+    return [_raised(accept, *each) for each in zip(constraints, token_ids, strict=True)]
+
+
+def _fill_each(constraints: list[TokenConstraint], bits: np.ndarray) -> Errors:
+    """The `fill_many` of a class that has none."""
+    return [_raised(each.fill, row) for each, row in zip(constraints, bits, strict=True)]
+
+
+def _raised(call: Callable[..., None], *args: Any) -> Exception | None:
+    try:
+        call(*args)
+    except Exception as error:
+        return error
+    return None
 
 
 def _jumps(
     seqs: list[Sequence], bits: np.ndarray, num_rows: int
 ) -> tuple[list[tuple[Sequence, list[int]]], list[tuple[Sequence, Exception]]]:
     """Jumps, none where together they save less than a mixed step costs; and what was raised."""
-    # Who has one token to come has one word that is not 0: few are asked for more.
-    candidates = np.flatnonzero(np.count_nonzero(bits, axis=1) == 1).tolist()
     jumps: list[tuple[Sequence, list[int]]] = []
     failures: list[tuple[Sequence, Exception]] = []
-    for seq in (seqs[i] for i in candidates):
+    for seq in (seqs[i] for i in _single_words(bits)):
         if may_jump(seq):
             assert seq.constraint is not None
             try:
@@ -132,6 +167,12 @@ def _jumps(
                 jumps.append((seq, forced))
     num_saved = sum(len(forced) - 1 for _, forced in jumps)
     return jumps if num_saved >= JUMP_COST * num_rows else [], failures
+
+
+def _single_words(bits: np.ndarray) -> list[int]:
+    """Rows with one word that is not 0: who has one token to come is among them."""
+    few = np.flatnonzero(np.count_nonzero(bits[:, :FIRST_WORDS], axis=1) <= 1)
+    return [row for row in few.tolist() if np.count_nonzero(bits[row] != 0) == 1]
 
 
 def may_jump(seq: Sequence) -> bool:

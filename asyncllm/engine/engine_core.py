@@ -14,18 +14,18 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.non_finite import evict, non_finite_requests
-from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.plan_time import PlanTime
@@ -33,7 +33,6 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
 from asyncllm.engine.step_clock import StepClock
-from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
@@ -54,34 +53,29 @@ class EngineCore:
         self,
         config: EngineConfig,
         worker: Worker,
-        tokenizer: Tokenizer | None,
+        input_processor: InputProcessor,
         recorder: Recorder,
         stat_loggers: list[StatLogger],
     ) -> None:
         self.worker = worker
-        self.tokenizer = tokenizer
+        self.input_processor = input_processor
         self._config = config
         self.chunk_policy = ChunkPolicy.choose(
             config.chunked_prefill_size, worker.step_cost, config.prefill_graph_sizes
-        )
-        self.input_processor = InputProcessor(
-            config,
-            tokenizer,
-            worker.memory.max_model_len,
-            max_kv_tokens=worker.memory.num_pages * config.block_size,
         )
         self.live = LiveRequests(
             self._new_scheduler(SchedulerStats()),
             Admission(
                 config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
             ),
-            tokenizer,
+            input_processor.tokenizer,
             recorder.aborts,
         )
         self.clock = StepClock()
         self._plan_time = PlanTime()
         self._plan_started = 0.0
         self._planning = False  # left true by a plan that raised
+        self._untold: StepRecord | None = None  # finished, and nobody was told of it yet
         self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._lag = LoopLag(recorder.loop_lag.observe)
@@ -173,22 +167,34 @@ class EngineCore:
         return launched
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
-        """Let grammars and processors speak, off the loop, and launch the sampling with it."""
+        """Let grammars and processors speak, off the loop, and launch the sampling with it.
+
+        Clients are told while masks are filled: that needs no GIL, so the two do not wait for each
+        other.
+        """
         assert isinstance(launched, HostStep)
-        constrained = await asyncio.get_running_loop().run_in_executor(
-            self._constrain_thread, constrain, plan, self.worker.token_masks, launched.sample
+        loop, filling = asyncio.get_running_loop(), asyncio.Event()
+        masks, begun = self.worker.token_masks, partial(loop.call_soon_threadsafe, filling.set)
+        work = loop.run_in_executor(
+            self._constrain_thread, partial(constrain, plan, masks, launched.sample, begun)
         )
+        work.add_done_callback(lambda _: filling.set())  # also where it raised before
+        await filling.wait()
+        try:
+            self.tell()
+        finally:
+            constrained = await work
         start = time.monotonic()
         for seq, error in constrained.failures:
             self.live.fail_sequence(seq, "its grammar failed", error)
         self.live.jump(constrained.jumps)
         self.clock.host.finish += time.monotonic() - start
+        self.clock.host.constrain += constrained.seconds
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
-        """Take the step's tokens, then tell the clients."""
         start = time.monotonic()
         self.watchdog.step_done()
-        step = self.clock.finished(plan)
+        self._untold = step = self.clock.finished(plan)
         self._plan_time.finished(step)
         if bad := non_finite_requests(plan, result):
             self.worker.clear_pages(evict(self.live.scheduler, bad))
@@ -196,8 +202,16 @@ class EngineCore:
         for row, error in result.failures.items():
             self.live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self.live.take(plan, result)
-        self._record(step)
-        self._lag.watch()
+        self.clock.host.finish += time.monotonic() - start
+
+    def tell(self) -> None:
+        """Tell clients and observers of the step that was finished, if they were not told yet."""
+        start = time.monotonic()
+        self.live.tell()
+        if self._untold is not None:
+            self._record(self._untold)
+            self._untold = None
+            self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
 
     def _record(self, step: StepRecord | None) -> None:
@@ -206,8 +220,12 @@ class EngineCore:
         iteration.step = step
         stats = self.live.scheduler.stats()
         self._recorder.record(stats, iteration)
-        for stat_logger in self._stat_loggers:
-            stat_logger.record(stats, iteration)
+        for stat_logger in list(self._stat_loggers):
+            try:
+                stat_logger.record(stats, iteration)
+            except Exception:  # it only watches: no request may end for it
+                logger.exception("%r failed, and is told no more", stat_logger)
+                self._stat_loggers.remove(stat_logger)
 
     async def idle(self) -> None:
         """Until a request arrives. After a moment of quiet, graphs that were left for later."""
@@ -248,6 +266,7 @@ class EngineCore:
         """
         self.clock.reset()
         self._plan_time.idle()
+        self._untold = None
         self.live.restart(
             self._new_scheduler(self.live.scheduler.stats()),
             f"the engine failed in a step: {error}",

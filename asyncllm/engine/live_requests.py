@@ -1,13 +1,14 @@
 """The live requests, in all the places that know them: admission, scheduler and outputs.
 
     begins   add
-    ends     by its tokens, its text or its search   take, jump
+    ends     by its tokens, its text or its search   take, then tell; jump
              by its client                           abort
              by waiting too long                     expire
              by an error, its own or the engine's    fail, fail_sequence, restart
 
-Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither;
-admission knows those that wait for their first step. A request that has ended has told its sink so,
+Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither,
+but that the outputs have what ended in `take` until `tell`; admission knows those that wait for
+their first step. A request that has ended has told its sink so,
 but for a beam search, whose words follow. It runs no step and knows no device.
 """
 
@@ -17,12 +18,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.beam_output import render
 from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.best_answers import BestAnswers
-from asyncllm.engine.output_processor import OutputProcessor, Sink, TextSink
+from asyncllm.engine.output_processor import OutputProcessor
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
@@ -57,6 +60,7 @@ class LiveRequests:
         self.outputs = OutputProcessor(tokenizer)
         self._tokenizer = tokenizer
         self._aborts = aborts
+        self._news: tuple[list[TokenUpdate], dict[int, list[TokenLogprobs]]] | None = None
         self._is_telling = False  # sinks are being called: what they abort waits until they were
         self._deferred: list[tuple[str, AbortCause]] = []
         self._rendering: set[asyncio.Task[None]] = set()  # beams, on their way to their sinks
@@ -80,10 +84,17 @@ class LiveRequests:
     # --- what a step brings ------------------------------------------------------------------
 
     def take(self, plan: StepPlan, result: StepResult) -> None:
-        """A finished step's tokens: tell the clients, and end what ends by them."""
-        self._tell(self.scheduler.finish_step(plan, result), result.prompt_logprobs)
+        """A finished step's tokens: what ends by them ends. `tell` before the next plan."""
+        assert self._news is None, "a step was taken that nobody was told of"
+        self._news = self.scheduler.finish_step(plan, result), result.prompt_logprobs
         for search in self.scheduler.take_ended_searches():
             self._end_search(search)
+
+    def tell(self) -> None:
+        """Tell the clients of the step that was taken, and end what ends by its text."""
+        if self._news is not None:
+            news, self._news = self._news, None
+            self._tell(*news)
 
     def jump(self, jumps: list[tuple[Sequence, list[int]]]) -> None:
         """Tokens that must come, unsampled; not for a sequence that ended meanwhile."""
@@ -109,7 +120,12 @@ class LiveRequests:
         output, sink = self.outputs.end_search(search, time.monotonic())
 
         async def tell() -> None:
-            sink(await in_own_thread(render, search, output, self._tokenizer))
+            try:
+                whole = await in_own_thread(render, search, output, self._tokenizer)
+            except RuntimeError as error:  # no thread can be started
+                logger.exception("request %s: output failed", output.request_id)
+                whole = replace(output, error=f"output failed: {error}")
+            sink(whole)
 
         task = asyncio.create_task(tell())
         self._rendering.add(task)
@@ -127,11 +143,11 @@ class LiveRequests:
         if self._is_telling:
             self._deferred.append((request_id, cause))
             return False
-        request = self.scheduler.abort(request_id)
+        self.scheduler.abort(request_id)
+        request = self.outputs.abort(request_id, time.monotonic())
         if request is None:
             return False
         self.admission.leave(request)
-        self.outputs.abort(request_id, time.monotonic())
         self._aborts[cause] += 1
         return True
 
@@ -142,21 +158,15 @@ class LiveRequests:
 
     def expire(self, now: float) -> None:
         """End those that have waited too long. `now`: monotonic seconds."""
-        for request in self.admission.late(now):
-            self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            self.admission.leave(request)
-            waited = f"it waited over max_queue_seconds ({self.admission.max_seconds:g})"
-            self.outputs.fail(request, waited, time.monotonic(), overloaded=True)
+        limit = f"max_queue_seconds ({self.admission.max_seconds:g})"
+        self.fail(self.admission.late(now), f"it waited over {limit}", overloaded=True)
 
-    def fail(self, requests: list[Request], message: str) -> None:
+    def fail(self, requests: list[Request], message: str, *, overloaded: bool = False) -> None:
         """End those that are live with an error."""
         for request in requests:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             self.admission.leave(request)
-            try:
-                self.outputs.fail(request, message, time.monotonic())
-            except Exception:  # a sink that raises, against its word: the others must be told too
-                logger.exception("request %s: its sink failed", request.request_id)
+            self.outputs.fail(request, message, time.monotonic(), overloaded=overloaded)
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
         """End the request of `seq`, if it is live, for what it brought with it raised."""
@@ -175,7 +185,7 @@ class LiveRequests:
         Whoever still waits for a first step goes on waiting, if `keep_queued`; the others end with
         an error, those too that ended in the step before they could be told.
         """
-        self._is_telling = False
+        self._is_telling, self._news = False, None
         self.scheduler = scheduler
         for request in self.outputs.requests():
             if keep_queued and self.admission.holds(request):

@@ -10,6 +10,8 @@ its forward pass is launched ahead; its sampling follows, prepared while the for
     host   | plan N+1 | forward N+1 | wait N | finish N | constrain N+1 | linger | plan N+2 | ...
     device |       step N           |      forward N+1                  | sample |  forward N+2
 
+Clients are told of a finished step at once, or, where the next one must be constrained, meanwhile.
+
 `run_synchronous`, its twin, finishes each step before it plans the next. They must give the same
 tokens. Both are tested with a fake device.
 """
@@ -43,10 +45,20 @@ class Steps(Protocol):
         ...
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
-        """Launch the sampling of a step that `needs_host`; all steps before are finished."""
+        """Launch the sampling of a step that `needs_host`; all steps before are finished.
+
+        It calls `tell` when nothing more can be done for the device.
+        """
         ...
 
-    def finish(self, plan: StepPlan, result: StepResult) -> None: ...
+    def finish(self, plan: StepPlan, result: StepResult) -> None:
+        """Take its tokens."""
+        ...
+
+    def tell(self) -> None:
+        """Tell the clients of what was finished, if they were not told yet."""
+        ...
+
     async def idle(self) -> None:
         """Return when there may be something to plan."""
         ...
@@ -67,6 +79,7 @@ async def run_ahead(steps: Steps) -> None:
             await steps.idle()
         if launched is not None and launched[0].needs_host:
             await steps.constrain(*launched)
+        steps.tell()
         in_flight = launched
         await asyncio.sleep(0)  # even where the device is never behind, HTTP gets its turn
 
@@ -80,6 +93,7 @@ async def run_synchronous(steps: Steps) -> None:
             if plan.needs_host:
                 await steps.constrain(plan, launched)
             steps.finish(plan, await launched.wait())
+            steps.tell()
         else:
             await steps.idle()
         await asyncio.sleep(0)

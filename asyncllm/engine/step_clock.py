@@ -22,11 +22,12 @@ from asyncllm.worker.executor import LaunchedStep
 
 @dataclass(slots=True)
 class HostSeconds:
-    """The loop's wall time in each verb of a step, in all."""
+    """Wall time in each verb of a step, in all: the loop's, but for `constrain`, a thread's."""
 
     plan: float = 0.0
     launch: float = 0.0
     finish: float = 0.0
+    constrain: float = 0.0
 
 
 class StepClock:

@@ -178,10 +178,12 @@ def _add_steps(to: Exposition[Source], recorder: Recorder) -> None:
            ({}, lambda s: s.recorder.device_seconds))  # fmt: skip
     to.add("counter", "device_starved_seconds", "Time between two steps, with work at hand.",
            ({}, lambda s: s.recorder.starved_seconds))  # fmt: skip
-    to.add("counter", "host_seconds", "The loop's time in the verbs of a step.",
+    to.add("counter", "host_seconds",
+           "The loop's time in the verbs of a step; a thread's, beside it, in constrain.",
            ({"verb": "plan"}, lambda s: s.host.plan),
            ({"verb": "launch"}, lambda s: s.host.launch),
-           ({"verb": "finish"}, lambda s: s.host.finish))  # fmt: skip
+           ({"verb": "finish"}, lambda s: s.host.finish),
+           ({"verb": "constrain"}, lambda s: s.host.constrain))  # fmt: skip
     to.add("counter", "loop_cpu_seconds", "CPU time of the loop's thread, HTTP included.",
            ({}, lambda s: s.loop_cpu_seconds))  # fmt: skip
     to.add("counter", "graph_steps", "Steps replayed from a graph, or launched kernel by kernel.",

@@ -94,6 +94,7 @@ class World:
             rng=random.Random(self.seed + 1),
             lazy=rng.random() < 0.7,
         )
+        self._untold: list[TokenUpdate] = []
         self.num_to_come = rng.randint(4, 16)
         self.rush = rng.choice([0, 0, 1, 6])  # most event loop turns between two arrivals
         self.abort_rate = rng.choice([0.0, 0.02, 0.1, 0.2])
@@ -148,7 +149,10 @@ class World:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
         assert isinstance(launched, FakeLaunched)
-        constrained = constrain(plan, self, launched.sample)
+        moments = [self.tell, lambda: None]  # the thread works beside the loop
+        self.rng.shuffle(moments)
+        constrained = constrain(plan, self, launched.sample, moments[0])
+        moments[1]()
         assert not constrained.failures
         for _ in range(self.rng.randint(0, 2)):
             await asyncio.sleep(0)
@@ -167,7 +171,7 @@ class World:
             s.status is SequenceStatus.FINISHED and s.finish_reason is not FinishReason.ABORT
             for s in plan.sampled
         )
-        self._take(self.scheduler.finish_step(plan, result))
+        self._untold = self.scheduler.finish_step(plan, result)
         for request, beams in self.scheduler.take_ended_searches():
             self.beams[request.request_id] = [
                 [step.token_id for step in beam.path()] for beam in beams
@@ -179,6 +183,10 @@ class World:
         for request in self.scheduler.requests():
             age = self.num_steps - self.steps_at_add[request.request_id]
             assert age <= 4 * work, f"{request.request_id} has waited for {age} steps"
+
+    def tell(self) -> None:
+        updates, self._untold = self._untold, []
+        self._take([u for u in updates if u.seq.finish_reason is not FinishReason.ABORT])
 
     def _take(self, updates: list[TokenUpdate]) -> None:
         """As the output processor: ends by text, after the scheduler's own."""

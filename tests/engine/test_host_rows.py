@@ -7,6 +7,7 @@ step ahead or not, alone or not, with or without jumps, preempted or not; nobody
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -246,27 +247,36 @@ def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling
     asyncio.run(main())
 
 
-def test_those_of_a_class_that_can_are_filled_in_one_call() -> None:
+def test_those_of_a_class_that_can_are_done_in_one_call() -> None:
     sizes: list[int] = []
 
     class Batched(Automaton):
         @staticmethod
-        def fill_many(many: list[Batched], bitmasks: np.ndarray) -> None:
+        def accept_many(many: list[Batched], token_ids: list[list[int]]) -> list[Exception | None]:
+            for one, tokens in zip(many, token_ids, strict=True):
+                assert isinstance(one, Batched)
+                for token_id in tokens:
+                    Automaton.accept(one, token_id)
+            is_bad = [one.num_accepted == 3 and one._seed == 30 for one in many]
+            return [RuntimeError("boom in accept_many") if bad else None for bad in is_bad]
+
+        @staticmethod
+        def fill_many(many: list[Batched], bitmasks: np.ndarray) -> list[Exception | None]:
             sizes.append(len(many))
-            assert all(isinstance(one, Batched) for one in many)
-            if any(one.num_accepted == 3 and one._seed == 30 for one in many):
-                raise RuntimeError("boom in fill_many")
             for one, bitmask in zip(many, bitmasks, strict=True):
                 Automaton.fill(one, bitmask)
+            is_bad = [one.num_accepted >= 2 and one._seed == 20 for one in many]
+            return [RuntimeError("boom in fill_many") if bad else None for bad in is_bad]
+
+        def accept(self, token_id: int) -> None:
+            raise AssertionError("one by one, where all can be done at once")
 
         def fill(self, bitmask: np.ndarray) -> None:
-            assert self.num_accepted == 3, "one by one, where not all can be filled at once"
-            if self._seed == 30:
-                raise RuntimeError("boom in fill")
-            super().fill(bitmask)
+            raise AssertionError("one by one, where all can be done at once")
 
     def batched(number: int, index: int) -> Automaton:
-        return (Batched if number % 3 else Automaton)(10 * number + index, VOCAB_SIZE, 0.0)
+        kind = Batched if number not in (2, 3, 6) else Automaton
+        return kind(10 * number + index, VOCAB_SIZE, 0.0)
 
     params = replace(GREEDY, max_tokens=6)
     prompts = [*PROMPTS, *PROMPTS]
@@ -277,8 +287,9 @@ def test_those_of_a_class_that_can_are_filled_in_one_call() -> None:
     failing = [(p, by(lambda i, n=n: Batched(10 * n, VOCAB_SIZE, 0.0), params))
                for n, p in enumerate(PROMPTS)]  # fmt: skip
     results = generate(failing)
-    assert isinstance(results[3], RequestFailedError) and "boom in fill" in str(results[3])
-    assert results[:3] == generate(plain[:3])
+    assert isinstance(results[2], RequestFailedError) and "boom in fill_many" in str(results[2])
+    assert isinstance(results[3], RequestFailedError) and "boom in accept_many" in str(results[3])
+    assert results[:2] == generate(plain[:2])
 
 
 # --- the overlap ---------------------------------------------------------------------------------
@@ -316,6 +327,29 @@ def test_host_rows_run_one_ahead_and_others_pay_nothing(monkeypatch: pytest.Monk
         "launch 1", "launch 2", "finish 1", "launch 3", "finish 2", "launch 4", "finish 3",
         "finish 4",
     ]  # fmt: skip
+
+
+def test_clients_are_told_of_a_step_while_the_masks_of_the_next_are_filled() -> None:
+    """Each fill but the first waits until the client has heard of the token before."""
+    heard = threading.Semaphore(0)
+
+    class Slow(Automaton):
+        def fill(self, bitmask: np.ndarray) -> None:
+            if self.num_accepted:
+                assert heard.acquire(timeout=60), "nobody is told before the masks are filled"
+            super().fill(bitmask)
+
+    async def main() -> list[int]:
+        async with AsyncLLMEngine("tiny") as engine:
+            params = by(lambda index: Slow(10, VOCAB_SIZE, 0.0), GREEDY, max_tokens=6)
+            token_ids: list[int] = []
+            async for output in engine.generate(PROMPTS[1], params):
+                heard.release()
+                token_ids = output.outputs[0].token_ids
+            return token_ids
+
+    plain = by(lambda index: Automaton(10, VOCAB_SIZE, 0.0), GREEDY, max_tokens=6)
+    assert [[asyncio.run(main())]] == generate([(PROMPTS[1], plain)])
 
 
 def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:

@@ -16,9 +16,18 @@ from asyncllm import (
     RequestOutput,
     SamplingParams,
 )
+from asyncllm.engine import live_requests
 from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.types import TokenUpdate
-from tests.engine.test_async_engine import ENDLESS, GREEDY, run, settle, small_engine, until
+from tests.engine.test_async_engine import (
+    ENDLESS,
+    GREEDY,
+    set_queue_clock_forward,
+    settle,
+    small_engine,
+)
+from tests.waiting import PATIENCE_SECONDS, run, until
 
 SEARCH = SamplingParams(n=2, use_beam_search=True, max_tokens=4, ignore_eos=True)
 SHORT = replace(GREEDY, max_tokens=3)
@@ -69,21 +78,90 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_with_the_error(
     run(main())
 
 
-def test_a_sink_that_raises_keeps_nobody_from_hearing() -> None:
+def test_a_search_whose_words_find_no_thread_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
     async def main() -> None:
         async with small_engine() as engine:
-            others = [asyncio.create_task(outcome(engine, f"{i}", ENDLESS)) for i in range(2)]
-            await until(lambda: engine.stats().num_running == len(others))
+            monkeypatch.setattr(live_requests, "in_own_thread", no_thread)
+            with pytest.raises(RequestFailedError, match="can't start new thread"):
+                await outcome(engine, "hello", SEARCH)
+            engine.check_idle()
+            monkeypatch.undo()
+
+    run(main())
+
+
+@pytest.mark.parametrize("failing", [0, 1, -1], ids=["first", "text", "last"])
+def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
+    """failing: which call raises; with -1 that of the last output."""
+
+    async def main() -> None:
+        async with small_engine() as engine:
+            expected = (await outcome(engine, "other", GREEDY)).outputs
+            other = asyncio.create_task(outcome(engine, "other", GREEDY))
+            calls: list[RequestOutput | str] = []
+
+            def raise_once(news: RequestOutput | str) -> None:
+                calls.append(news)
+                is_last = isinstance(news, RequestOutput) and news.finished
+                if is_last if failing == -1 else len(calls) == failing + 1:
+                    raise ArithmeticError("planted")
+
+            def take_text(text: str, num_tokens: int) -> None:
+                raise_once(text)
+
+            await engine.add_request("bad", "bad", GREEDY, raise_once, text_sink=take_text)
+            assert (await other).outputs == expected
+            await settle(engine)
+            last = calls[-1]
+            assert isinstance(last, RequestOutput) and last.finished
+            if failing == -1:
+                assert last.error is None and len(calls) == GREEDY.max_tokens
+            else:
+                assert last.error == "output failed: ArithmeticError: planted"
+                assert len(calls) == failing + 2  # told once more, that it is over
+
+    run(main())
+
+
+def test_a_sink_that_raises_when_its_request_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            other = asyncio.create_task(outcome(engine, "other", replace(GREEDY, max_tokens=60)))
+            await until(lambda: engine.stats().num_running)
+            heard: list[RequestOutput] = []
 
             def raise_always(output: RequestOutput) -> None:
+                heard.append(output)
                 raise ArithmeticError("planted")
 
-            await engine.add_request("bad", "bad", ENDLESS, raise_always)
-            for other in others:
-                with pytest.raises(RequestFailedError, match="planted"):
-                    await other
-            await settle(engine)
+            await engine.add_request("late", "late", GREEDY, raise_always)
+            set_queue_clock_forward(monkeypatch, 601)
+            assert (await other).finished
+            assert [output.overloaded for output in heard] == [True]
+            engine.check_idle()
+
+    run(main())
+
+
+def test_an_observer_that_raises_is_told_no_more() -> None:
+    class Observer:
+        num_calls = 0
+
+        def record(self, stats: SchedulerStats, iteration: IterationStats) -> None:
+            self.num_calls += 1
+            raise ArithmeticError("planted")
+
+    async def main() -> None:
+        bad = Observer()
+        async with small_engine() as engine:
+            engine.stat_loggers.append(bad)
             assert (await outcome(engine, "hello", GREEDY)).finished
+        assert bad.num_calls == 1
 
     run(main())
 
@@ -105,7 +183,7 @@ def test_while_the_device_is_asked_requests_come_and_go(
 
             def drain() -> None:
                 asked.set()
-                assert go.wait(60)
+                assert go.wait(PATIENCE_SECONDS)
                 if lost:
                     raise ArithmeticError("lost")
 

@@ -103,29 +103,44 @@ def test_constraints_of_one_grammar_are_apart(tokenizer: Tokenizer, compiled: Co
 
 
 def test_many_rows_at_once_are_each_row(tokenizer: Tokenizer, compiled: Compiled) -> None:
+    """With one token to accept each, with none, and with several."""
     grammars = [compiled(regex="[a-c]+"), compiled(choice=["x"]), compiled(json_object=True)]
-    constraints = [grammar.constraint(i == 0) for i, grammar in enumerate(grammars)]
-    constraints[0].accept(tokenizer.encode("a", False)[0])
+    token_ids = [tokenizer.encode("a", False), [], tokenizer.encode("{", False)]
+    token_ids.append([token for char in "abc" for token in tokenizer.encode(char, False)])
     num_words = -(-tokenizer.vocab_size // 32)
-    together = np.zeros((5, num_words), np.int32)[1:4]
-    GrammarConstraint.fill_many(constraints, together)
-    apart = np.zeros((3, num_words), np.int32)
-    for constraint, row in zip(constraints, apart, strict=True):
+    many = [
+        [grammar.constraint(i == 0) for i, grammar in enumerate([*grammars, grammars[0]])]
+        for _ in range(2)
+    ]
+    together = np.zeros((6, num_words), np.int32)[1:5]
+    assert GrammarConstraint.accept_many(many[0], token_ids) == [None] * 4
+    assert GrammarConstraint.fill_many(many[0], together) == [None] * 4
+    apart = np.zeros((4, num_words), np.int32)
+    for constraint, ids, row in zip(many[1], token_ids, apart, strict=True):
+        for token_id in ids:
+            constraint.accept(token_id)
         constraint.fill(row)
     assert (together == apart).all()
     assert together.any(axis=1).all()
 
 
-def test_one_failing_row_is_reported_and_the_others_are_filled(
+def test_failing_rows_are_reported_and_the_others_are_filled(
     tokenizer: Tokenizer, compiled: Compiled
 ) -> None:
     grammar = compiled(choice=["yes", "no"])
-    good, bad = grammar.constraint(False), grammar.constraint(False)
+    good, refused, broken, jumped = (grammar.constraint(False) for _ in range(4))
+    (z,) = tokenizer.encode("z", False)
     with pytest.raises(ValueError, match="token"):
-        bad.accept(tokenizer.encode("z", False)[0])
-    rows = np.zeros((2, -(-tokenizer.vocab_size // 32)), np.int32)
-    with pytest.raises(RequestFailedError):
-        GrammarConstraint.fill_many([bad, good], rows)
+        broken.accept(z)
+    rows = np.zeros((4, -(-tokenizer.vocab_size // 32)), np.int32)
+    constraints = [refused, good, broken, jumped]
+    errors = GrammarConstraint.accept_many(constraints, [[z], [], [], [z, z]])
+    assert isinstance(errors[0], ValueError) and f"token {z}:" in str(errors[0])
+    assert errors[1] is errors[2] is None
+    assert isinstance(errors[3], ValueError) and f"token {z}, {z}:" in str(errors[3])
+    errors = GrammarConstraint.fill_many(constraints, rows)
+    assert errors[1] is None
+    assert all(isinstance(errors[i], RequestFailedError) for i in (0, 2, 3))
     assert np.unpackbits(rows[1].view(np.uint8)).sum() >= 2
 
 

@@ -7,7 +7,7 @@ here"; that is an error here, so that no text passes for complete that is not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -37,48 +37,78 @@ class GrammarConstraint:
     def accept(self, token_id: int) -> None:
         """Raises `ValueError` for a token that was not allowed."""
         if not self._matcher.consume_token(token_id):
-            raise ValueError(f"token {token_id}: {self._complaint()}")
+            raise self._refusal([token_id])
 
     def fill(self, bitmask: np.ndarray) -> None:
         """Raises `RequestFailedError` where the grammar cannot be followed any further."""
         self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
-        self._check_filled(bitmask)
+        if (error := self._seal(bitmask)) is not None:
+            raise error
 
     @staticmethod
-    def fill_many(constraints: Sequence[GrammarConstraint], bitmasks: np.ndarray) -> None:
-        """`fill` for each row, on several cores, letting go of the GIL once.
+    def accept_many(
+        constraints: list[GrammarConstraint], token_ids: list[list[int]]
+    ) -> list[Exception | None]:
+        """`accept` for all tokens of each row: what it would raise, or None."""
+        rows = range(len(constraints))
+        accepted = [True] * len(rows)
+        # One token each is the rule, and done together on several cores; more come of a jump.
+        single = [row for row in _by_lexer(constraints) if len(token_ids[row]) == 1]
+        if single:
+            pairs = [(constraints[row]._matcher, token_ids[row][0]) for row in single]
+            results = constraints[0]._executor.consume_token_par(pairs)
+            for row, is_accepted in zip(single, results, strict=True):
+                accepted[row] = is_accepted
+        for row in rows:
+            if len(token_ids[row]) > 1:
+                accepted[row] = constraints[row]._matcher.consume_tokens(token_ids[row])
+        return [None if accepted[i] else constraints[i]._refusal(token_ids[i]) for i in rows]
 
-        Raises what one of them would; the others are filled. The library gives each thread
-        neighbours in the list: those that share a lexer wait for each other anyway.
-        """
-        rows = sorted(range(len(constraints)), key=lambda row: constraints[row]._lexer)
+    @staticmethod
+    def fill_many(
+        constraints: list[GrammarConstraint], bitmasks: np.ndarray
+    ) -> list[Exception | None]:
+        """`fill` for each row, on several cores: what it would raise, or None."""
         constraints[0]._executor.unsafe_compute_mask_ptr(
-            [(constraints[row]._matcher, row) for row in rows],
+            [(constraints[row]._matcher, row) for row in _by_lexer(constraints)],
             bitmasks.ctypes.data,
             bitmasks.strides[0],
             len(constraints),
         )
-        for constraint, bitmask in zip(constraints, bitmasks, strict=True):
-            constraint._check_filled(bitmask)
+        return [each._seal(row) for each, row in zip(constraints, bitmasks, strict=True)]
 
     def forced_tokens(self) -> list[int]:
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
-    def _check_filled(self, bitmask: np.ndarray) -> None:
+    def _seal(self, bitmask: np.ndarray) -> Exception | None:
+        """What is ours to change in a mask that the library filled; or why it could not."""
         if self._matcher.is_error():
-            raise RequestFailedError(f"structured output: {self._complaint()}")
+            return RequestFailedError(f"structured output: {self._complaint()}")
         if self._ignored_ends:
             _clear_unless_last(bitmask, self._ignored_ends)
+        return None
+
+    def _refusal(self, token_ids: list[int]) -> Exception:
+        return ValueError(f"token {', '.join(map(str, token_ids))}: {self._complaint()}")
 
     def _complaint(self) -> str:
         return f"{one_line(ValueError(self._matcher.get_error())):.300}"
 
 
+def _by_lexer(constraints: list[GrammarConstraint]) -> list[int]:
+    """The library gives each thread neighbours in the list: those that share a lexer wait for each
+    other anyway."""
+    return sorted(range(len(constraints)), key=lambda row: constraints[row]._lexer)
+
+
 def _clear_unless_last(bitmask: np.ndarray, token_ids: Collection[int]) -> None:
     """Take these tokens out, unless no others are left."""
-    before = bitmask.copy()
     words = bitmask.view(np.uint32)
-    for token_id in token_ids:
+    allowed = [i for i in token_ids if int(words[i // 32]) >> i % 32 & 1]
+    if not allowed:  # nearly always: in most places a text may not end
+        return
+    before = bitmask.copy()
+    for token_id in allowed:
         words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
     if not bitmask.any():
         bitmask[:] = before
