@@ -20,7 +20,7 @@ from asyncllm.server.off_loop import LARGE_BODY_BYTES
 from asyncllm.server.sliced_json import SLICE, sliced_json
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 LARGE = [{"role": "user", "content": "x" * 1000, "note": "y" * LARGE_BODY_BYTES}]
 ITEM = {"type": "message", "role": "user", "content": "x" * 1000}
@@ -117,7 +117,7 @@ def test_who_leaves_before_its_turn_is_never_rendered(monkeypatch: pytest.Monkey
 
     def slow(*args: Any, **kwargs: Any) -> str:
         begun.append(args)
-        go.wait(10)
+        assert go.wait(PATIENCE_SECONDS)
         return "x"
 
     async def test() -> None:
