@@ -26,7 +26,10 @@ class FreshPrompt:
         """write_slots: int64 [T], flat KV positions page * block_size + offset."""
         # [pages, 2, block, ...] as rows: a page's keys, then its values.
         self._layers = [layer.flatten(0, 2) for layer in cache.layers]
-        keys = write_slots + write_slots // cache.block_size * cache.block_size
+        # Padding writes slot 0, and what it writes may be NaN: it reads a slot of zeros instead,
+        # because a key that is not seen still multiplies its value by 0.
+        slots = write_slots.clamp(min=1)
+        keys = slots + slots // cache.block_size * cache.block_size
         self._rows = torch.cat([keys, keys + cache.block_size])  # int64 [2 * T]
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:

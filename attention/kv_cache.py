@@ -4,8 +4,9 @@
     host       [num_host_pages, num_layers, 2, block_size, num_kv_heads, head_dim]
 
 This is the one layout ("NHD" to FlashInfer) that all backends read. A host page holds all layers of
-its block, so that a swap is one contiguous copy per page. Page 0 is padding: anything may write it.
-Zeroed at the start: attention over padded rows multiplies by 0, and 0 times garbage could be NaN.
+its block, so that a swap is one contiguous copy per page. Page 0 is padding: anything may write its
+first position, nothing the others. Zeroed at the start: attention over padded rows multiplies by 0,
+and 0 times garbage could be NaN.
 """
 
 from __future__ import annotations

@@ -131,6 +131,8 @@ class PrefillGraphs:
         self._whole: dict[int, Graph] = {}
         windows = [layer.window for layer in self._layers if layer.window is not None]
         self._most_whole = min([MOST_WHOLE_TOKENS, *windows])  # within a window all is seen
+        if cache.block_size == 1:
+            self._most_whole = 0  # the padding page has no second position (fresh_prompt.py)
 
     def __len__(self) -> int:
         return len(self._pieces)

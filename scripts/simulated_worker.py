@@ -67,6 +67,7 @@ class SimulatedWorker:
 
     swap_cost = None
     step_cost = None
+    prefill_graph_sizes = ()
     num_pending_graphs = 0
     backend_name = "none"
     num_graphs = 0

@@ -58,7 +58,10 @@ class ChunkPolicy:
         """Of one step, while prompts of `num_startable_tokens` wait and have room."""
         if num_decodes == 0 or self.chunk_tokens is None:
             return sys.maxsize
-        num_tokens = num_decodes + max(self.chunk_tokens, num_startable_tokens // DRAIN_STEPS)
+        num_tokens = num_decodes + self.chunk_tokens
+        if self.step_sizes and num_tokens > self.step_sizes[-1] >= num_decodes + CHUNK_MULTIPLE:
+            num_tokens = self.step_sizes[-1]  # rather less of the prompts than an eager step
+        num_tokens = max(num_tokens, num_decodes + num_startable_tokens // DRAIN_STEPS)
         return max(1, self._nearest_size(num_tokens) - num_decodes)
 
     def _nearest_size(self, num_tokens: int) -> int:

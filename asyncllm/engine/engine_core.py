@@ -61,7 +61,7 @@ class EngineCore:
         self.input_processor = input_processor
         self._config = config
         self.chunk_policy = ChunkPolicy.choose(
-            config.chunked_prefill_size, worker.step_cost, config.prefill_graph_sizes
+            config.chunked_prefill_size, worker.step_cost, worker.prefill_graph_sizes
         )
         self.live = LiveRequests(
             self._new_scheduler(SchedulerStats()),

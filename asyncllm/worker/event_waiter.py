@@ -46,7 +46,7 @@ class EventWaiter:
     async def wait(self, event: DeviceEvent, submitted_s: float, size: int) -> None:
         """Until the event. `submitted_s`: by `perf_counter`. Raises what the device raised.
 
-        `size`: of the step, such that those of one size last about as long; 0 if only decodes.
+        `size`: any number for steps that last about as long; 0 if there are only decodes.
         """
         if event.query():
             self._last_end_s = time.perf_counter()  # or earlier: no measure of a step

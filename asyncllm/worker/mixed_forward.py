@@ -35,6 +35,13 @@ class MixedForward:
         """Tokens of the graph that a step of `num_tokens` runs in; None: it runs eagerly."""
         return self.graphs.size_for(num_tokens) if self.graphs is not None else None
 
+    def is_whole(self, num_decodes: int, prefills: PrefillRows) -> bool:
+        """Whether such a step is one graph."""
+        size = self.graph_size(num_decodes + prefills.num_tokens)
+        if self.graphs is None or size is None:
+            return False
+        return num_decodes == 0 and prefills.is_fresh and self.graphs.has_whole(size)
+
     def run(
         self,
         decode_slots: torch.Tensor,
@@ -57,13 +64,12 @@ class MixedForward:
         if len(decode_slots):
             decodes = self._fill_decodes(decode_slots, max_decode_len, tokens)
         self._fill_prefills(tensors, len(decode_slots), num_tokens, tokens)
-        is_fresh = decodes is None and prefills.is_fresh
-        if graphs is not None and size is not None and is_fresh and graphs.has_whole(size):
+        if graphs is None or size is None:
+            attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
+            return forward(self._model, self._attention, tokens, attend_rows)
+        if self.is_whole(len(decode_slots), prefills):
             return graphs.replay_whole(size)
-        attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
-        if graphs is not None and size is not None:
-            return graphs.replay(size, attend_rows)
-        return forward(self._model, self._attention, tokens, attend_rows)
+        return graphs.replay(size, self._attention.mixed(decodes, prefills, tokens.q, tokens.out))
 
     def _new_buffers(self, num_tokens: int) -> TokenBuffers:
         layer = self._model.attention_layers[0]

@@ -111,7 +111,8 @@ class ModelRunner:
 
         The plan's effects are as if it were done already.
         """
-        inputs, size = self._builder.build(plan), self._size(plan)
+        inputs = self._builder.build(plan)
+        size = self._size(inputs)
         if not plan.needs_host:
             return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)), size)
         begun = self._executor.begin(lambda: self._forward(inputs), size)
@@ -122,12 +123,17 @@ class ModelRunner:
 
         return HostStep(end)
 
-    def _size(self, plan: StepPlan) -> int:
-        """What a step's duration goes by: its (padded) tokens; 0 for decodes only, which go on."""
-        if not plan.prefills:
+    def _size(self, inputs: StepInputs) -> int:
+        """What a step's duration goes by: its (padded) tokens, negative where it is one graph, 0
+        for decodes only, which go on."""
+        prefills, num_tokens = inputs.prefills, inputs.plan.num_tokens
+        if prefills is None:
             return 0
-        eager = -(-plan.num_tokens // EAGER_SIZE) * EAGER_SIZE
-        return self.mixed_forward.graph_size(plan.num_tokens) or eager
+        size = self.mixed_forward.graph_size(num_tokens)
+        if size is None:
+            return -(-num_tokens // EAGER_SIZE) * EAGER_SIZE
+        num_decodes = num_tokens - prefills.num_tokens
+        return -size if self.mixed_forward.is_whole(num_decodes, prefills) else size
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -169,7 +175,8 @@ class ModelRunner:
         """Sample a masked row of the padding slot: no grammar's first request waits for that."""
         zero = torch.zeros(1, dtype=torch.int32, device=self._state.positions.device)
         vocab_size = self._state.in_prompt.shape[1]
-        masks = RowMasks(zero, zero.new_full((1, -(-vocab_size // 32)), -1))
+        self.masks.host()[:1] = -1
+        masks = self.masks.upload(np.zeros(1, np.int32), 1)
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=zero.device)
         for positions in (zero, None):  # as after prefills, as after a decode step
             self._sampler.plain(logits, zero, positions, masks)

@@ -98,6 +98,12 @@ class Worker:
         return len(self.runner.graphs) if self.runner.graphs is not None else 0
 
     @property
+    def prefill_graph_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps with prefills that are captured, or will be; ascending."""
+        is_captured = self.runner.mixed_forward.graphs is not None
+        return self._config.prefill_graph_sizes if is_captured else ()
+
+    @property
     def work(self) -> WorkCounts:
         return self.runner.work
 

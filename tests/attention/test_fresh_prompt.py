@@ -26,6 +26,7 @@ def test_it_is_what_paged_attention_gives(num_tokens: int, padding: int) -> None
     )  # fmt: skip
     for layer in cache.layers:
         layer.normal_()
+        layer[0, :, 0] = float("nan")  # a poisoned prompt's padding may have been there
     pages = PAGES[: -(-num_tokens // BLOCK_SIZE)]
     slots = [pages[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(num_tokens)]
     prompt = FreshPrompt(cache, torch.tensor(slots + [0] * padding))

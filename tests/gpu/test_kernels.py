@@ -223,6 +223,8 @@ def test_masks_arrive_beside_the_stream_that_reads_them() -> None:
         rows = rng.permutation(256)[:num_masks].astype(np.int32)
         host = buffer.host()
         host[:num_masks] = rng.integers(-(2**31), 2**31, (num_masks, 1))
+        with torch.cuda.stream(buffer._stream):
+            torch.cuda._sleep(20_000_000)  # the copy comes late: only the event makes readers wait
         with torch.cuda.stream(stream):
             for _ in range(step % 3):
                 busy @ busy

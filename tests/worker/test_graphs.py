@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm import LLM, RequestOutput, SamplingParams
+from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
+from asyncllm.models.layers.embedding import Embedding
 from asyncllm.worker import worker
 from tests.worker.recorded_graph import RecordedGraph
 
@@ -116,6 +117,32 @@ def test_graphed_equals_eager(
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
+    monkeypatch: pytest.MonkeyPatch, replayed_whole: list[int]
+) -> None:
+    """A token without a finite embedding stays in the buffers that pad a shorter prompt."""
+    poison, healthy = 77, list(range(11, 20))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    embed = Embedding.__call__
+
+    def poisoned(self: Embedding, token_ids: torch.Tensor) -> torch.Tensor:
+        return embed(self, token_ids).masked_fill((token_ids == poison).unsqueeze(1), torch.nan)
+
+    monkeypatch.setattr(Embedding, "__call__", poisoned)
+
+    def ask(llm: LLM, token_ids: list[int]) -> list[int]:
+        prompt = {"prompt_token_ids": token_ids}
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+
+    with LLM("tiny", **GRAPHED, enable_prefix_caching=False) as llm:
+        expected = ask(llm, healthy)
+        with pytest.raises(RequestFailedError, match="finite"):
+            ask(llm, [*range(20, 35), poison])
+        assert ask(llm, healthy) == expected
+    assert replayed_whole == [16, 16, 16]
 
 
 @pytest.fixture
