@@ -12,10 +12,10 @@
 //   unit      8 outputs of a product (8 gates and their 8 ups); blocks share out the units
 //   group     up to 4 stages of one slice, whose units take the same piece of x
 //
-// Products use the tensor cores with the weights as the 8 columns and the batch as the rows, of
-// which at most 8 exist. Which column of x a register stands for does not matter as long as it is
-// the same in both operands, so a thread takes 16 neighbouring bytes where the instruction's own
-// order would be 4. All sums are added in an order that depends on shapes and lengths alone.
+// Products use the tensor cores with the weights of two stages as the 16 rows and the batch as the
+// 8 columns. Which column of x a register stands for does not matter as long as it is the same in
+// both operands, so a thread takes 16 neighbouring bytes where the instruction's own order would be
+// 4. All sums are added in an order that depends on shapes and lengths alone.
 #ifndef ASYNCLLM_EMULATED
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -42,7 +42,9 @@ constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
 constexpr int TOKEN_LANES = HEAD_DIM / 8;      // that hold one token's key
 constexpr int WARP_TOKENS = 32 / TOKEN_LANES;  // that a warp takes at a time
 constexpr int TILE = WARPS * WARP_TOKENS;      // that a block takes at a time
-constexpr int AHEAD = GROUP_SIZE <= 4 ? 3 : 2;  // tiles of which a lane's tokens are on their way
+// Tiles of which a lane's tokens are on their way; more heads leave fewer registers.
+constexpr int AHEAD = GROUP_SIZE <= 4 ? 3 : GROUP_SIZE == 5 ? 2 : 1;
+constexpr int MERGED = 16;           // shares that a thread takes at a time
 constexpr int HALF = HEAD_DIM / 2;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NO_SCORE = -1e30f;  // below any score, and finite: no difference of two is NaN
@@ -101,6 +103,10 @@ __device__ __forceinline__ float most_across(float x, int step) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, step));
 }
 
+__device__ __forceinline__ void prefetch(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // 16 bytes to shared memory; complete once `wait_copies` says so of their group.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
     const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -115,16 +121,28 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// What other blocks wrote during this kernel: past the first cache, which may hold the old.
+// What other blocks wrote during this kernel: past the first cache, which may hold the old, and in
+// this place of the program.
 __device__ __forceinline__ uint4 load_fresh(const void* p) {
-    return __ldcg(static_cast<const uint4*>(p));
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
 }
 __device__ __forceinline__ uint32_t load_fresh_pair(const void* p) {
-    return __ldcg(static_cast<const uint32_t*>(p));
+    uint32_t v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
 }
-__device__ __forceinline__ float load_fresh_float(const float* p) { return __ldcg(p); }
+__device__ __forceinline__ float load_fresh_float(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
 __device__ __forceinline__ uint16_t load_fresh_half(const void* p) {
-    return __ldcg(static_cast<const unsigned short*>(p));
+    uint16_t v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
 }
 __device__ __forceinline__ uint4 load_constant(const void* p) {
     return __ldg(static_cast<const uint4*>(p));
@@ -132,12 +150,12 @@ __device__ __forceinline__ uint4 load_constant(const void* p) {
 
 // By one thread between two `sync_block`: who sees the sum sees what its block wrote before.
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
-    asm volatile("red.add.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 // The same, and the block then sees what those wrote whose sums it saw.
 __device__ __forceinline__ uint32_t add_and_see(uint32_t* p, uint32_t value) {
     uint32_t old;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(old) : "l"(p), "r"(value) : "memory");
     return old;
 }
@@ -147,15 +165,14 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
     return value;
 }
 
-// c [8, 8] += a [8, 16] times b [16, 8]; rows 8 to 15 of the instruction are zero.
-__device__ __forceinline__ void multiply_add(float (&c)[2], uint32_t a0, uint32_t a1, uint32_t b0,
-                                             uint32_t b1) {
-    float zero0 = 0, zero1 = 0;
+// c [16, 8] += a [16, 16] times b [16, 8].
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(zero0), "+f"(zero1)
-        : "r"(a0), "r"(0), "r"(a1), "r"(0), "r"(b0), "r"(b1));
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
@@ -185,6 +202,24 @@ __device__ __forceinline__ uint16_t* at(void* base, int64_t element) {
     return static_cast<uint16_t*>(base) + element;
 }
 
+struct Shape {
+    int size, num_units, features;
+    int gated;    // 1: a unit has two stages, 0: one
+    int num_own;  // units of this block: block_index(), then every num_blocks()th
+};
+
+__device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
+    const int q_size = args.heads * HEAD_DIM, kv_size = args.kv_heads * HEAD_DIM;
+    Shape shape = {args.hidden, 0, 0, kind == GATE_UP, 0};
+    shape.features = kind == QKV ? q_size + 2 * kv_size
+        : kind == GATE_UP ? args.intermediate : kind == HEAD ? args.vocab : args.hidden;
+    if (kind == OUTPUT) shape.size = q_size;
+    if (kind == DOWN) shape.size = args.intermediate;
+    shape.num_units = shape.features / UNIT;
+    shape.num_own = (shape.num_units - block_index() + num_blocks() - 1) / num_blocks();
+    return shape;
+}
+
 // --- what a block keeps in shared memory ------------------------------------------------------
 
 constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row][output]
@@ -201,14 +236,20 @@ struct Shared {
             float new_key[HEAD_DIM], new_value[HEAD_DIM];
             float best[WARPS][GROUP_SIZE], total[WARPS][GROUP_SIZE];
             float sums[WARPS][GROUP_SIZE][HEAD_DIM];
-            float weights[GROUP_SIZE][MAX_SPLITS];
             uint32_t arrived;
         } attention;
     };
-    Layer layers[1];  // [num_layers]
+    struct {  // of the block's share of attention, by positions alone: the same in every layer
+        int row, kv_head, split, position, start, end, num_active;
+        int64_t new_place, places[AHEAD][TILE];  // of tokens in the cache: elements
+        float cos_sin[HEAD_DIM];
+    } plan;
+    int num_work;            // shares of all rows and KV heads
+    Shape shapes[HEAD + 1];  // of the products, by kind
+    Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
 };
 constexpr int MAX_LAYERS = 128;
-static_assert(sizeof(Shared) + (MAX_LAYERS - 1) * sizeof(Layer) <= 227 << 10);
+static_assert(sizeof(Shared) + MAX_LAYERS * sizeof(Layer) <= 227 << 10);
 
 struct Lane {
     int warp, lane, row, quad;  // row: of the tensor cores' operands, 0 to 7
@@ -216,41 +257,18 @@ struct Lane {
 
 // --- products ---------------------------------------------------------------------------------
 
-struct Shape {
-    int size, num_units, features;
-    int gated;  // 1: a unit has two stages, 0: one
-};
-
-__device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
-    const int q_size = args.heads * HEAD_DIM, kv_size = args.kv_heads * HEAD_DIM;
-    switch (kind) {
-        case QKV: return {args.hidden, (q_size + 2 * kv_size) / UNIT, q_size + 2 * kv_size, 0};
-        case OUTPUT: return {q_size, args.hidden / UNIT, args.hidden, 0};
-        case GATE_UP: return {args.hidden, args.intermediate / UNIT, args.intermediate, 1};
-        case DOWN: return {args.intermediate, args.hidden / UNIT, args.hidden, 0};
-        default: return {args.hidden, args.vocab / UNIT, args.vocab, 0};
-    }
-}
-
-// Of a product's units those of this block: block_index(), then every num_blocks()th.
-__device__ __forceinline__ int own_units(int num_units) {
-    return (num_units - block_index() + num_blocks() - 1) / num_blocks();
-}
-
 // The next stage that a warp asks for. A block's warps walk the same units, each its own slices.
 struct Cursor {
     int product, unit, slice, stage;  // unit counts the block's own
-    int num_own, num_stages;          // units of the product; stages of the group
+    int num_stages;                   // of the group
     Shape shape;
     const void* weight;
 
     __device__ __forceinline__ void open(const Args& args, const Shared& shared, int warp) {
         for (; product <= 4 * args.num_layers; product++) {
-            shape = shape_of(args, product == 4 * args.num_layers ? HEAD : product % 4);
-            num_own = own_units(shape.num_units);
-            if (num_own > 0 && warp < shape.size / SLICE) {
-                weight = product == 4 * args.num_layers
-                    ? args.head : shared.layers[product / 4].weights[product % 4];
+            shape = shared.shapes[product == 4 * args.num_layers ? HEAD : product % 4];
+            if (shape.num_own > 0 && warp < shape.size / SLICE) {
+                weight = shared.layers[product / 4].weights[product % 4];
                 unit = stage = 0;
                 slice = warp;
                 count_stages();
@@ -260,7 +278,7 @@ struct Cursor {
     }
 
     __device__ __forceinline__ void count_stages() {
-        const int left = (num_own - unit) << shape.gated;
+        const int left = (shape.num_own - unit) << shape.gated;
         num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
     }
 
@@ -270,7 +288,7 @@ struct Cursor {
         if ((slice += WARPS) < shape.size / SLICE) return;
         slice = warp;
         unit += GROUP_STAGES >> shape.gated;
-        if (unit < num_own) return count_stages();
+        if (unit < shape.num_own) return count_stages();
         product++;
         open(args, shared, warp);
     }
@@ -327,39 +345,39 @@ struct Ring {
 };
 
 // A lane's share of one slice of x: of its row, 8 columns of each 32.
+template <bool NORM>
 struct Piece {
     uint4 values[SLICE / 32];
-    uint4 norm[SLICE / 32];
+    uint4 norm[NORM ? SLICE / 32 : 1];
+
+    __device__ __forceinline__ void load(const void* x, const void* norm_weight, int size, int rows,
+                                         int slice, const Lane& me) {
+#pragma unroll
+        for (int i = 0; i < SLICE / 32; i++) {
+            const int column = slice * SLICE + i * 32 + me.quad * 8;
+            values[i] = {0, 0, 0, 0};
+            if (me.row < rows)
+                values[i] = load_fresh(at(x, static_cast<int64_t>(me.row) * size + column));
+            if (NORM) norm[i] = load_constant(at(norm_weight, column));
+        }
+    }
+
+    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, float& squares) {
+        squares += low(pair) * low(pair) + high(pair) * high(pair);
+        return to_pair(low(pair) * low(by), high(pair) * high(by));
+    }
+
+    // Times the norm's weights, rounded as everywhere; the factor of a row comes at the end.
+    __device__ __forceinline__ void weigh(float& squares) {
+#pragma unroll
+        for (int i = 0; i < (NORM ? SLICE / 32 : 0); i++) {
+            uint4& v = values[i];
+            const uint4& w = norm[i];
+            v = {weigh(v.x, w.x, squares), weigh(v.y, w.y, squares), weigh(v.z, w.z, squares),
+                 weigh(v.w, w.w, squares)};
+        }
+    }
 };
-
-template <bool NORM>
-__device__ __forceinline__ void load_piece(Piece& piece, const void* x, const void* norm, int size,
-                                           int rows, int slice, const Lane& me) {
-#pragma unroll
-    for (int i = 0; i < SLICE / 32; i++) {
-        const int column = slice * SLICE + i * 32 + me.quad * 8;
-        piece.values[i] = {0, 0, 0, 0};
-        if (me.row < rows)
-            piece.values[i] = load_fresh(at(x, static_cast<int64_t>(me.row) * size + column));
-        if (NORM) piece.norm[i] = load_constant(at(norm, column));
-    }
-}
-
-__device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t norm, float& squares) {
-    squares += low(pair) * low(pair) + high(pair) * high(pair);
-    return to_pair(low(pair) * low(norm), high(pair) * high(norm));
-}
-
-// x times the norm's weights, rounded as everywhere; the factor of a row comes at the end.
-__device__ __forceinline__ void weigh_piece(Piece& piece, float& squares) {
-#pragma unroll
-    for (int i = 0; i < SLICE / 32; i++) {
-        uint4& v = piece.values[i];
-        const uint4& w = piece.norm[i];
-        v = {weigh(v.x, w.x, squares), weigh(v.y, w.y, squares), weigh(v.z, w.z, squares),
-             weigh(v.w, w.w, squares)};
-    }
-}
 
 struct Operands {
     const void *x, *norm, *bias;
@@ -373,7 +391,7 @@ struct Output {
     static constexpr int PARTS = KIND == GATE_UP ? 2 : 1;
     uint16_t* to;  // null: this thread has none
     int unit, row, column;
-    float residual;
+    uint16_t bias[PARTS], residual;  // as read: to make them floats is to wait for them
 
     __device__ __forceinline__ Output(const Args& args, const Operands& operands,
                                       const Shape& shape, int first_unit, int num_stages) {
@@ -384,7 +402,9 @@ struct Output {
         to = nullptr;
         if (unit * PARTS >= num_stages || row >= args.rows) return;
         to = at(operands.out, static_cast<int64_t>(row) * shape.features + column);
-        if (ADDS) residual = from_half(load_fresh_half(to));
+        if (ADDS) residual = load_fresh_half(to);
+        for (int part = 0; part < PARTS && operands.bias != nullptr; part++)
+            bias[part] = *at(operands.bias, part * shape.features + column);
     }
 
     // From the sums of all warps.
@@ -396,7 +416,7 @@ struct Output {
         if (operands.norm != nullptr) {
             float squares = 0;
             for (int w = 0; w < WARPS; w++) squares += shared.product.squares[w][row];
-            factor = inverse_root(squares / shape.size + args.eps);
+            factor = inverse_root(squares * (1.0f / shape.size) + args.eps);
         }
         float result[PARTS];
         for (int part = 0; part < PARTS; part++) {
@@ -405,14 +425,26 @@ struct Output {
             float sum = 0;
             for (int w = 0; w < WARPS; w++) sum += shared.product.sums[buffer][w][place];
             sum *= factor;
-            if (operands.bias != nullptr)
-                sum += from_half(*at(operands.bias, part * shape.features + column));
+            if (operands.bias != nullptr) sum += from_half(bias[part]);
             result[part] = sum;
         }
         float value = result[0];
         if (PARTS == 2) value = value / (1 + power_of_2(-value * LOG2_E)) * result[PARTS - 1];
-        if (ADDS) value += residual;
+        if (ADDS) value += from_half(residual);
         *to = to_half(value);
+    }
+};
+
+// A lane's 16 bytes of each 32 columns of its row of a stage.
+struct Weights {
+    uint4 windows[SLICE / 32];
+
+    __device__ __forceinline__ void load(const unsigned char* stage, const Lane& me) {
+#pragma unroll
+        for (int i = 0; i < SLICE / 32; i++) {
+            const int chunk = (i * 4 + me.quad) ^ (me.row % 2 * 4);
+            windows[i] = *reinterpret_cast<const uint4*>(stage + (me.row * 16 + chunk) * 16);
+        }
     }
 };
 
@@ -422,49 +454,64 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
     constexpr bool NORM = KIND == QKV || KIND == GATE_UP || KIND == HEAD;
     constexpr int PARTS = KIND == GATE_UP ? 2 : 1;
     constexpr int GROUP_UNITS = GROUP_STAGES / PARTS;
-    const Shape shape = shape_of(args, KIND);
-    const int num_own = own_units(shape.num_units), num_slices = shape.size / SLICE;
+    constexpr int PAIRS = GROUP_STAGES / 2;
+    constexpr int PIECES = NORM ? 1 : 3;  // of x on their way; a norm's weights take their room
+    const Shape shape = shared.shapes[KIND];
+    const int num_slices = shape.size / SLICE;
+    const int num_own_slices = (num_slices - me.warp + WARPS - 1) / WARPS;
+    Piece<NORM> ahead[PIECES];
+    const auto ask = [&](Piece<NORM>& piece, int own_slice) {
+        const int slice = me.warp + own_slice * WARPS;
+        piece.load(operands.x, operands.norm, shape.size, args.rows, slice, me);
+    };
+#pragma unroll
+    for (int i = 0; i < PIECES; i++)
+        if (shape.num_own > 0 && i < num_own_slices) ask(ahead[i], i);
     int buffer = 0;
-    for (int unit = 0; unit < num_own; unit += GROUP_UNITS, buffer ^= 1) {
-        const int left = (num_own - unit) * PARTS;
+    for (int unit = 0; unit < shape.num_own; unit += GROUP_UNITS, buffer ^= 1) {
+        const int left = (shape.num_own - unit) * PARTS;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
-        float sums[GROUP_STAGES][2][2] = {};
+        const bool is_last = unit + GROUP_UNITS >= shape.num_own;
+        float sums[PAIRS][2][4] = {};  // two each, so that an addition need not wait for the last
         float squares = 0;
         const Output<KIND> output(args, operands, shape, unit, num_stages);
-        Piece ahead;
-        if (me.warp < num_slices)
-            load_piece<NORM>(ahead, operands.x, operands.norm, shape.size, args.rows, me.warp, me);
-        for (int slice = me.warp; slice < num_slices; slice += WARPS) {
-            Piece x = ahead;
-            if (slice + WARPS < num_slices)
-                load_piece<NORM>(ahead, operands.x, operands.norm, shape.size, args.rows,
-                                 slice + WARPS, me);
-            if (NORM) weigh_piece(x, squares);
+        for (int first = 0; first < num_own_slices; first += PIECES) {
 #pragma unroll
-            for (int i = 0; i < GROUP_STAGES; i++) {
-                if (i >= num_stages) break;
-                const unsigned char* stage = ring.next(shared, me);
-                uint4 w[SLICE / 32];
+            for (int i = 0; i < PIECES; i++) {
+                if (first + i >= num_own_slices) break;
+                Piece<NORM> x = ahead[i];
+                if (first + i + PIECES < num_own_slices)
+                    ask(ahead[i], first + i + PIECES);
+                else if (!is_last)
+                    ask(ahead[i], i);  // of the next group
+                x.weigh(squares);
 #pragma unroll
-                for (int window = 0; window < SLICE / 32; window++) {
-                    const int chunk = (window * 4 + me.quad) ^ (me.row % 2 * 4);
-                    w[window] = *reinterpret_cast<const uint4*>(stage + (me.row * 16 + chunk) * 16);
-                }
-                ring.ask_ahead(args, shared, me);
+                for (int pair = 0; pair < PAIRS; pair++) {
+                    if (2 * pair >= num_stages) break;
+                    Weights a = {}, b = {};
+                    a.load(ring.next(shared, me), me);
+                    ring.ask_ahead(args, shared, me);
+                    if (2 * pair + 1 < num_stages) {
+                        b.load(ring.next(shared, me), me);
+                        ring.ask_ahead(args, shared, me);
+                    }
 #pragma unroll
-                for (int window = 0; window < SLICE / 32; window++) {  // two sums: half the waiting
-                    const uint4& v = x.values[window];
-                    multiply_add(sums[i][0], v.x, v.y, w[window].x, w[window].y);
-                    multiply_add(sums[i][1], v.z, v.w, w[window].z, w[window].w);
+                    for (int window = 0; window < SLICE / 32; window++) {
+                        const uint4 &v = x.values[window], &p = a.windows[window],
+                                    &q = b.windows[window];
+                        multiply_add(sums[pair][0], p.x, q.x, p.y, q.y, v.x, v.y);
+                        multiply_add(sums[pair][1], p.z, q.z, p.w, q.w, v.z, v.w);
+                    }
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < GROUP_STAGES; i++) {
-            const int place = (i * MAX_ROWS + me.row) * UNIT + me.quad * 2;
+        for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
+            const float(&parts)[2][4] = sums[i / 2];
+            const int place = (i * MAX_ROWS + 2 * me.quad) * UNIT + me.row;
             float* to = &shared.product.sums[buffer][me.warp][place];
-            to[0] = sums[i][0][0] + sums[i][1][0];
-            to[1] = sums[i][0][1] + sums[i][1][1];
+            to[0] = parts[0][i % 2 * 2] + parts[1][i % 2 * 2];
+            to[UNIT] = parts[0][i % 2 * 2 + 1] + parts[1][i % 2 * 2 + 1];
         }
         if (NORM && unit == 0) {
             squares = add_across(add_across(squares, 1), 2);
@@ -504,23 +551,22 @@ __device__ __forceinline__ int count_splits(const Args& args) {
     return splits < 1 ? 1 : splits > MAX_SPLITS ? MAX_SPLITS : splits;
 }
 
-__device__ __forceinline__ uint16_t* key_of(const Args& args, const Layer& layer, int row,
-                                            int kv_head, int token) {
+__device__ __forceinline__ int64_t place_of(const Args& args, int row, int kv_head, int token) {
     const int page = args.block_tables[row * args.table_stride + token / BLOCK_SIZE];
     const int64_t place = static_cast<int64_t>(token % BLOCK_SIZE) * args.kv_heads + kv_head;
-    return at(layer.cache, page * args.page_stride + place * HEAD_DIM);
+    return page * args.page_stride + place * HEAD_DIM;
+}
+
+__device__ __forceinline__ Token load_token_at(const Args& args, const uint16_t* key, int lane) {
+    key += lane % TOKEN_LANES * 8;
+    return {load_fresh(key), load_fresh(key + args.kv_stride)};
 }
 
 __device__ __forceinline__ Token load_token(const Args& args, const Layer& layer,
                                             const Share& share, int token, int lane) {
-    Token result = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    if (token < share.end && token < share.position) {
-        const uint16_t* key = key_of(args, layer, share.row, share.kv_head, token);
-        key += lane % TOKEN_LANES * 8;
-        result.key = load_fresh(key);
-        result.value = load_fresh(key + args.kv_stride);
-    }
-    return result;
+    if (token >= share.end || token >= share.position) return {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    return load_token_at(
+        args, at(layer.cache, place_of(args, share.row, share.kv_head, token)), lane);
 }
 
 __device__ __forceinline__ int first_token(const Share& share, const Lane& me) {
@@ -532,33 +578,55 @@ __device__ __forceinline__ Pairs load_pairs(const void* head, int lane) {
     return {load_fresh_pair(at(head, place)), load_fresh_pair(at(head, HALF + place))};
 }
 
-// Shares by shapes and positions alone.
-__device__ __forceinline__ Share prepare_share(const Args& args, const Layer& layer, int work,
-                                               const Lane& me) {
+// Shares by shapes and positions alone. By all threads, between two `sync_block`.
+__device__ __forceinline__ void plan_share(const Args& args, int work, Shared& shared) {
+    auto& plan = shared.plan;
+    const int thread = thread_index();
     const int num_items = args.rows * args.kv_heads, num_splits = count_splits(args);
+    const int split = work / num_items, row = work % num_items / args.kv_heads;
+    const int kv_head = work % args.kv_heads;
+    int num_active = 0, start = 0, end = 0, position = 0;
+    if (split < num_splits) {
+        position = args.positions[row];
+        const int num_tiles = position / TILE + 1;
+        const int tiles = (num_tiles + num_splits - 1) / num_splits;
+        num_active = (num_tiles + tiles - 1) / tiles;
+        if (split >= num_active) num_active = 0;
+        start = split * tiles * TILE;
+        end = start + tiles * TILE < position + 1 ? start + tiles * TILE : position + 1;
+    }
+    if (thread == 0) {
+        plan.row = row, plan.kv_head = kv_head, plan.split = split, plan.position = position;
+        plan.start = start, plan.end = end, plan.num_active = num_active;
+    }
+    if (num_active == 0) return;
+    if (thread == 0) plan.new_place = place_of(args, row, kv_head, position);
+    for (int i = thread; i < AHEAD * TILE; i += THREADS)
+        if (start + i < end)
+            plan.places[i / TILE][i % TILE] = place_of(args, row, kv_head, start + i);
+    for (int i = thread; i < HEAD_DIM; i += THREADS)
+        plan.cos_sin[i] = args.cos_sin[static_cast<int64_t>(args.rotary_rows[row]) * HEAD_DIM + i];
+}
+
+__device__ __forceinline__ Share open_share(const Args& args, const Layer& layer,
+                                            const Shared& shared, const Lane& me) {
+    const auto& plan = shared.plan;
     Share share = {};
-    share.split = work / num_items;
-    if (share.split >= num_splits) return share;
-    share.row = work % num_items / args.kv_heads;
-    share.kv_head = work % args.kv_heads;
-    share.position = args.positions[share.row];
-    const int num_tiles = share.position / TILE + 1;
-    const int tiles = (num_tiles + num_splits - 1) / num_splits;
-    const int num_active = (num_tiles + tiles - 1) / tiles;
-    if (share.split >= num_active) return share;
-    share.num_active = num_active;
-    share.start = share.split * tiles * TILE;
-    share.end = share.start + tiles * TILE;
-    if (share.end > share.position) share.end = share.position + 1;
+    share.num_active = plan.num_active;
+    if (share.num_active == 0) return share;
+    share.row = plan.row, share.kv_head = plan.kv_head, share.split = plan.split;
+    share.position = plan.position, share.start = plan.start, share.end = plan.end;
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-        share.ahead[i] = load_token(args, layer, share, first_token(share, me) + i * TILE, me.lane);
-    share.new_key = key_of(args, layer, share.row, share.kv_head, share.position);
+    for (int i = 0; i < AHEAD; i++) {
+        const int token = first_token(share, me) + i * TILE;
+        if (token < share.end && token < share.position)
+            share.ahead[i] = load_token_at(
+                args, at(layer.cache, plan.places[i][token - share.start - i * TILE]), me.lane);
+    }
+    share.new_key = at(layer.cache, plan.new_place);
     const int place = 2 * me.lane < HALF ? 2 * me.lane : 0;
-    const float* angle
-        = args.cos_sin + static_cast<int64_t>(args.rotary_rows[share.row]) * HEAD_DIM + place;
-    share.cos0 = angle[0], share.cos1 = angle[1];
-    share.sin0 = angle[HALF], share.sin1 = angle[HALF + 1];
+    share.cos0 = plan.cos_sin[place], share.cos1 = plan.cos_sin[place + 1];
+    share.sin0 = plan.cos_sin[HALF + place], share.sin1 = plan.cos_sin[HALF + place + 1];
     if (layer.q_norm != nullptr) {
         share.q_norm = load_pairs(layer.q_norm, me.lane);
         share.k_norm = load_pairs(layer.k_norm, me.lane);
@@ -725,27 +793,33 @@ __device__ __forceinline__ float merge_warps(const Shared& shared, int member, i
 
 // The shares of a row and KV head become one, always in the same order. `part`: the first head's.
 __device__ __forceinline__ void merge_shares(const Args& args, int64_t part, int num_active,
-                                             uint16_t* out, Shared& shared, const Lane& me) {
-    auto& own = shared.attention;
-    for (int member = me.warp; member < GROUP_SIZE; member += WARPS) {
-        const float* lse = args.partial_lse + part + member * MAX_SPLITS;
-        const float mine = me.lane < num_active ? load_fresh_float(lse + me.lane) : 2 * NO_SCORE;
-        float most = mine;
-        for (int step = 16; step > 0; step /= 2) most = most_across(most, step);
-        const float weight = power_of_2(mine - most);
-        float total = weight;
-        for (int step = 16; step > 0; step /= 2) total = add_across(total, step);
-        own.weights[member][me.lane] = weight / total;
-    }
-    sync_block();
+                                             uint16_t* out) {
     for (int i = thread_index(); i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
-        const int member = i / HEAD_DIM;
-        const float* from = args.partial + (part + member * MAX_SPLITS) * HEAD_DIM + i % HEAD_DIM;
-        float sum = 0;
-#pragma unroll 16
-        for (int s = 0; s < num_active; s++)
-            sum += own.weights[member][s] * load_fresh_float(from + s * HEAD_DIM);
-        out[i] = to_half(sum);
+        const float* lse = args.partial_lse + part + i / HEAD_DIM * MAX_SPLITS;
+        const float* from
+            = args.partial + (part + i / HEAD_DIM * MAX_SPLITS) * HEAD_DIM + i % HEAD_DIM;
+        float most = NO_SCORE, total = 0, sum = 0;
+        for (int first = 0; first < num_active; first += MERGED) {
+            float lses[MERGED], values[MERGED];  // all on their way at once
+#pragma unroll
+            for (int s = 0; s < MERGED; s++) {
+                const bool is_one = first + s < num_active;
+                lses[s] = is_one ? load_fresh_float(lse + first + s) : 2 * NO_SCORE;
+                values[s] = is_one ? load_fresh_float(from + (first + s) * HEAD_DIM) : 0;
+            }
+            float new_most = most;
+#pragma unroll
+            for (int s = 0; s < MERGED; s++) new_most = lses[s] > new_most ? lses[s] : new_most;
+            const float shrink = power_of_2(most - new_most);
+            total *= shrink, sum *= shrink;
+            most = new_most;
+#pragma unroll
+            for (int s = 0; s < MERGED; s++) {
+                const float weight = power_of_2(lses[s] - most);
+                total += weight, sum += weight * values[s];
+            }
+        }
+        out[i] = to_half(sum / total);
     }
 }
 
@@ -777,7 +851,7 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer, 
     sync_block();
     if (own.arrived != static_cast<uint32_t>(share.num_active - 1)) return;
     if (thread_index() == 0) *count = 0;  // for the next layer
-    merge_shares(args, head * MAX_SPLITS, share.num_active, out, shared, me);
+    merge_shares(args, head * MAX_SPLITS, share.num_active, out);
 }
 
 // --- the step ---------------------------------------------------------------------------------
@@ -787,6 +861,7 @@ struct Barrier {
     uint32_t* word;
     uint32_t* stuck;
     uint32_t turned;  // the top bit as it will be
+    uint32_t gave_up = 0;  // 1: waits no more, or every later barrier would take as long
 
     __device__ __forceinline__ Barrier(const Args& args)
         : word(args.barrier), stuck(args.stuck), turned(load_acquire(args.barrier) & TOP) {}
@@ -801,9 +876,10 @@ struct Barrier {
     __device__ __forceinline__ void wait() {
         if (thread_index() == 0) {
             int polls = 0;
-            while ((load_acquire(word) & TOP) != turned && ++polls < MAX_POLLS) {
+#pragma unroll 1
+            while (!gave_up && (load_acquire(word) & TOP) != turned && ++polls < MAX_POLLS) {
             }
-            if (polls == MAX_POLLS) *stuck = 1;
+            if (polls == MAX_POLLS) *stuck = gave_up = 1;
         }
         sync_block();
     }
@@ -821,14 +897,21 @@ struct Barrier {
 __device__ __forceinline__ void attention(const Args& args, const Layer& layer, Barrier& barrier,
                                           Shared& shared, const Lane& me) {
     int work = block_index();
-    Share share = prepare_share(args, layer, work, me);
+    const int num_work = shared.num_work;
+    if (num_work > num_blocks()) {  // the plan of the start is another's now
+        plan_share(args, work, shared);
+        sync_block();
+    }
+    Share share = open_share(args, layer, shared, me);
     barrier.wait();
-    for (const int num_work = args.rows * args.kv_heads * count_splits(args); work < num_work;) {
+    while (work < num_work) {
         if (share.num_active > 0) run_share(args, layer, share, shared, me);
         work += num_blocks();
         if (work >= num_work) break;
         sync_block();  // before the next share's q
-        share = prepare_share(args, layer, work, me);
+        plan_share(args, work, shared);
+        sync_block();
+        share = open_share(args, layer, shared, me);
     }
 }
 
@@ -836,13 +919,25 @@ __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const Args args)
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     const int thread = thread_index(), lane = thread % 32;
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
+    Barrier barrier(args);
+#pragma unroll 1
     for (int i = thread; i < args.num_layers; i += THREADS) shared.layers[i] = args.layers[i];
+    if (thread <= HEAD) shared.shapes[thread] = shape_of(args, thread);
+    if (thread == 0) {
+        shared.layers[args.num_layers].weights[0] = args.head;
+        shared.num_work = args.rows * args.kv_heads * count_splits(args);
+    }
     sync_block();
     Ring ring;
     ring.start(args, shared, me);
-    Barrier barrier(args);
+    plan_share(args, block_index(), shared);
     for (int i = 0; i < args.num_layers; i++) {
         const Layer& layer = shared.layers[i];
+        // Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
+        const bool is_last = i + 1 == args.num_layers;
+        const void* next = is_last ? args.final_norm : shared.layers[i + 1].input_norm;
+        const int line = (block_index() * THREADS + thread) * 64;
+        if (line < args.hidden) prefetch(at(layer.post_norm, line)), prefetch(at(next, line));
         product<QKV>(args, {args.residual, layer.input_norm, layer.biases[QKV], args.qkv}, shared,
                      ring, me);
         barrier.arrive();
@@ -863,7 +958,7 @@ __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const Args args)
 }
 
 int shared_bytes(const Args& args) {
-    return static_cast<int>(sizeof(Shared) + (args.num_layers - 1) * sizeof(Layer));
+    return static_cast<int>(sizeof(Shared) + args.num_layers * sizeof(Layer));
 }
 
 }  // namespace

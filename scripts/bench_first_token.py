@@ -36,7 +36,7 @@ from aiohttp import web
 from simulated_worker import SimulatedWorker
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import async_engine
+from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.app import build_app
@@ -64,7 +64,7 @@ class Stamps:
         self._watch_connections()
 
     def _watch_engine(self, core: EngineCore) -> None:
-        add, launch, finish, clock = core.scheduler.add, core.launch, core.finish, core.clock
+        add, launch, finish, clock = core.live.scheduler.add, core.launch, core.finish, core.clock
         end_of = clock.finished
         ends: deque[float] = deque()
 
@@ -96,7 +96,7 @@ class Stamps:
             for row in rows:
                 row[4:4] = [ends[-1], seen]
 
-        core.scheduler.add = adding  # type: ignore[method-assign]
+        core.live.scheduler.add = adding  # type: ignore[method-assign]
         core.launch = launching  # type: ignore[method-assign]
         clock.finished = ending  # type: ignore[method-assign]
         core.finish = finishing  # type: ignore[method-assign]
@@ -115,8 +115,8 @@ class Stamps:
                 self._unsent.popleft().append(time.monotonic())
             return body
 
-        Connection.data_received = receiving  # type: ignore[method-assign]
-        SSEStream._take_pending = taking  # type: ignore[method-assign]
+        Connection.data_received = receiving  # type: ignore[assignment, method-assign]
+        SSEStream._take_pending = taking  # type: ignore[assignment, method-assign]
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def main() -> None:
         SimulatedWorker.prefill_host_s, SimulatedWorker.decode_host_s = (
             us / 1e6 for us in args.host_us
         )
-        async_engine.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
     result = uvloop.run(measure(args))
     print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}")
     for name, us in result.items():

@@ -44,7 +44,7 @@ from simulated_worker import SimulatedWorker
 from tqdm import tqdm
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import async_engine
+from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.app import build_app
@@ -266,7 +266,7 @@ def main() -> None:
     if args.steps > MAX_TOKENS // 2:
         parser.error(f"--steps: at most {MAX_TOKENS // 2}")
     SimulatedWorker.step_s = args.device_ms / 1e3
-    async_engine.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
     rows = [
         uvloop.run(measure(args.model, args.json, num_streams, args.steps, args.profile))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)

@@ -59,7 +59,7 @@ class JsonStreams:
         return request
 
     def _tokens(self, text: str) -> list[int]:
-        tokenizer = self._core.tokenizer
+        tokenizer = self._core.input_processor.tokenizer
         assert tokenizer is not None
         constraint = self._grammar.constraint(ignore_eos=True)
         ids: list[int] = []

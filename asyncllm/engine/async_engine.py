@@ -9,27 +9,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NoReturn, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine.generation import Generation, Sink
-from asyncllm.engine.input_processor import InputProcessor, PromptInput, end_of_text_ids
-from asyncllm.engine.output_processor import TextSink
-from asyncllm.engine.own_thread import in_own_thread
+from asyncllm.engine.generation import Generation
+from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
-from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.tokenizer import Tokenizer
-from asyncllm.engine.worker_loader import WorkerLoader
 from asyncllm.errors import EngineDeadError
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
-from asyncllm.worker.worker import Worker
 
 
 class AsyncLLMEngine:
@@ -59,7 +55,7 @@ class AsyncLLMEngine:
         self.show_progress = False
         self._request_ids = itertools.count()
         self._starting = asyncio.Lock()
-        self._loader = WorkerLoader()
+        self._loader = CoreLoader(self.config)
         self._core: EngineCore | None = None
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -76,26 +72,9 @@ class AsyncLLMEngine:
             if self._closed:
                 raise EngineDeadError("the engine is closed")
             if self._core is None:
-                self._core = await self._load()
-
-    async def _load(self) -> EngineCore:
-        """Tokenizer and worker side by side, off the loop."""
-        config = self.config
-        text = asyncio.create_task(in_own_thread(_load_text, config))
-        try:
-            worker = await self._loader.load(partial(Worker, config, progress=self.show_progress))
-        except BaseException:
-            text.cancel()
-            await asyncio.gather(text, return_exceptions=True)
-            raise
-        try:
-            tokenizer, vocabulary = await text
-            core = EngineCore(config, worker, tokenizer, self.recorder, self.stat_loggers)
-        except BaseException:
-            worker.close()
-            raise
-        core.input_processor.grammars.vocabulary = vocabulary
-        return core
+                self._core = await self._loader.load(
+                    self.recorder, self.stat_loggers, progress=self.show_progress
+                )
 
     async def aclose(self) -> None:
         """End all requests with an error, stop the engine and give its memory back. Idempotent.
@@ -191,9 +170,9 @@ class AsyncLLMEngine:
     ) -> Request:
         """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
 
-        The sink is called on the loop and must neither block nor raise. The last delta is
-        `finished`. A step between the first and the last that brings text and nothing else is told
-        to `text_sink`, if there is one, as (text, number of tokens).
+        The sink is called on the loop and must not block; one that raises ends its request with an
+        error. The last delta is `finished`. A step between the first and the last that brings text
+        and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
         Raises as `generate`; a refused request owns nothing.
         """
         return await self._running().add_request(
@@ -219,7 +198,7 @@ class AsyncLLMEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = self._running().tokenizer
+        tokenizer = self.input_processor.tokenizer
         if tokenizer is None:
             raise ValueError("the engine was started with skip_tokenizer_init")
         return tokenizer
@@ -299,17 +278,3 @@ class AsyncLLMEngine:
                 "the engine is closed" if self._closed else "the engine is not started"
             )
         return self._core
-
-
-def _load_text(config: EngineConfig) -> tuple[Tokenizer | None, Vocabulary | None]:
-    """The tokenizer, and what grammars need of it, which is no work for the first request."""
-    if config.tokenizer_path is None:
-        return None, None
-    tokenizer = Tokenizer.from_folder(
-        config.tokenizer_path, config.chat_template, config.chat_template_content_format
-    )
-    try:
-        ends = end_of_text_ids(config, tokenizer)
-        return tokenizer, Vocabulary(tokenizer, config.model.vocab_size, ends)
-    except ValueError:  # said to the requests that ask for a grammar
-        return tokenizer, None

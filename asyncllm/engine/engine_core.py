@@ -21,12 +21,11 @@ from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.generation import Sink
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.non_finite import evict, non_finite_requests
-from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.plan_time import PlanTime
@@ -34,7 +33,6 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
 from asyncllm.engine.step_clock import StepClock
-from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
@@ -55,28 +53,22 @@ class EngineCore:
         self,
         config: EngineConfig,
         worker: Worker,
-        tokenizer: Tokenizer | None,
+        input_processor: InputProcessor,
         recorder: Recorder,
         stat_loggers: list[StatLogger],
     ) -> None:
         self.worker = worker
-        self.tokenizer = tokenizer
+        self.input_processor = input_processor
         self._config = config
         self.chunk_policy = ChunkPolicy.choose(
             config.chunked_prefill_size, worker.step_cost, config.prefill_graph_sizes
-        )
-        self.input_processor = InputProcessor(
-            config,
-            tokenizer,
-            worker.memory.max_model_len,
-            max_kv_tokens=worker.memory.num_pages * config.block_size,
         )
         self.live = LiveRequests(
             self._new_scheduler(SchedulerStats()),
             Admission(
                 config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
             ),
-            tokenizer,
+            input_processor.tokenizer,
             recorder.aborts,
         )
         self.clock = StepClock()
@@ -229,8 +221,12 @@ class EngineCore:
         iteration.step = step
         stats = self.live.scheduler.stats()
         self._recorder.record(stats, iteration)
-        for stat_logger in self._stat_loggers:
-            stat_logger.record(stats, iteration)
+        for stat_logger in list(self._stat_loggers):
+            try:
+                stat_logger.record(stats, iteration)
+            except Exception:  # it only watches: no request may end for it
+                logger.exception("%r failed, and is told no more", stat_logger)
+                self._stat_loggers.remove(stat_logger)
 
     async def idle(self) -> None:
         """Until a request arrives. After a moment of quiet, graphs that were left for later."""

@@ -12,12 +12,11 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any
 
-from asyncllm.engine.output_processor import OutputCollector
+from asyncllm.engine.output_collector import OutputCollector
+from asyncllm.engine.output_state import Sink
 from asyncllm.errors import QueueFullError, RequestFailedError
 from asyncllm.outputs import RequestOutput
 from asyncllm.sampling_params import RequestOutputKind
-
-Sink = Callable[[RequestOutput], None]
 
 
 class _Mailbox:

@@ -18,12 +18,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.beam_output import render
 from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.best_answers import BestAnswers
-from asyncllm.engine.output_processor import OutputProcessor, Sink, TextSink
+from asyncllm.engine.output_processor import OutputProcessor
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
@@ -85,14 +87,15 @@ class LiveRequests:
         """A finished step's tokens: what ends by them ends. `tell` before the next plan."""
         assert self._news is None, "a step was taken that nobody was told of"
         self._news = self.scheduler.finish_step(plan, result), result.prompt_logprobs
-        for search in self.scheduler.take_ended_searches():
-            self._end_search(search)
 
     def tell(self) -> None:
         """Tell the clients of the step that was taken, and end what ends by its text."""
         if self._news is not None:
             news, self._news = self._news, None
             self._tell(*news)
+            for search in self.scheduler.take_ended_searches():
+                if self.outputs.has_request(search.request.request_id):  # nobody left meanwhile
+                    self._end_search(search)
 
     def jump(self, jumps: list[tuple[Sequence, list[int]]]) -> None:
         """Tokens that must come, unsampled; not for a sequence that ended meanwhile."""
@@ -118,7 +121,12 @@ class LiveRequests:
         output, sink = self.outputs.end_search(search, time.monotonic())
 
         async def tell() -> None:
-            sink(await in_own_thread(render, search, output, self._tokenizer))
+            try:
+                whole = await in_own_thread(render, search, output, self._tokenizer)
+            except RuntimeError as error:  # no thread can be started
+                logger.exception("request %s: output failed", output.request_id)
+                whole = replace(output, error=f"output failed: {error}")
+            sink(whole)
 
         task = asyncio.create_task(tell())
         self._rendering.add(task)
@@ -151,21 +159,15 @@ class LiveRequests:
 
     def expire(self, now: float) -> None:
         """End those that have waited too long. `now`: monotonic seconds."""
-        for request in self.admission.late(now):
-            self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            self.admission.leave(request)
-            waited = f"it waited over max_queue_seconds ({self.admission.max_seconds:g})"
-            self.outputs.fail(request, waited, time.monotonic(), overloaded=True)
+        limit = f"max_queue_seconds ({self.admission.max_seconds:g})"
+        self.fail(self.admission.late(now), f"it waited over {limit}", overloaded=True)
 
-    def fail(self, requests: list[Request], message: str) -> None:
+    def fail(self, requests: list[Request], message: str, *, overloaded: bool = False) -> None:
         """End those that are live with an error."""
         for request in requests:
             self.scheduler.abort(request.request_id, FinishReason.ERROR)
             self.admission.leave(request)
-            try:
-                self.outputs.fail(request, message, time.monotonic())
-            except Exception:  # a sink that raises, against its word: the others must be told too
-                logger.exception("request %s: its sink failed", request.request_id)
+            self.outputs.fail(request, message, time.monotonic(), overloaded=overloaded)
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
         """End the request of `seq`, if it is live, for what it brought with it raised."""

@@ -181,22 +181,25 @@ class LLM:
             raise group.exceptions[0] from None  # a TaskGroup's first error, as a caller expects it
 
     def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop)
         self._thread.join()
         self._loop.close()
 
 
 def _abandon(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """End an unclosed LLM's tasks and thread, at exit or when it is collected."""
-
-    def cancel_and_stop() -> None:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.call_soon(loop.stop)  # after the tasks have seen it
-
-    loop.call_soon_threadsafe(cancel_and_stop)
+    asyncio.run_coroutine_threadsafe(_end_tasks(), loop)
     if threading.current_thread() is not thread:  # a collection may happen in any thread
         thread.join(EXIT_TIMEOUT_SECONDS)
+
+
+async def _end_tasks() -> None:
+    """Cancel all others on this loop, such as a start that was interrupted; then stop it."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    asyncio.get_running_loop().stop()
 
 
 def _is_one_prompt(prompts: Any) -> bool:

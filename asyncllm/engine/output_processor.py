@@ -2,22 +2,20 @@
 
 One state per live sequence. Each step's news become one delta `RequestOutput` per request, given to
 the request's sink. Most steps bring one sequence's text and nothing else: a request may have a text
-sink for those, which gets the text as it is and costs half. Sinks must neither block nor raise, and
-are called on the loop's thread. What a request brings with it (detokeniser, stop strings) fails
-alone: its sequence ends with "error", the others go on. It schedules nothing: sequences that end by
-their text are returned, for the engine to tell the scheduler.
+sink for those, which gets the text as it is and costs half. Sinks are called on the loop's thread
+and must not block. What a request brings with it fails alone: its detokeniser and stop strings end
+its sequence with "error", a sink that raises ends the request. It schedules nothing: sequences that
+end by their text are returned, for the engine to tell the scheduler.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from asyncllm.engine.beam_search import EndedSearch
-from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_state import (
     RequestState,
     SequenceState,
@@ -38,8 +36,6 @@ from asyncllm.types import (
     TokenLogprobs,
     TokenUpdate,
 )
-
-__all__ = ["OutputCollector", "OutputProcessor", "Sink", "Stop", "TextSink"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +65,10 @@ class OutputProcessor:
         """Those whose last output is not out yet, oldest first; a copy."""
         return [owner.request for owner in self._requests.values()]
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether its last output is not out yet."""
+        return request_id in self._requests
+
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None = None) -> None:
         """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
 
@@ -96,7 +96,7 @@ class OutputProcessor:
             self._keep_prompt_logprobs(seq_id, chunk)
         stops: list[Stop] = []
         with_text, touched = self._take_all(updates, now, stops)
-        self._emit_all(with_text, touched, now)
+        self._emit_all(with_text, touched, now, stops)
         self._iteration.num_generation_tokens += len(updates)
         return stops
 
@@ -258,18 +258,41 @@ class OutputProcessor:
             state = self._sequences.get(seq.seq_id)
             if state is not None:
                 self._finish(state, state.add_end(_held_text(state), reason))
-        self._emit(owner, time.monotonic() if now is None else now)
+        try:
+            self._emit(owner, time.monotonic() if now is None else now)
+        except Exception:  # who ends this one may have others to end
+            logger.exception("request %s: its sink failed", owner.request.request_id)
 
     def _emit_all(
-        self, with_text: list[SequenceState], touched: Iterable[RequestState], now: float
+        self,
+        with_text: list[SequenceState],
+        touched: dict[RequestState, None],
+        now: float,
+        stops: list[Stop],
     ) -> None:
         for state in with_text:
             text, num_tokens = state.text_news, state.num_news
             state.text_news, state.num_news = "", 0
             if state.text_sink is not None:
-                state.text_sink(text, num_tokens)
+                try:
+                    state.text_sink(text, num_tokens)
+                except Exception as error:
+                    touched.pop(state.owner, None)
+                    self._lose(state.owner, error, now, stops)
         for owner in touched:
-            self._emit(owner, now)
+            try:
+                self._emit(owner, now)
+            except Exception as error:
+                self._lose(owner, error, now, stops)
+
+    def _lose(self, owner: RequestState, error: Exception, now: float, stops: list[Stop]) -> None:
+        """End a request that could not be told its news."""
+        logger.error("request %s: its sink failed", owner.request.request_id, exc_info=error)
+        if owner.request.request_id in self._requests:  # else it was its last output
+            live = [seq for seq in owner.request.sequences if seq.seq_id in self._sequences]
+            stops += [Stop(seq, None, FinishReason.ERROR) for seq in live]
+            owner.error = f"output failed: {type(error).__name__}: {error}"
+            self._end(owner, "error", now)
 
     def _emit(self, owner: RequestState, now: float) -> None:
         if owner.news and owner.news[0].token_ids:

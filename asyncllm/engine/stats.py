@@ -86,6 +86,6 @@ class IterationStats:
 
 
 class StatLogger(Protocol):
-    """An observer; it must neither block nor raise."""
+    """An observer; it must not block. One that raises is told no more."""
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None: ...

@@ -31,7 +31,7 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import StepCost, StepPlan, SwapCost
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
-from asyncllm.worker.kernels import make_executor, select_kernels
+from asyncllm.worker.kernels import Kernels, make_executor, select_kernels
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
 from asyncllm.worker.model_runner import ModelRunner
@@ -57,64 +57,39 @@ class Worker:
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.phases: dict[str, float] = {}
+        self._config = config
         self._progress = progress
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
-        dtype = getattr(torch, config.dtype)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
-        model_len = config.max_model_len or config.model.context_window
-        page_bytes = _page_bytes(config, dtype)
-        host_pages = _host_pages(config, page_bytes, dtype, self.device)
+        page_bytes = self._page_bytes()
+        host_pages = self._host_pages(page_bytes)
         with self._phase("kernels"):
-            kernels = select_kernels(self.device, dtype)
+            kernels = select_kernels(self.device, self._dtype)
         with self._phase("load"):
-            model = build_model(config.model, dtype, self.device, kernels.ops, model_len)
-            load_weights(model, config.model.path, config.load_format, config.seed, progress)
+            model = self._load_model(kernels)
         with self._phase("profile"):
             profile = profile_step(model, config, self.device, kernels.top_k_top_p)
             self.memory = plan_memory(config, page_bytes, profile, self.device)
         with self._phase("kv_cache"):
-            cache = self._allocate_cache(config, dtype, host_pages)
-            pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
-            state = DeviceState(
-                config.num_slots, pages_per_sequence, config.model.vocab_size, self.device
-            )
+            cache = self._allocate_cache(host_pages)
+            state = self._allocate_state()
             self.token_masks = TokenMaskBuffer(
                 config.num_slots, config.model.vocab_size, self.device
             )
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
-        self.runner = ModelRunner(
-            model=model,
-            cache=cache,
-            attention=attention,
-            state=state,
-            sampler=Sampler(
-                state,
-                kernels.plain_sample,
-                kernels.sample_slots,
-                kernels.top_k_top_p,
-                kernels.apply_masks,
-            ),
-            decode_ends=kernels.decode_ends,
-            executor=self._executor,
-            builder=StepBuilder(config.num_slots, config.block_size),
-            processors=self._processors,
-            masks=self.token_masks,
-            device=self.device,
-        )
+        self.runner = self._make_runner(model, cache, attention, state, kernels)
         with self._phase("warm_up"), self._on_stream():
-            most = min(config.max_num_batched_tokens, self.memory.max_model_len)
-            for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
-                self.runner.warm_up(min(num_tokens, most))
-            self.runner.warm_up_masks(dtype)
+            self._warm_up()
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
-            self._make_graphs(config, model, attention, dtype)
+            self._make_graphs(model, attention)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
-                self.step_cost = measure_step_cost(self.runner, most)
+                self.step_cost = measure_step_cost(self.runner, self._most_tokens)
         with self._phase("swap_space"):
             self.swap_cost = self._measure_swap_cost(cache, profile)
 
@@ -167,10 +142,34 @@ class Worker:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _allocate_cache(
-        self, config: EngineConfig, dtype: torch.dtype, host_pages: HostPages
-    ) -> KVCache:
+    # --- the parts, in the order of their making ---------------------------------------------
+
+    def _page_bytes(self) -> int:
+        model, block_size = self._config.model, self._config.block_size
+        return KVCache.page_bytes(
+            model.num_layers, block_size, model.num_kv_heads, model.head_dim, self._dtype
+        )
+
+    def _host_pages(self, page_bytes: int) -> HostPages:
+        """As many as `swap_space` holds; being allocated from here on."""
+        config, model = self._config, self._config.model
+        num_pages = config.swap_space_bytes // page_bytes
+        shape = KVCache.host_shape(
+            num_pages, model.num_layers, config.block_size, model.num_kv_heads, model.head_dim
+        )
+        return HostPages(shape, self._dtype, self.device)
+
+    def _load_model(self, kernels: Kernels) -> CausalLM:
+        config = self._config
+        model_len = config.max_model_len or config.model.context_window
+        model = build_model(config.model, self._dtype, self.device, kernels.ops, model_len)
+        path = config.model.path
+        load_weights(model, path, config.load_format, config.seed, self._progress)
+        return model
+
+    def _allocate_cache(self, host_pages: HostPages) -> KVCache:
         """Raises `ValueError` naming the flags where the memory is not there."""
+        config = self._config
         try:
             return KVCache(
                 num_layers=config.model.num_layers,
@@ -178,7 +177,7 @@ class Worker:
                 block_size=config.block_size,
                 num_kv_heads=config.model.num_kv_heads,
                 head_dim=config.model.head_dim,
-                dtype=dtype,
+                dtype=self._dtype,
                 device=self.device,
                 host_pages=host_pages,
             )
@@ -188,23 +187,58 @@ class Worker:
                 "kv_cache_memory_bytes or gpu_memory_utilization"
             ) from error
 
-    def _measure_swap_cost(self, cache: KVCache, profile: Profile) -> SwapCost | None:
-        """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""
-        try:
-            return measure_swap_cost(cache, profile)
-        except (MemoryError, RuntimeError) as error:
-            raise ValueError(
-                f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"
-            ) from error
+    def _allocate_state(self) -> DeviceState:
+        config = self._config
+        pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
+        return DeviceState(
+            config.num_slots, pages_per_sequence, config.model.vocab_size, self.device
+        )
 
-    def _make_graphs(
-        self, config: EngineConfig, model: CausalLM, attention: AttentionBackend, dtype: torch.dtype
-    ) -> None:
+    def _make_runner(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        attention: AttentionBackend,
+        state: DeviceState,
+        kernels: Kernels,
+    ) -> ModelRunner:
+        return ModelRunner(
+            model=model,
+            cache=cache,
+            attention=attention,
+            state=state,
+            sampler=Sampler(
+                state,
+                kernels.plain_sample,
+                kernels.sample_slots,
+                kernels.top_k_top_p,
+                kernels.apply_masks,
+            ),
+            decode_ends=kernels.decode_ends,
+            executor=self._executor,
+            builder=StepBuilder(self._config.num_slots, self._config.block_size),
+            processors=self._processors,
+            masks=self.token_masks,
+            device=self.device,
+        )
+
+    def _warm_up(self) -> None:
+        for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
+            self.runner.warm_up(min(num_tokens, self._most_tokens))
+        self.runner.warm_up_masks(self._dtype)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of one sequence in a step."""
+        return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
+
+    def _make_graphs(self, model: CausalLM, attention: AttentionBackend) -> None:
         """Of steps with prefills and of decode steps, in one pool."""
+        config = self._config
         pool = GraphPool()
         if config.prefill_graph_sizes:
             sizes = config.prefill_graph_sizes
-            prefill = PrefillGraphs(model, attention, sizes[-1], pool, dtype, self.device)
+            prefill = PrefillGraphs(model, attention, sizes[-1], pool, self._dtype, self.device)
             with self._phase("prefill_graphs"), self._on_stream():
                 self._capture(prefill.capture, sizes, "prefill")
             self.runner.mixed_forward.graphs = prefill
@@ -226,6 +260,15 @@ class Worker:
             capture(size)
         self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
 
+    def _measure_swap_cost(self, cache: KVCache, profile: Profile) -> SwapCost | None:
+        """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""
+        try:
+            return measure_swap_cost(cache, profile)
+        except (MemoryError, RuntimeError) as error:
+            raise ValueError(
+                f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"
+            ) from error
+
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         """Work on the stream that the steps will use, after all that came before."""
@@ -243,21 +286,3 @@ class Worker:
         start = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - start
-
-
-def _page_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    model = config.model
-    return KVCache.page_bytes(
-        model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
-    )
-
-
-def _host_pages(
-    config: EngineConfig, page_bytes: int, dtype: torch.dtype, device: torch.device
-) -> HostPages:
-    """As many as `swap_space` holds; being allocated from here on."""
-    model, num_pages = config.model, config.swap_space_bytes // page_bytes
-    shape = KVCache.host_shape(
-        num_pages, model.num_layers, config.block_size, model.num_kv_heads, model.head_dim
-    )
-    return HostPages(shape, dtype, device)

@@ -235,23 +235,26 @@ inline uint32_t to_pair(float low, float high) { return round_to_half(low) | rou
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float inverse_root(float x) { return 1 / std::sqrt(x); }
 
-// mma.m16n8k16: thread (g, q) of a warp holds, of a, row g at columns 2q.. and 2q + 8.., of b the same
-// of column g, of c row g at columns 2q and 2q + 1.
-inline void multiply_add(float (&c)[2], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+// mma.m16n8k16: thread (g, q) of a warp holds, of a, rows g and g + 8 at columns 2q.. (a0, a1) and
+// 2q + 8.. (a2, a3), of b column g at the same rows, of c rows g and g + 8 at columns 2q and 2q + 1.
+inline void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                         uint32_t b0, uint32_t b1) {
     struct Operands {
-        uint32_t a[2], b[2];
+        uint32_t a[4], b[2];
     };
-    const auto slots = emulator::meet_warp(Operands{{a0, a1}, {b0, b1}});
-    const int lane = thread_index() % emulator::WARP, row = lane / 4;
-    for (int i = 0; i < 2; i++) {
-        const int column = lane % 4 * 2 + i;
+    const auto slots = emulator::meet_warp(Operands{{a0, a1, a2, a3}, {b0, b1}});
+    const int lane = thread_index() % emulator::WARP;
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4, lower = i / 2, column = lane % 4 * 2 + i % 2;
         for (int q = 0; q < 4; q++) {
             const auto a = emulator::brought<Operands>(slots, row * 4 + q);
             const auto b = emulator::brought<Operands>(slots, column * 4 + q);
             for (int half = 0; half < 2; half++) {
-                c[i] += bits_to_float(a.a[half] << 16) * bits_to_float(b.b[half] << 16);
-                c[i] += bits_to_float(a.a[half] & 0xffff0000u) * bits_to_float(b.b[half] & 0xffff0000u);
+                const uint32_t x = a.a[half * 2 + lower], y = b.b[half];
+                c[i] += bits_to_float(x << 16) * bits_to_float(y << 16);
+                c[i] += bits_to_float(x & 0xffff0000u) * bits_to_float(y & 0xffff0000u);
             }
         }
     }
 }
+inline void prefetch(const void*) {}

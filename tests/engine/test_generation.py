@@ -7,9 +7,11 @@ import collections
 import threading
 from typing import Any
 
-from asyncllm.engine.generation import Generation, Sink
+from asyncllm.engine.generation import Generation
+from asyncllm.engine.output_state import Sink
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.sampling_params import RequestOutputKind
+from tests.waiting import PATIENCE_SECONDS
 
 NUM_TOKENS = 200
 
@@ -68,6 +70,6 @@ def test_collected_in_another_thread_it_aborts_on_the_loops() -> None:
         held = [Generation(submit, abort, RequestOutputKind.DELTA)]
         await anext(held[0])
         await asyncio.to_thread(held.clear)
-        return await asyncio.wait_for(aborted, 60)
+        return await asyncio.wait_for(aborted, PATIENCE_SECONDS)
 
     assert asyncio.run(test()) is threading.current_thread()

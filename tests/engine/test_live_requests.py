@@ -1,70 +1,218 @@
-"""What clients hear where something comes between a step's books (`take`) and its news (`tell`)."""
+"""Whatever a step does, every live request ends once and hears of it, and the engine goes on."""
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from asyncllm.engine.admission import Admission
-from asyncllm.engine.live_requests import LiveRequests
-from asyncllm.engine.stats import AbortCause
-from asyncllm.outputs import RequestOutput
-from asyncllm.types import StepResult
-from tests.engine.builders import make_request, make_scheduler
+from asyncllm import (
+    AsyncLLMEngine,
+    InvalidRequestError,
+    RequestFailedError,
+    RequestOutput,
+    SamplingParams,
+)
+from asyncllm.engine import live_requests
+from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.stats import IterationStats, SchedulerStats
+from asyncllm.types import TokenUpdate
+from tests.engine.test_async_engine import (
+    ENDLESS,
+    GREEDY,
+    set_queue_clock_forward,
+    settle,
+    small_engine,
+)
+from tests.waiting import PATIENCE_SECONDS, run, until
+
+SEARCH = SamplingParams(n=2, use_beam_search=True, max_tokens=4, ignore_eos=True)
+SHORT = replace(GREEDY, max_tokens=3)
 
 
-class Rig:
-    """One request that has had its first step, and what its client has heard."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.aborts: Counter[AbortCause] = Counter()
-        self.heard: list[RequestOutput] = []
-        self.live = LiveRequests(make_scheduler(), Admission(9, 999, 60.0), None, self.aborts)
-        request = make_request(1, [1, 2, 3], max_tokens=max_tokens, detokenize=False)
-        self.live.add(request, self.heard.append, None)
-
-    def take(self, token_id: int) -> None:
-        plan = self.live.scheduler.plan()
-        assert plan is not None
-        self.live.planned(plan)
-        self.live.take(plan, StepResult([token_id]))
-
-    @property
-    def reasons(self) -> list[str | None]:
-        return [output.outputs[0].finish_reason for output in self.heard]
+def core_of(engine: AsyncLLMEngine) -> EngineCore:
+    assert engine._core is not None
+    return engine._core
 
 
-def test_a_step_is_told_once() -> None:
-    rig = Rig(max_tokens=2)
-    rig.take(7)
-    assert not rig.heard
-    rig.live.tell()
-    rig.live.tell()
-    assert rig.reasons == [None]
-    rig.take(8)
-    rig.live.tell()
-    assert rig.reasons == [None, "length"]
-    rig.live.check_empty()
+async def outcome(engine: AsyncLLMEngine, prompt: str, params: SamplingParams) -> RequestOutput:
+    return await engine.generate(prompt, params, request_id=prompt)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5], ids=["ended by the step", "going on"])
-def test_who_leaves_before_it_is_told_hears_of_its_end_alone(max_tokens: int) -> None:
-    rig = Rig(max_tokens)
-    rig.take(7)
-    assert rig.live.abort("r1", "disconnect")
-    rig.live.tell()
-    assert rig.reasons == ["abort"] and not rig.heard[0].outputs[0].token_ids
-    assert rig.aborts == {"disconnect": 1}
-    assert not rig.live.abort("r1", "disconnect")
-    rig.live.check_empty()
+class FailingOutputs:
+    """`process` raises once, at the step after which the scheduler has nothing left of `name`."""
+
+    def __init__(self, core: EngineCore, name: str) -> None:
+        self.core, self.name = core, name
+        self.process = core.live.outputs.process
+        core.live.outputs.process = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, updates: list[TokenUpdate], *rest: Any) -> Any:
+        if not self.core.live.scheduler.has_request(self.name):
+            self.core.live.outputs.process = self.process  # type: ignore[method-assign]
+            raise ArithmeticError("planted")
+        return self.process(updates, *rest)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5], ids=["ended by the step", "going on"])
-def test_what_a_failed_step_could_not_tell_ends_with_its_error(max_tokens: int) -> None:
-    rig = Rig(max_tokens)
-    rig.take(7)
-    rig.live.restart(make_scheduler(), "boom", keep_queued=True)
-    rig.live.tell()
-    assert rig.reasons == ["error"]
-    rig.live.check_empty()
+@pytest.mark.parametrize("params", [SEARCH, SHORT], ids=["beam search", "by its length"])
+def test_what_ended_in_a_step_whose_outputs_fail_ends_with_the_error(
+    params: SamplingParams,
+) -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            expected = (await outcome(engine, "hello", params)).outputs
+            longer = asyncio.create_task(outcome(engine, "longer", ENDLESS))
+            await until(lambda: engine.stats().num_running)
+            ending = asyncio.create_task(outcome(engine, "ends", params))
+            await until(lambda: core_of(engine).live.scheduler.has_request("ends"))
+            FailingOutputs(core_of(engine), "ends")
+            for request in (ending, longer):
+                with pytest.raises(RequestFailedError, match="planted"):
+                    await request
+            await settle(engine)
+            assert (await outcome(engine, "hello", params)).outputs == expected
+
+    run(main())
+
+
+def test_a_search_whose_words_find_no_thread_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        async with small_engine() as engine:
+            monkeypatch.setattr(live_requests, "in_own_thread", no_thread)
+            with pytest.raises(RequestFailedError, match="can't start new thread"):
+                await outcome(engine, "hello", SEARCH)
+            engine.check_idle()
+            monkeypatch.undo()
+
+    run(main())
+
+
+@pytest.mark.parametrize("failing", [0, 1, -1], ids=["first", "text", "last"])
+def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
+    """failing: which call raises; with -1 that of the last output."""
+
+    async def main() -> None:
+        async with small_engine() as engine:
+            expected = (await outcome(engine, "other", GREEDY)).outputs
+            other = asyncio.create_task(outcome(engine, "other", GREEDY))
+            calls: list[RequestOutput | str] = []
+
+            def raise_once(news: RequestOutput | str) -> None:
+                calls.append(news)
+                is_last = isinstance(news, RequestOutput) and news.finished
+                if is_last if failing == -1 else len(calls) == failing + 1:
+                    raise ArithmeticError("planted")
+
+            def take_text(text: str, num_tokens: int) -> None:
+                raise_once(text)
+
+            await engine.add_request("bad", "bad", GREEDY, raise_once, text_sink=take_text)
+            assert (await other).outputs == expected
+            await settle(engine)
+            last = calls[-1]
+            assert isinstance(last, RequestOutput) and last.finished
+            if failing == -1:
+                assert last.error is None and len(calls) == GREEDY.max_tokens
+            else:
+                assert last.error == "output failed: ArithmeticError: planted"
+                assert len(calls) == failing + 2  # told once more, that it is over
+
+    run(main())
+
+
+def test_a_sink_that_raises_when_its_request_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            other = asyncio.create_task(outcome(engine, "other", replace(GREEDY, max_tokens=60)))
+            await until(lambda: engine.stats().num_running)
+            heard: list[RequestOutput] = []
+
+            def raise_always(output: RequestOutput) -> None:
+                heard.append(output)
+                raise ArithmeticError("planted")
+
+            await engine.add_request("late", "late", GREEDY, raise_always)
+            set_queue_clock_forward(monkeypatch, 601)
+            assert (await other).finished
+            assert [output.overloaded for output in heard] == [True]
+            engine.check_idle()
+
+    run(main())
+
+
+def test_an_observer_that_raises_is_told_no_more() -> None:
+    class Observer:
+        num_calls = 0
+
+        def record(self, stats: SchedulerStats, iteration: IterationStats) -> None:
+            self.num_calls += 1
+            raise ArithmeticError("planted")
+
+    async def main() -> None:
+        bad = Observer()
+        async with small_engine() as engine:
+            engine.stat_loggers.append(bad)
+            assert (await outcome(engine, "hello", GREEDY)).finished
+        assert bad.num_calls == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["device answers", "device lost"])
+def test_while_the_device_is_asked_requests_come_and_go(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """After a failed step: a queued one is aborted, its id is still taken, a new one arrives."""
+
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            core = core_of(engine)
+            launch, asked, go = core.worker.launch, threading.Event(), threading.Event()
+
+            def fail_once(*_: Any) -> Any:
+                monkeypatch.setattr(core.worker, "launch", launch)
+                raise ArithmeticError("planted")
+
+            def drain() -> None:
+                asked.set()
+                assert go.wait(PATIENCE_SECONDS)
+                if lost:
+                    raise ArithmeticError("lost")
+
+            running = asyncio.create_task(outcome(engine, "running", ENDLESS))
+            await until(lambda: engine.stats().num_running == 1)
+            gone = asyncio.create_task(outcome(engine, "gone", ENDLESS))
+            stays = asyncio.create_task(outcome(engine, "stays", SHORT))
+            await until(lambda: engine.stats().num_waiting == 2)
+            monkeypatch.setattr(core.worker, "drain", drain)
+            monkeypatch.setattr(core.worker, "launch", fail_once)
+            with pytest.raises(RequestFailedError, match="planted"):
+                await running
+            await until(asked.is_set)
+            gone.cancel()
+            with pytest.raises(InvalidRequestError, match="in use"):
+                await outcome(engine, "stays", SHORT)
+            new = asyncio.create_task(outcome(engine, "new", SHORT))
+            await until(lambda: core.live.scheduler.has_request("new"))
+            go.set()
+            for request in (stays, new):
+                if lost:
+                    with pytest.raises(RequestFailedError, match="device is lost"):
+                        await request
+                else:
+                    assert (await request).finished
+            assert gone.cancelled()
+            if not lost:
+                await settle(engine)
+            engine.check_idle()
+            monkeypatch.undo()
+
+    run(main())

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.output_processor import TextSink
+from asyncllm.engine.output_state import TextSink
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import (

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from asyncllm.engine.output_processor import OutputCollector, OutputProcessor, Stop
+from asyncllm.engine.output_collector import OutputCollector
+from asyncllm.engine.output_processor import OutputProcessor, Stop
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs

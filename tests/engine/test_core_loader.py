@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from asyncllm.engine import async_engine
+from asyncllm import LLM
+from asyncllm.engine import core_loader
 from asyncllm.worker.worker import Worker
-from tests.engine.test_async_engine import ENDLESS, GREEDY, run, small_engine, until
+from tests.engine.test_async_engine import ENDLESS, GREEDY, SMALL, small_engine
+from tests.waiting import PATIENCE_SECONDS, run, until
 
 
 class Workshop:
@@ -24,7 +28,7 @@ class Workshop:
     def __call__(self, *args: Any, **kwargs: Any) -> Worker:
         name = f"worker {sum(event.endswith('begun') for event in self.events)}"
         self.events.append(f"{name} begun")
-        assert self.go.wait(60)
+        assert self.go.wait(PATIENCE_SECONDS)
         worker = Worker(*args, **kwargs)
         close = worker.close
 
@@ -40,7 +44,7 @@ class Workshop:
 @pytest.fixture
 def workshop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
     made = Workshop()
-    monkeypatch.setattr(async_engine, "Worker", made)
+    monkeypatch.setattr(core_loader, "Worker", made)
     yield made
     made.go.set()
 
@@ -79,8 +83,37 @@ def test_closed_even_if_the_loop_has_ended(workshop: Workshop) -> None:
     run(main())
     (thread,) = (t for t in threading.enumerate() if t.name.startswith("asyncllm-load"))
     workshop.go.set()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
+
+
+def test_an_interrupted_llm_closes_what_it_was_loading(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C in a notebook, while `LLM(...)` loads."""
+    run_on_loop = asyncio.run_coroutine_threadsafe
+
+    def interrupted(*args: Any) -> Any:
+        future = run_on_loop(*args)
+
+        def result() -> None:
+            while not workshop.events:
+                time.sleep(0.002)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", run_on_loop)
+        future.result = result  # type: ignore[method-assign, assignment]
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM("tiny", **SMALL)
+    (thread,) = (t for t in threading.enumerate() if t.name.startswith("asyncllm-load"))
+    workshop.go.set()
+    thread.join(PATIENCE_SECONDS)
+    assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
+    gc.collect()
+    assert not caplog.records  # no task destroyed while pending
 
 
 def test_a_start_after_a_cancelled_one_loads_when_the_first_is_closed(workshop: Workshop) -> None:
