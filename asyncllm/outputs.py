@@ -5,6 +5,7 @@ Plain records: no reference into the engine, safe to keep for ever.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +23,7 @@ class Logprob:
 
 # For each position: token id -> Logprob, the sampled (or prompt) token first.
 SampleLogprobs = list[dict[int, Logprob]]
-PromptLogprobs = list[dict[int, Logprob] | None]
+PromptLogprobs = Sequence[dict[int, Logprob] | None]
 
 
 @dataclass(slots=True)

@@ -34,14 +34,19 @@ class ReasoningMarkers:
            belong to neither: whoever splits the text takes them off
     begin  opens it. With None the prompt has opened it: `end` must come. With a text the model
            decides: either `begin`, reasoning and `end` come first, or the answer comes at once.
+    resumed, header   of models whose answers are messages: `resumed` stands between the reasoning
+           and `header`, which opens the answer with and without reasoning. Then no newlines do.
     """
 
     end: str
     begin: str | None = None
+    resumed: str = ""
+    header: str = ""
 
     def __post_init__(self) -> None:
         wanted = f"markers of 1 to {MAX_REASONING_MARKER_CHARS} characters"
-        for text in (self.end,) if self.begin is None else (self.end, self.begin):
+        begin = () if self.begin is None else (self.begin,)
+        for text in (self.end, *begin, *filter(None, (self.resumed, self.header))):
             _require(is_text(text) and len(text) <= MAX_REASONING_MARKER_CHARS, "after", wanted)
 
 
@@ -58,7 +63,8 @@ class StructuredOutputsParams:
     structural_tag  free text with constrained parts, as JSON: {"structures", "triggers"} or
                     {"type": "structural_tag", "format"}
     The next three change what JSON is allowed. Not vLLM's: `after` lets reasoning come first, and
-    `alternative` is Lark of what the answer may be instead (a chat's tool calls).
+    `alternative` is Lark of what the answer may be instead (a chat's tool calls), with its own
+    reasoning where `after` has a header.
     Raises `InvalidRequestError` (a `ValueError`) naming the field.
     """
 

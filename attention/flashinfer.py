@@ -67,7 +67,7 @@ class FlashInferAttention:
             cache = self._cache.layers[layer.index]
             q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
             out = torch.empty_like(q)
-            self._decode(layer, q, rows.block_tables, lengths, out)
+            self._bind_decode(q, rows.block_tables, lengths, out)(layer)
             return out.flatten(1)
 
         return attend
@@ -104,29 +104,25 @@ class FlashInferAttention:
         start = decodes.positions.shape[0]
         end = start + prefills.num_tokens
         prefill = plan.bind(q[start:end], out[start:end])
-        decode_q, decode_out = q[:start], out[:start]
-        block_tables, lengths = decodes.block_tables, _lengths(decodes)
+        decode = self._bind_decode(q[:start], decodes.block_tables, _lengths(decodes), out[:start])
 
         def attend(layer: AttentionLayer) -> None:
-            self._decode(layer, decode_q, block_tables, lengths, decode_out)
+            decode(layer)
             prefill(layer)
 
         return attend
 
-    def _decode(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        block_tables: torch.Tensor,
-        lengths: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
+    def _bind_decode(
+        self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
+    ) -> AttendRows:
         """q, out [rows, heads, head_dim], contiguous; lengths uint32 [rows, 1]."""
-        cache = self._cache.layers[layer.index]
-        if not self.uses_xqa:
+        if self.uses_xqa:
+            return self._xqa.bind(q, block_tables, lengths, out)
+
+        def decode(layer: AttentionLayer) -> None:
             paged_decode(
                 q,
-                cache,
+                self._cache.layers[layer.index],
                 block_tables,
                 lengths,
                 out,
@@ -134,8 +130,8 @@ class FlashInferAttention:
                 window=layer.window,
                 num_sms=self._num_sms,
             )
-            return
-        self._xqa(layer, q, block_tables, lengths, out)
+
+        return decode
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:

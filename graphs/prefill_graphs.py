@@ -7,6 +7,9 @@ capture knows. All sizes read and write the same buffers, tokens beyond the step
     piece 0: embed norm qkv write     -> q     attention 0: q -> out
     piece 1: o_proj norm mlp norm qkv write -> q     attention 1: q -> out
     piece 2: o_proj norm mlp norm -> hidden
+
+A short prompt alone, none of it cached, is what a waiting user asks most: its attention needs no
+plan (fresh_prompt.py), so those sizes have a second capture, attention and all, in one launch.
 """
 
 from __future__ import annotations
@@ -16,9 +19,19 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.attention.base import AttendRows, AttentionBackend, AttentionLayer, Rotation
+from asyncllm.attention.base import (
+    Attend,
+    AttendRows,
+    AttentionBackend,
+    AttentionLayer,
+    Rotation,
+)
+from asyncllm.attention.fresh_prompt import FreshPrompt
+from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.models.base import CausalLM
+
+MOST_WHOLE_TOKENS = 512  # above, launching is quicker than the device, and paged kernels than dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,23 @@ def forward(
         attend_rows(layer)
         return out
 
+    return _forward(model, tokens, attend)
+
+
+def forward_fresh(
+    model: CausalLM, attention: AttentionBackend, tokens: TokenBuffers, cache: KVCache
+) -> torch.Tensor:
+    """Hidden states [T, hidden_size] of one prompt from its beginning, padding behind it."""
+    prompt = FreshPrompt(cache, tokens.write_slots)
+
+    def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
+        return prompt.attend(layer, tokens.q)
+
+    return _forward(model, tokens, attend)
+
+
+def _forward(model: CausalLM, tokens: TokenBuffers, attend: Attend) -> torch.Tensor:
     prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
     return model.forward(tokens.token_ids, tokens.positions, prompt_lens, attend)
 
@@ -83,6 +113,7 @@ class PrefillGraphs:
         self,
         model: CausalLM,
         attention: AttentionBackend,
+        cache: KVCache,
         max_size: int,
         pool: GraphPool,
         dtype: torch.dtype,
@@ -90,12 +121,16 @@ class PrefillGraphs:
     ) -> None:
         self._model = model
         self._attention = attention
+        self._cache = cache
         self._layers = model.attention_layers
         self._pool = pool
         self._buffers = TokenBuffers.zeros(max_size, self._layers[0], dtype, device)
         self._hidden: torch.Tensor | None = None  # [max_size, hidden_size], of the last replay
         self._sizes: list[int] = []  # captured, ascending
         self._pieces: dict[int, list[Graph]] = {}
+        self._whole: dict[int, Graph] = {}
+        windows = [layer.window for layer in self._layers if layer.window is not None]
+        self._most_whole = min([MOST_WHOLE_TOKENS, *windows])  # within a window all is seen
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -121,7 +156,28 @@ class PrefillGraphs:
             hidden = forward(self._model, self._attention, tokens, lambda layer: capture.cut())
             self._hidden[:size].copy_(hidden)
         self._pieces[size] = capture.graphs
+        if size <= self._most_whole:
+            self._whole[size] = self._capture_whole(size)
         insort(self._sizes, size)
+
+    def _capture_whole(self, size: int) -> Graph:
+        tokens = self.buffers(size)
+        forward_fresh(self._model, self._attention, tokens, self._cache)
+        assert self._hidden is not None
+        with self._pool.capture() as capture:
+            hidden = forward_fresh(self._model, self._attention, tokens, self._cache)
+            self._hidden[:size].copy_(hidden)
+        (graph,) = capture.graphs
+        return graph
+
+    def has_whole(self, size: int) -> bool:
+        return size in self._whole
+
+    def replay_whole(self, size: int) -> torch.Tensor:
+        """`replay` of a step that is one prompt, none of it computed before."""
+        self._whole[size].replay()
+        assert self._hidden is not None
+        return self._hidden[:size]
 
     def replay(self, size: int, attend_rows: AttendRows) -> torch.Tensor:
         """Run the step in `buffers(size)`: hidden states [size, hidden_size], until the next."""

@@ -20,7 +20,8 @@ def exchange(socks: list[socket.socket], bodies: list[bytes]) -> list[list[float
     ready = selectors.DefaultSelector()
     times: list[list[float]] = []
     for sock, body in zip(socks, bodies, strict=True):
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/json\r\n"
         times.append([time.monotonic()])
         sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         ready.register(sock, selectors.EVENT_READ, len(times) - 1)

@@ -28,7 +28,7 @@ def probe(lag_port: int) -> None:
 def main() -> None:
     port, num_streams, lag_port = (int(arg) for arg in sys.argv[1:4])
     body = sys.argv[4].encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     ready = selectors.DefaultSelector()
     for _ in range(num_streams):

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What the prefill chunk does to latencies: the real Scheduler on a model of an H100. CPU, seconds.
+"""What the prefill chunk does to latencies: the real Scheduler on a model of a GPU. CPU, seconds.
 
 No kernel runs and no clock is read: a step lasts as long as `Device` says (calibrated on decode and
-prefill steps measured on an H100), the host plans one step ahead as `pipeline.run_ahead` does, and
-clients come as in the load test's workloads. So two policies are compared on the same arrivals; the
-figures are a model's, for choosing between rules and not for a table of results.
+prefill steps measured on an H100 and an H200), the host launches one step ahead as
+`pipeline.run_ahead` does, as late as `PlanTime` lets it, and clients come as in the load test's
+workloads. So two policies are compared on the same arrivals; the figures are a model's, for
+choosing between rules and not for a table of results. HTTP is not in them.
 
     simulate_schedule.py                                     # all policies on all workloads, 8B
     simulate_schedule.py --model 0.6b --workload tput rate16 --policy unbounded default
@@ -22,7 +23,10 @@ from dataclasses import dataclass, field
 from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
+from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.stats import StepRecord
+from asyncllm.engine.step_clock import kind_of
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (
@@ -37,8 +41,11 @@ from asyncllm.types import (
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
-HOST_S = 0.0005  # per step: plan, launch, finish; hidden unless the device is idle
+PLAN_S = 0.0003  # plan, build, and all until the device begins: hidden unless it is idle
+LAUNCH_S = {"decode": 0.00015, "prefill": 0.0007, "mixed": 0.0015}  # between pieces, from Python
+FINISH_S, FINISH_TOKEN_S = 0.0001, 8e-6  # per step and per token: books, text, frames
 CLIENT_S = 0.001  # from a request's last token to the next request's arrival
+ARRIVAL_S = 0.0004  # of the host, between two requests that come at once
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,7 @@ class Device:
     @property
     def cost(self) -> StepCost:
         """What the worker would measure at its start."""
-        largest = self.products_ms[-1]
-        return StepCost(self.products_s(1), largest[1] / 1e3 / largest[0])
+        return StepCost(self.products_s(1), self.products_s(1024) / 1024)
 
 
 # H100: decode steps of 1/8/64/128/256 rows at context 640 less their KV reads, prefill steps above.
@@ -92,6 +98,40 @@ DEVICES = {
         kv_bytes_per_token=114_688,
         attention_flops=4.0 * 16 * 128 * 28,
         num_pages=35_000,
+    ),
+    # H200: the same figures of docs/LOG.md, up to 2048 tokens.
+    "8b-h200": Device(
+        (
+            (1, 4.05),
+            (8, 4.95),
+            (64, 6.0),
+            (128, 5.6),
+            (256, 7.2),
+            (512, 10.9),
+            (1024, 21.0),
+            (8192, 172.0),
+        ),
+        kv_bytes_per_token=131_072,
+        attention_flops=4.0 * 32 * 128 * 32,
+        num_pages=50_000,
+        kv_bytes_per_s=4.0e12,
+    ),
+    "0.6b-h200": Device(
+        (
+            (1, 0.85),
+            (8, 1.1),
+            (16, 1.35),
+            (64, 2.0),
+            (128, 2.0),
+            (512, 2.1),
+            (1024, 2.9),
+            (2048, 5.3),
+            (8192, 20.0),
+        ),
+        kv_bytes_per_token=114_688,
+        attention_flops=4.0 * 16 * 128 * 28,
+        num_pages=70_000,
+        kv_bytes_per_s=4.0e12,
     ),
 }
 
@@ -112,13 +152,15 @@ class RatioChunk(ChunkPolicy):
 
 
 def policies(device: Device) -> dict[str, ChunkPolicy]:
-    default = ChunkPolicy.measured(device.cost)
+    default = ChunkPolicy.choose(None, device.cost, PREFILL_GRAPH_SIZES)
+    knees = ChunkPolicy.measured(device.cost)
     return {
         "unbounded": UNBOUNDED,
         **{str(size): FixedChunk(size) for size in (256, 512, 1024, 2048)},
         "ratio": RatioChunk(default.chunk_tokens),
-        "unaligned": default,
-        "default": ChunkPolicy.choose(None, device.cost, PREFILL_GRAPH_SIZES),
+        "knees": ChunkPolicy(knees.chunk_tokens, PREFILL_GRAPH_SIZES),
+        "unaligned": ChunkPolicy(default.chunk_tokens),
+        "default": default,
     }
 
 
@@ -181,9 +223,11 @@ class Simulation:
         self._arrivals: list[tuple[float, str]] = []
         self.clients: dict[str, Client] = {}
         self.num_prefilled = 0
+        self._plan_time = PlanTime()
+        self._now = self._free_at = 0.0  # of the host; when the device has done all it was given
         clock = 0.0
         for _ in range(workload.concurrency or workload.num_prompts):
-            clock += rng.expovariate(workload.rate) if workload.rate else 0.0002
+            clock += rng.expovariate(workload.rate) if workload.rate else ARRIVAL_S
             self._send(clock)
 
     def _send(self, clock: float) -> None:
@@ -193,35 +237,62 @@ class Simulation:
 
     def run(self) -> float:
         """Simulate to the end; the seconds that it took."""
-        now = free_at = 0.0  # of the host; when the device has done all it was given
-        in_flight: tuple[StepPlan, float] | None = None
+        in_flight: tuple[StepPlan, StepRecord] | None = None
         while True:
-            while self._arrivals and self._arrivals[0][0] <= now:
-                _, request_id = heapq.heappop(self._arrivals)
-                self._scheduler.add(self.clients[request_id].request)
-            plan = self._scheduler.plan()
-            launched: tuple[StepPlan, float] | None = None
-            if plan is not None:
-                self.num_prefilled += sum(len(row.token_ids) for row in plan.prefills)
-                free_at = max(free_at, now + HOST_S) + self._device.step_s(plan)
-                launched = plan, free_at
             if in_flight is not None:
-                now = max(now, in_flight[1])
-                self._finish(in_flight[0], now)
+                self._now += self._plan_time.seconds_to_wait(self._now)
+            self._take_arrivals()
+            plan = self._scheduler.plan()
+            launched = (plan, self._launch(plan)) if plan is not None else None
+            if in_flight is not None:
+                self._finish(*in_flight)
             elif launched is None:
                 if not self._arrivals:
-                    return now
-                now = self._arrivals[0][0]
+                    return self._now
+                self._plan_time.idle()
+                self._now = max(self._now, self._arrivals[0][0])
             in_flight = launched
 
-    def _finish(self, plan: StepPlan, now: float) -> None:
+    def _take_arrivals(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self._now:
+            _, request_id = heapq.heappop(self._arrivals)
+            self._scheduler.add(self.clients[request_id].request)
+
+    def _launch(self, plan: StepPlan) -> StepRecord:
+        """The device begins while the host still launches, and does not end before it has."""
+        started, num_prefill = self._now, sum(len(row.token_ids) for row in plan.prefills)
+        self.num_prefilled += num_prefill
+        begins = max(self._free_at, started + PLAN_S)
+        kind = kind_of(plan)
+        self._now = started + PLAN_S + LAUNCH_S.get(kind, 0.0)
+        self._free_at = max(begins + self._device.step_s(plan), self._now)
+        self._plan_time.planned(self._now - started)
+        return StepRecord(
+            step_id=plan.step_id,
+            kind=kind,
+            rows=len(plan.decodes) + len(plan.prefills),
+            tokens=plan.num_tokens,
+            prefill_tokens=num_prefill,
+            start=begins,
+            duration=self._free_at - begins,
+            launch_lead=None,
+            starved=0.0,
+            num_swap_out=0,
+            num_swap_in=0,
+        )
+
+    def _finish(self, plan: StepPlan, step: StepRecord) -> None:
+        self._now = now = max(self._now, step.start + step.duration)
+        self._plan_time.finished(step)
         tokens = StepResult([7] * len(plan.sampled))
         for update in self._scheduler.finish_step(plan, tokens):
             seq = update.seq
             self.clients[seq.request.request_id].token_times.append(now)
             over = seq.status is SequenceStatus.FINISHED
             if over and self._to_come and self._workload.concurrency:
-                self._send(now + CLIENT_S)
+                self._now += ARRIVAL_S
+                self._send(self._now + CLIENT_S)
+        self._now += FINISH_S + FINISH_TOKEN_S * len(plan.sampled)
 
 
 def _requests(workload: Workload, rng: random.Random) -> list[Request]:

@@ -7,13 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import TEST_SECONDS
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_first_token.py"
 
 
 def test_it_measures_each_stage_and_ends_in_a_json_line() -> None:
     args = ["--requests", "5", "--burst", "2", "--input-len", "20", "--output-len", "4"]
     done = subprocess.run(
-        [sys.executable, SCRIPT, *args], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, SCRIPT, *args],
+        capture_output=True,
+        text=True,
+        timeout=TEST_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     us = json.loads(done.stdout.splitlines()[-1])["us"]

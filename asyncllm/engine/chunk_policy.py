@@ -4,8 +4,11 @@ Up to the *knee* a step's matrix products last as long as reading the weights, s
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
 the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
 full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
-card. Where more could start than DRAIN_STEPS such steps compute, the chunk grows. A step of a size
-that is not captured is padded to the next, so chunk and decodes together make up a captured size.
+card. On a small model two knees are over in a moment and prompts take many steps, each of which the
+host must launch layer by layer: there the chunk is what LEAST_SECONDS compute, as far as captured
+sizes reach. Where more could start than DRAIN_STEPS such steps compute, the chunk grows. A step of
+a size that is not captured is padded to the next, so chunk and decodes together make up a captured
+size.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from asyncllm.types import StepCost
 
 CHUNK_KNEES = 2.0
+LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens disturbs nobody
 CHUNK_MULTIPLE = 256  # the noise of a measurement should not change the steps
 DRAIN_STEPS = 128
 
@@ -38,14 +42,17 @@ class ChunkPolicy:
     ) -> ChunkPolicy:
         """What the user asked for, exactly, else what the device measured, else no bound."""
         if asked is None and cost is not None:
-            return cls(cls.measured(cost).chunk_tokens, step_sizes)
+            return cls(cls.measured(cost, step_sizes).chunk_tokens, step_sizes)
         return cls(asked)
 
     @classmethod
-    def measured(cls, cost: StepCost) -> ChunkPolicy:
-        """Two knees, a multiple of CHUNK_MULTIPLE."""
-        knee = cost.seconds_per_step / cost.seconds_per_token
-        return cls(max(1, round(CHUNK_KNEES * knee / CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
+    def measured(cls, cost: StepCost, step_sizes: tuple[int, ...] = ()) -> ChunkPolicy:
+        """Two knees or LEAST_SECONDS, a multiple of CHUNK_MULTIPLE."""
+        num_tokens = CHUNK_KNEES * cost.seconds_per_step / cost.seconds_per_token
+        if step_sizes:  # with room for decodes
+            most = step_sizes[-1] - CHUNK_MULTIPLE
+            num_tokens = max(num_tokens, min(LEAST_SECONDS / cost.seconds_per_token, most))
+        return cls(max(1, round(num_tokens / CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
 
     def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
         """Of one step, while prompts of `num_startable_tokens` wait and have room."""

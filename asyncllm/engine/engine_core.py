@@ -72,7 +72,7 @@ class EngineCore:
             recorder.aborts,
         )
         self.clock = StepClock()
-        self._plan_time = PlanTime(worker.step_cost)
+        self._plan_time = PlanTime()
         self._plan_started = 0.0
         self._planning = False  # left true by a plan that raised
         self._untold: StepRecord | None = None  # finished, and nobody was told of it yet
@@ -163,8 +163,7 @@ class EngineCore:
         self.clock.launched(launched)
         now = time.monotonic()
         self.clock.host.launch += now - start
-        num_prompt_tokens = plan.num_tokens - len(plan.decodes)
-        self._plan_time.planned(self._plan_started, now - self._plan_started, num_prompt_tokens)
+        self._plan_time.planned(now - self._plan_started)
         return launched
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:

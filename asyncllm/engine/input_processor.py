@@ -14,7 +14,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm.config import EngineConfig
@@ -95,11 +95,11 @@ class InputProcessor:
         """The request with its `n` sequences. Raises `InvalidRequestError`."""
         parsed = parse_prompt(prompt)
         text = self._encoder.text(parsed)
-        ids = self._encoder.token_ids(parsed, text, params)
+        encoded = self._encode(parsed, text, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.compile(wanted)
         return self._build(
-            request_id, parsed, text, ids, params, grammar, arrival_time, priority, cache_salt
+            request_id, parsed, text, encoded, params, grammar, arrival_time, priority, cache_salt
         )
 
     async def process_async(
@@ -114,16 +114,16 @@ class InputProcessor:
         """`process`, but large texts and grammars are for threads: the libraries drop the GIL."""
         parsed = parse_prompt(prompt)
         text = self._encoder.text(parsed)
-        if parsed.token_ids is None and text is not None and len(text) >= LARGE_TEXT_CHARS:
-            ids = await asyncio.get_running_loop().run_in_executor(
-                self._executor(), self._encoder.token_ids, parsed, text, params
+        if _num_chars_to_encode(parsed, text, params) >= LARGE_TEXT_CHARS:
+            encoded = await asyncio.get_running_loop().run_in_executor(
+                self._executor(), self._encode, parsed, text, params
             )
         else:
-            ids = self._encoder.token_ids(parsed, text, params)
+            encoded = self._encode(parsed, text, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else await self.grammars.compile_async(wanted)
         return self._build(
-            request_id, parsed, text, ids, params, grammar, arrival_time, priority, cache_salt
+            request_id, parsed, text, encoded, params, grammar, arrival_time, priority, cache_salt
         )
 
     def close(self) -> None:
@@ -131,6 +131,10 @@ class InputProcessor:
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
+
+    def _encode(self, parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> _Encoded:
+        ids = self._encoder.token_ids(parsed, text, params)
+        return _Encoded(ids, bad_words_ids(params, self._encoder))
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None:
@@ -144,7 +148,7 @@ class InputProcessor:
         request_id: str,
         parsed: ParsedPrompt,
         text: str | None,
-        ids: list[int],
+        encoded: _Encoded,
         params: SamplingParams,
         grammar: CompiledGrammar | None,
         arrival_time: float,
@@ -153,6 +157,7 @@ class InputProcessor:
     ) -> Request:
         if type(priority) is not int or abs(priority) >= 2**63:
             raise InvalidRequestError("priority must be a 64-bit integer", "priority")
+        ids = encoded.prompt
         max_tokens = self._resolve_max_tokens(len(ids), params, parsed)
         self._check_params(params, len(ids), max_tokens)
         salt = parsed.cache_salt if cache_salt is None else cache_salt
@@ -166,7 +171,7 @@ class InputProcessor:
             stop_token_ids=stop_token_ids,
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
-            bad_words_ids=bad_words_ids(params, self._encoder),
+            bad_words_ids=encoded.bad_words,
             cache_key=self._cache_key(salt, len(ids)),
             num_shown_logprobs=params.logprobs,
         )
@@ -283,6 +288,19 @@ class InputProcessor:
         own = frozenset(params.stop_token_ids or ())
         is_ignored = params.ignore_eos and params.structured_outputs is None
         return own if is_ignored else own | self._eos_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """What a request's texts are as token ids."""
+
+    prompt: list[int]
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+def _num_chars_to_encode(parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> int:
+    of_prompt = 0 if parsed.token_ids is not None else len(text or "")
+    return of_prompt + sum(map(len, params.bad_words or ()))
 
 
 def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

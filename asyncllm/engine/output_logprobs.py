@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import Logprob, PromptLogprobs
@@ -38,15 +39,53 @@ def logprob_dict(
     return result
 
 
-def prompt_logprob_dicts(
-    prompt_ids: list[int], chunks: Sequence[TokenLogprobs], num_top: int, text_of: TokenText
-) -> PromptLogprobs:
+class LazyPromptLogprobs(Sequence[dict[int, Logprob] | None]):
     """One entry per prompt position, the first None: nothing comes before it.
 
-    The last entries count: a prompt that was preempted and computed again reports all of it again.
+    An entry is made when it is read, each time: half a million at once would hold the loop.
+    A copy, or what a pickle gives back, is a plain list.
     """
-    known = chunks[max(len(chunks) - (len(prompt_ids) - 1), 0) :]
-    result: PromptLogprobs = [None] * (len(prompt_ids) - len(known))
-    for token_id, logprobs in zip(prompt_ids[len(result) :], known, strict=True):
-        result.append(logprob_dict(token_id, logprobs, num_top, text_of))
-    return result
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        chunks: Sequence[TokenLogprobs],
+        num_top: int,
+        text_of: TokenText,
+    ) -> None:
+        """Of `chunks` the last count: a prompt that is computed again reports all of it again."""
+        self._prompt_ids = prompt_ids
+        self._known = chunks[max(len(chunks) - (len(prompt_ids) - 1), 0) :]
+        self._num_unknown = len(prompt_ids) - len(self._known)
+        self._num_top = num_top
+        self._text_of = text_of
+
+    def __len__(self) -> int:
+        return len(self._prompt_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PromptLogprobs: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | PromptLogprobs | None:
+        places = range(len(self))[index]
+        return self._entry(places) if isinstance(places, int) else list(map(self._entry, places))
+
+    def _entry(self, place: int) -> dict[int, Logprob] | None:
+        if place < self._num_unknown:
+            return None
+        logprobs = self._known[place - self._num_unknown]
+        return logprob_dict(self._prompt_ids[place], logprobs, self._num_top, self._text_of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
+        return list, (list(self),)

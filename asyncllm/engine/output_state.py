@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncllm.engine.output_logprobs import (
+    LazyPromptLogprobs,
     TokenText,
     logprob_dict,
-    prompt_logprob_dicts,
     token_text,
 )
 from asyncllm.engine.repetition import RepetitionDetector
@@ -78,7 +78,7 @@ class RequestState:
             return None
         self.owes_prompt_logprobs = False
         known, self.prompt_logprobs = self.prompt_logprobs, []
-        return prompt_logprob_dicts(self.request.prompt_token_ids, known, num_top, self.text_of)
+        return LazyPromptLogprobs(self.request.prompt_token_ids, known, num_top, self.text_of)
 
     def stats(self) -> FinishedRequestStats:
         """The request at its end."""

@@ -5,10 +5,9 @@
     plan late                  ^ N+1, a lead before the expected end of N
 
 The expected end is a floor, so that the device is not kept waiting: every forward pass reads all
-weights, as the last steps of decodes did, and computes its prompt tokens at best as fast as the
-start measured; SHORTEST says how much less than that it may take. One slow step therefore delays
-nothing, and no wait is longer than MOST_SECONDS. The lead is what the host then needs: to plan and
-launch, as it lately took, and to wake up.
+weights, as the last steps of decodes did, and SHORTEST says how much less than the quickest of them
+it may take. One slow step therefore delays nothing, and no wait is longer than MOST_SECONDS.
+The lead is what the host then needs: to plan and launch, as it lately took, and to wake up.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from __future__ import annotations
 from collections import deque
 
 from asyncllm.engine.stats import StepRecord
-from asyncllm.types import StepCost
 
-SHORTEST = 0.9  # of the quickest of the last NUM_STEPS decode steps, or of what was measured
+SHORTEST = 0.9  # of the quickest of the last NUM_STEPS decode steps
 NUM_STEPS = 8
 MOST_SECONDS = 0.05
 WAKE_SECONDS = 1.5e-3  # timers count in milliseconds, and the loop may be at work
@@ -26,20 +24,15 @@ FORGET = 0.9  # per step, of the longest time that the host took to plan and lau
 
 
 class PlanTime:
-    """Times in seconds of one monotonic clock. `cost`: where it was measured."""
+    """Times in seconds of one monotonic clock."""
 
-    def __init__(self, cost: StepCost | None = None) -> None:
-        self._seconds_per_prompt_token = cost.seconds_per_token if cost is not None else 0.0
+    def __init__(self) -> None:
         self._decode_seconds: deque[float] = deque(maxlen=NUM_STEPS)
-        self._device_free: float | None = None  # when the step in flight began, at the earliest
-        self._prompt_seconds = 0.0  # what it needs for its prompt tokens, at the least
+        self._device_free: float | None = None  # the end of the last step known to be over
         self._host_seconds = 0.0
 
-    def planned(self, started: float, host_seconds: float, num_prompt_tokens: int) -> None:
-        """From `started` on a step was planned and launched, which took the host so long."""
-        if self._device_free is None:
-            self._device_free = started
-        self._prompt_seconds = num_prompt_tokens * self._seconds_per_prompt_token
+    def planned(self, host_seconds: float) -> None:
+        """A step was planned and launched, which took the host so long."""
         self._host_seconds = max(host_seconds, self._host_seconds * FORGET)
 
     def finished(self, step: StepRecord) -> None:
@@ -57,6 +50,5 @@ class PlanTime:
         if self._device_free is None:
             return 0.0
         lead = WAKE_SECONDS + self._host_seconds
-        least = max(min(self._decode_seconds, default=0.0), self._prompt_seconds)
-        due = self._device_free + SHORTEST * least - lead
+        due = self._device_free + SHORTEST * min(self._decode_seconds, default=0.0) - lead
         return min(max(due - now, 0.0), MOST_SECONDS)

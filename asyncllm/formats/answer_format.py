@@ -142,6 +142,16 @@ class ChannelSyntax:
     ends: Markers
     reasoning: str  # this channel's messages are reasoning
     recipient: str  # before the name of the tool that a message calls
+    final: str  # the channel of what the user is told
+
+    @property
+    def resumed(self) -> str:
+        """What stands between the end of a message and the next header's channel."""
+        return f"{self.begins[0]}assistant"
+
+    def header(self, channel: str) -> str:
+        """Up to the message."""
+        return f"{self.begins[-1]}{channel}{self.message}"
 
     @property
     def markers(self) -> Markers:

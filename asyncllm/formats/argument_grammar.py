@@ -12,6 +12,7 @@ from typing import Any
 from asyncllm.errors import InvalidRequestError
 from asyncllm.formats.answer_format import LiteralArguments, TaggedArguments
 from asyncllm.formats.lark_text import LarkText
+from asyncllm.formats.text_regex import TEXT_KEYWORDS, text_regexes
 from asyncllm.formats.tools import Tool
 from asyncllm.formats.values import STRING, resolved, types_of
 
@@ -54,8 +55,8 @@ def _tagged_argument(
         return f"{lark.literal(begin)} {value} {lark.literal(line + body.value_end)}"
     texts = _texts(schema, tool)
     if texts is None:
-        end = lark.literal(after)
-        return f"{lark.literal(begin)} {lark.text_until(marker)} {end}"
+        text = _text_until(lark, schema, tool, line, marker)
+        return f"{lark.literal(begin)} {text} {lark.literal(after)}"
     values = lark.any_of(map(lark.literal, texts))
     return f"{lark.literal(begin)} {values} {lark.literal(line + body.value_end)}"
 
@@ -80,7 +81,7 @@ def _literal(lark: LarkText, body: LiteralArguments, tool: Tool, schema: dict[st
     if types == STRING and len(quote) > 1:
         texts = _texts(schema, tool)
         if texts is None:
-            return f"{lark.literal(quote)} {lark.text_until(quote)}"
+            return f"{lark.literal(quote)} {_text_until(lark, schema, tool, '', quote)}"
         return lark.any_of(lark.literal(quote + text + quote) for text in texts)
     if types == {"boolean"} and body.open == "(" and "enum" not in schema:
         return '("True" | "False")'
@@ -101,21 +102,49 @@ def _arguments(tool: Tool) -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 def _texts(schema: dict[str, Any], tool: Tool) -> list[str] | None:
     """As they are written, where only some may be; None for any text."""
-    _check(schema, _TEXT_KEYWORDS | ({"anyOf"} if _is_plain_union(schema) else set()), tool)
+    is_listed = "const" in schema or "enum" in schema
+    known = _TEXT_KEYWORDS if is_listed else _TEXT_KEYWORDS | TEXT_KEYWORDS
+    _check(schema, known | ({"anyOf"} if _is_plain_union(schema) else set()), tool)
     allowed = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(allowed, list) or not allowed:
         return None
     return [value if isinstance(value, str) else json.dumps(value) for value in allowed]
 
 
+def _text_until(
+    lark: LarkText, schema: dict[str, Any], tool: Tool, before: str, marker: str
+) -> str:
+    """Any text up to the marker; of a strict tool one that matches what its schema asks."""
+    try:
+        options = _text_options(schema) if tool.strict else []
+    except ValueError as error:
+        raise _unenforceable(str(error), tool) from None
+    return lark.text_matching(options, before, marker) if options else lark.text_until(marker)
+
+
+def _text_options(schema: Mapping[str, Any]) -> list[list[str]]:
+    """The regexes of which the text must match all, by option; none where any text will do."""
+    options = [option for option in schema.get("anyOf", [{}]) if option.get("type") != "null"]
+    found = [text_regexes(schema) + text_regexes(option) for option in options]
+    if not all(found):
+        return []
+    return [*found, ["null"]] if "null" in types_of(schema) else found
+
+
 def _is_plain_union(schema: Mapping[str, Any]) -> bool:
-    """Whether its options say no more than their types: then any text is one of them."""
+    """Whether its options say no more than their types: then any text is one of them.
+
+    Or, beside null, what a text must be like.
+    """
     options = schema.get("anyOf")
-    return isinstance(options, list) and all(
-        isinstance(option, dict)
-        and option.get("type") in ("string", "null", "boolean", "integer", "number")
-        and not option.keys() - _ANNOTATIONS - {"type"}
-        for option in options
+    if not isinstance(options, list) or not all(isinstance(option, dict) for option in options):
+        return False
+    types = [option.get("type") for option in options]
+    is_text = "string" in types and set(types) <= {"string", "null"}
+    known = _ANNOTATIONS | {"type"} | (TEXT_KEYWORDS if is_text else set())
+    return all(
+        kind in ("string", "null", "boolean", "integer", "number") and not option.keys() - known
+        for kind, option in zip(types, options, strict=True)
     )
 
 
@@ -130,10 +159,12 @@ def _with_definitions(schema: dict[str, Any], tool: Tool) -> dict[str, Any]:
 def _check(schema: Mapping[str, Any], known: set[str], tool: Tool) -> None:
     if tool.strict:
         for keyword in schema.keys() - known - _ANNOTATIONS:
-            message = (
-                f"{tool.param}: {keyword!r:.100} cannot be enforced in this model's tool calls"
-            )
-            raise InvalidRequestError(message, tool.param)
+            raise _unenforceable(keyword, tool)
+
+
+def _unenforceable(keyword: str, tool: Tool) -> InvalidRequestError:
+    message = f"{tool.param}: {keyword!r:.100} cannot be enforced in this model's tool calls"
+    return InvalidRequestError(message, tool.param)
 
 
 def _is_text(value: object) -> bool:

@@ -3,7 +3,8 @@
 Written exactly as the family writes calls, by the first of its syntaxes, so that the parser reads
 them back. Arguments are valid by the tool's schema: as JSON wholly (of a tool that is not `strict`
 without the keywords that llguidance cannot enforce); between tags or as literals each for itself,
-in the order of the schema, where texts are any texts.
+in the order of the schema, where texts are any texts; those of a strict tool keep to its lengths,
+patterns and formats.
 """
 
 from __future__ import annotations
@@ -109,24 +110,18 @@ class _CallWriter:
 
 def _channel_call(lark: LarkText, channels: ChannelSyntax, choice: ToolChoice) -> str:
     """One message to a tool, after one of reasoning or none. The message's end ends the answer."""
-    header, end = channels.begins[-1], channels.ends[0]
-    calls = [
-        lark.rule(
-            lark.literal(
-                f"{header}commentary {channels.recipient}{tool.name} <|constrain|>json"
-                f"{channels.message}"
-            )
-            + f" {lark.json(tool.parameters, tool.strict)}"
-        )
-        for tool in choice.tools
-    ]
-    thinking = lark.literal(f"{header}{channels.reasoning}{channels.message}")
-    resumed = lark.literal(f"{channels.begins[0]}assistant")
+    calls = []
+    for tool in choice.tools:
+        address = f"commentary {channels.recipient}{tool.name} <|constrain|>json"
+        arguments = lark.json(tool.parameters, tool.strict)
+        calls.append(lark.rule(f"{lark.literal(channels.header(address))} {arguments}"))
     answer = lark.any_of(calls)
     if not choice.required:
-        final = lark.rule(f"{lark.literal(f'{header}final{channels.message}')} /{ANY_TEXT}/")
+        final = lark.rule(f"{lark.literal(channels.header(channels.final))} /{ANY_TEXT}/")
         answer = lark.any_of([answer, final])
-    return f"({thinking} {lark.text_until(end)} {resumed})? {answer}"
+    thinking = lark.literal(channels.header(channels.reasoning))
+    end, resumed = lark.text_until(channels.ends[0]), lark.literal(channels.resumed)
+    return f"({thinking} {end} {resumed})? {answer}"
 
 
 def written_syntax(answer_format: AnswerFormat, special_ids: Mapping[str, int]) -> CallSyntax:

@@ -125,6 +125,7 @@ HARMONY = ChannelSyntax(
     ends=("<|end|>", "<|return|>", "<|call|>"),
     reasoning="analysis",
     recipient="to=functions.",
+    final="final",
 )
 _HARMONY = AnswerFormat(
     ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"), channels=HARMONY

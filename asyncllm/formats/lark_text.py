@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llguidance import regex_to_lark
+
 ANY_TEXT = "(?s:.*)"
+_ASCII = "dws"  # what these mean in JSON schema's patterns
+# Behind a name in capitals a colon looks like a terminal's definition, to who only skims.
+_COLON = re.compile(r"\\.|(?<!\?)(?<!\?s):", re.DOTALL)
 # As json.dumps writes, which is what chat templates show of earlier calls.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -24,6 +29,7 @@ class LarkText:
         longest_first = sorted(special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
+        self._terminals: list[str] = []
 
     def rule(self, body: str, options: str = "") -> str:
         """The name of a new rule."""
@@ -55,12 +61,41 @@ class LarkText:
         special = self._special.search(marker)
         if special is None:
             return self.rule(f"/{ANY_TEXT}/ {_quoted(marker)}", "[lazy]")
-        # By code points: a regex here has no line breaks in it, and ends at a slash.
-        before = "".join(f"\\x{{{ord(c):x}}}" for c in marker[: special.start()])
+        before = _code_points(marker[: special.start()])
         return self.rule(f"/{ANY_TEXT}{before}/ {self.literal(marker[special.start() :])}")
 
+    def text_matching(self, options: Sequence[Sequence[str]], before: str, marker: str) -> str:
+        """A text, `before` and the first `marker`. The text matches all regexes of an option.
+
+        One terminal as far as plain text goes: a lexer takes the longest, and the marker's own
+        beginning may be a part of the text.
+        """
+        special = self._special.search(marker)
+        end = len(marker) if special is None else special.start()
+        texts = [" & ".join(map(_regex, regexes)) for regexes in options]
+        text = f"({' | '.join(f'({text})' for text in texts)}) {_quoted(before + marker[:end])}"
+        if special is None:
+            text = f"({text}) & ~/{ANY_TEXT}{_code_points(marker)}(?s:.+)/"
+        return self.rule(f"{self.terminal(text)} {self.literal(marker[end:])}")
+
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal: an expression that is matched as one."""
+        name = f"T{len(self._terminals)}"
+        self._terminals.append(f"{name}: {body}\n")
+        return name
+
     def build(self, start: str) -> str:
-        return f"start: {start}\n{''.join(self._rules)}"
+        return f"start: {start}\n{''.join(self._rules)}{''.join(self._terminals)}"
+
+
+def _regex(pattern: str) -> str:
+    written = _COLON.sub(lambda m: r"\x3a" if m[0][-1] == ":" else m[0], pattern)
+    return f"/{regex_to_lark(written, _ASCII)}/"
+
+
+def _code_points(text: str) -> str:
+    """A regex of exactly this: written here it has no line breaks in it, and ends at a slash."""
+    return "".join(f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _quoted(text: str) -> str:

@@ -37,6 +37,8 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
             types = STRING
         elif not (yield from cursor.literals(body.key_end)):
             break
+        elif body.string_key_end and types != STRING:
+            types -= STRING  # it says that JSON follows: a text in it has quotes
         cursor.let_go()
         before = f"{opener}{_quoted(key)}: "
         opener = ", "

@@ -16,6 +16,7 @@ from asyncllm.server.auth import auth_middleware
 from asyncllm.server.connection import connection_middleware
 from asyncllm.server.dashboard import DASHBOARD, Dashboard
 from asyncllm.server.errors import error_middleware
+from asyncllm.server.hosts import hosts_middleware
 from asyncllm.server.messages.errors import anthropic_error_middleware
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.openapi import DOCUMENT, Document
@@ -37,6 +38,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
             connection_middleware,
             error_middleware,
             anthropic_error_middleware,
+            hosts_middleware(args),
             auth_middleware(args.keys(), public),
         ],
         client_max_size=args.max_body_bytes,
@@ -45,6 +47,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app.on_response_prepare.append(_echo_request_id)
     service = Service(engine, args)
     app[SERVICE] = service
+    app.on_cleanup.append(_end_threads)
     app[RESPONSES] = ResponseStore(args.responses_store_bytes)
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
@@ -74,6 +77,10 @@ def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
 def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
     app[DASHBOARD] = Dashboard(engine)
     app.on_shutdown.append(app[DASHBOARD].close)
+
+
+async def _end_threads(app: web.Application) -> None:
+    app[SERVICE].off_loop.close()
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:

@@ -28,6 +28,11 @@ class ServerArgs:
         default=None,
         metadata={"help": f"keys that clients must send one of, default: ${API_KEY_VARIABLE}"},
     )
+    allowed_hosts: list[str] | None = field(
+        default=None,
+        metadata={"help": "names in Host headers to answer to, beside addresses and localhost; * "
+                  "for any; default: no others on loopback without a key, else any"},
+    )  # fmt: skip
     ssl_certfile: str | None = field(default=None, metadata={"help": "TLS certificate, PEM"})
     ssl_keyfile: str | None = field(default=None, metadata={"help": "TLS private key, PEM"})
     max_body_bytes: int = field(

@@ -7,11 +7,14 @@ To the engine they are chats of their own; the first that fails, or a client tha
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from asyncllm.server.answer_events import MessageCollector
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import Call
 from asyncllm.server.chat_call import chat_call
@@ -19,7 +22,7 @@ from asyncllm.server.chat_view import ChatView
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.sampling import client_names
-from asyncllm.server.service import SERVICE, Service, answer_message, json_response
+from asyncllm.server.service import SERVICE, Service, answer_message, answer_response
 
 MAX_CONVERSATIONS = 1024  # of one call
 
@@ -46,12 +49,10 @@ async def chat_completions_batch(http: web.Request) -> web.StreamResponse:
     request = await read_body(http, BatchChatRequest)
     _check(request)
     with client_names(request):
-        chats = []
-        for messages in request.messages:
-            chats.append(_chat(msgspec.structs.replace(request, messages=messages), service))
-            await asyncio.sleep(0)  # a template takes its time: others have a turn between two
-        bodies = await _answer_all(chats, service)
-    return json_response(_body(bodies))
+        # Each of a thousand is a template's text: off the loop, however small they are.
+        chats = await service.off_loop.read(partial(_chats, request, service))
+        answers = await _answer_all([chat.call for chat in chats], service)
+    return await answer_response(service, chats[0].call, partial(_body, chats, answers))
 
 
 def _check(request: BatchChatRequest) -> None:
@@ -66,25 +67,40 @@ def _check(request: BatchChatRequest) -> None:
         raise bad_request(f"{asked}, at most {MAX_CONVERSATIONS} answers", "best_of")
 
 
-def _chat(request: ChatRequest, service: Service) -> tuple[Call, ChatView]:
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    call: Call
+    view: ChatView
+
+
+def _chats(request: BatchChatRequest, service: Service) -> list[_Chat]:
     """Raises `ApiError`, `InvalidRequestError`."""
+    requests = [msgspec.structs.replace(request, messages=one) for one in request.messages]
+    return [_chat(one, service) for one in requests]
+
+
+def _chat(request: ChatRequest, service: Service) -> _Chat:
     call = chat_call(request, service)
     names = service.token_names(request)
-    return call, ChatView(request, call, names, service.args.response_role)
+    return _Chat(call, ChatView(request, call, names, service.args.response_role))
 
 
-async def _answer_all(chats: list[tuple[Call, ChatView]], service: Service) -> list[dict[str, Any]]:
-    """A chat.completion of each. Raises what the first failure raised."""
+async def _answer_all(calls: list[Call], service: Service) -> list[MessageCollector]:
+    """Raises what the first failure raised."""
+    tasks = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer_message(service, call)) for call, _ in chats]
+            for call in calls:
+                tasks.append(group.create_task(answer_message(service, call)))
+                await asyncio.sleep(0)  # it is queued; others have a turn before the next
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return [view.body(task.result()) for (_, view), task in zip(chats, tasks, strict=True)]
+    return [task.result() for task in tasks]
 
 
-def _body(bodies: list[dict[str, Any]]) -> dict[str, Any]:
+def _body(chats: list[_Chat], answers: list[MessageCollector]) -> dict[str, Any]:
     """The first with everybody's choice, and the usage of all."""
+    bodies = [chat.view.body(answer) for chat, answer in zip(chats, answers, strict=True)]
     body = bodies[0]
     choices, usage = [], body["usage"]
     for index, one in enumerate(bodies):

@@ -19,6 +19,7 @@ from asyncllm.server.service import (
     SERVICE,
     answer_message,
     answer_response,
+    prepared,
     stream_to,
 )
 from asyncllm.server.sse import SSEStream
@@ -31,13 +32,14 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, ChatRequest)
     with client_names(request):
-        call = chat_call(request, service)
+        call = await prepared(http, partial(chat_call, request, service))
         view = ChatView(request, call, service.token_names(request), service.args.response_role)
         if request.stream:
             sse = SSEStream(http, service.frames)
             answer = _streamed(sse, call, view, request.stream_options)
             return await stream_to(sse, service, call, answer)
-        return await answer_response(call, partial(view.body, await answer_message(service, call)))
+        answered = await answer_message(service, call)
+        return await answer_response(service, call, partial(view.body, answered))
 
 
 def _streamed(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asyncllm.engine.input_processor import MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
 from asyncllm.server.call import Call
-from asyncllm.server.errors import ApiError
+from asyncllm.server.errors import ApiError, bad_request
 from asyncllm.server.usage import Usage
 
 
@@ -39,6 +40,8 @@ class CollectedAnswer:
         self.prompts = [CollectedPrompt() for _ in call.prompts]
         self.usage = Usage(call.shows_cached)
         self._n = call.params.n
+        self._params = call.params
+        self._num_entries = 0  # of prompt_logprobs
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self.usage.count(prompt_index, output)
@@ -70,3 +73,13 @@ class CollectedAnswer:
         prompt.token_ids = output.prompt_token_ids
         if output.prompt_logprobs is not None:
             prompt.logprobs = output.prompt_logprobs
+            self._check_num_entries(len(output.prompt_logprobs))
+
+    def _check_num_entries(self, num_positions: int) -> None:
+        """Each prompt is within the engine's limit; each choice shows its prompt's again."""
+        params = self._params
+        assert params.prompt_logprobs is not None, "they were asked for"
+        self._num_entries += num_positions * (1 + params.prompt_logprobs) * params.n
+        if self._num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+            what = f"prompt_logprobs of all choices are over {MAX_PROMPT_LOGPROB_ENTRIES} entries"
+            raise bad_request(f"{what}: ask for fewer, or send less", "prompt_logprobs")

@@ -27,12 +27,15 @@ from asyncllm.server.service import (
     Service,
     answer_response,
     answer_whole,
+    prepared,
     stream_to,
 )
+from asyncllm.server.sliced_json import sliced_json
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.stream import ChoiceFrames, StreamedAnswer
 
 MAX_CHOICES = 1024  # of one call: prompts times n, or best_of
+MAX_STREAMED_ECHO_ENTRIES = 2**14  # log-probabilities of a prompt, in the first events of a stream
 
 
 async def completions(http: web.Request) -> web.StreamResponse:
@@ -40,13 +43,14 @@ async def completions(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, CompletionRequest)
     with client_names(request):
-        call = _call(request, service)
+        call = await prepared(http, partial(_call, request, service))
         view = CompletionView(request, call, service)
         if request.stream:
             sse = SSEStream(http, service.frames)
             answer = StreamedAnswer(sse, call, view, request.stream_options)
             return await stream_to(sse, service, call, answer)
-        return await answer_response(call, partial(view.body, await answer_whole(service, call)))
+        answered = await answer_whole(service, call)
+        return await answer_response(service, call, partial(view.body, answered))
 
 
 def _call(request: CompletionRequest, service: Service) -> Call:
@@ -99,8 +103,20 @@ class CompletionView:
             more = {"prompt_token_ids": ids, "token_ids": []}
         if not self._echo:
             return frames.full("", None, **more) if more else b""
+        self._check_num_echoed(len(ids))
         logprobs = self._prompt_logprobs(frames.index, ids, output.prompt_logprobs)
         return frames.full(self._prompt_text(output.prompt, ids), logprobs, **more)
+
+    def _check_num_echoed(self, num_prompt: int) -> None:
+        """All choices begin in one step, on the loop. Raises `ApiError` 400."""
+        params = self._call.params
+        if params.logprobs is None:
+            return
+        num_entries = num_prompt * (1 + params.logprobs) * params.n
+        if num_entries > MAX_STREAMED_ECHO_ENTRIES:
+            what = f"echo with logprobs is {num_entries} entries before the first token"
+            limit = f"with stream=true at most {MAX_STREAMED_ECHO_ENTRIES}"
+            raise bad_request(f"{what}, {limit}", "echo")
 
     def text(self, completion: CompletionOutput) -> str:
         return "" if self._prompt_only else completion.text
@@ -154,15 +170,14 @@ class CompletionView:
             parts.append(self._prompt_logprobs(choice.index, prompt.token_ids, prompt.logprobs))
         if not self._prompt_only:
             parts.append(self._logprobs[choice.index].output(choice.logprobs))
-        return {name: [x for part in parts for x in part[name]] for name in parts[0]}
+        return {name: sliced_json(x for part in parts for x in part[name]) for name in parts[0]}
 
     def _prompt_logprobs(
         self, choice_index: int, token_ids: list[int], positions: PromptLogprobs | None
     ) -> Any:
         if not self._wants_logprobs:
             return None
-        known = positions or [None] * len(token_ids)
-        return self._logprobs[choice_index].prompt(token_ids, known)
+        return self._logprobs[choice_index].prompt(token_ids, positions)
 
     def _prompt_text(self, text: str | None, token_ids: list[int]) -> str:
         if text is not None and not self._cuts_prompt:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 1
 MAX_MESSAGE_CHARS = 2000  # messages quote what the client sent
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {
     404: "not_found",
     405: "method_not_allowed",

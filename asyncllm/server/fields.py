@@ -104,6 +104,7 @@ NOTES: dict[str, Note] = {
     "logit_bias": Note(
         "Token id to a number from -100 to 100 that is added to its logit.",
         schema={"maxProperties": MAX_LOGIT_BIAS_ENTRIES},
+        type=dict[str, float] | None,
     ),
     "allowed_token_ids": Note(
         "Answer with these tokens only.", schema={"minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}

@@ -54,6 +54,8 @@ class Generation:
         for index, (request_id, prompt) in enumerate(
             zip(call.request_ids, call.prompts, strict=True)
         ):
+            if index:
+                await asyncio.sleep(0)  # of a thousand prompts: others have a turn between two
             self._live.add(request_id)
             await self._engine.add_request(
                 request_id,

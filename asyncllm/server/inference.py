@@ -24,7 +24,14 @@ from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError, bad_request
 from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import StreamOptions, StructuredOutputs, TokenId
-from asyncllm.server.service import SERVICE, Service, answer_response, answer_whole, stream_to
+from asyncllm.server.service import (
+    SERVICE,
+    Service,
+    answer_response,
+    answer_whole,
+    prepared,
+    stream_to,
+)
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.stream import DONE
 from asyncllm.server.usage import Usage
@@ -33,7 +40,11 @@ from asyncllm.structured_outputs import StructuredOutputsParams
 # What this route decides itself, and what is of the Python API alone.
 NOT_OVER_HTTP = frozenset({"output_kind", "extra_args"})
 # What JSON has another type for; a Python callable it cannot have at all.
-_JSON_TYPES: dict[str, Any] = {"structured_outputs": StructuredOutputs, "logits_processors": Any}
+_JSON_TYPES: dict[str, Any] = {
+    "structured_outputs": StructuredOutputs,
+    "logits_processors": Any,
+    "logit_bias": dict[str, Any],  # as a chat's
+}
 
 if TYPE_CHECKING:
     SamplingFields = msgspec.Struct
@@ -76,7 +87,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, GenerateRequest)
     try:
-        call = _call(request, service)
+        call = await prepared(http, partial(_call, request, service))
         if request.stream:
             sse = SSEStream(http, service.frames)
             answer = StreamedTokens(sse, call, request, _names(service))
@@ -85,7 +96,8 @@ async def generate(http: web.Request) -> web.StreamResponse:
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
-    return await answer_response(call, partial(_body, call, request, whole, _names(service)))
+    body = partial(_body, call, request, whole, _names(service))
+    return await answer_response(service, call, body)
 
 
 def _call(request: GenerateRequest, service: Service) -> Call:

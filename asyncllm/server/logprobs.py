@@ -5,11 +5,15 @@ JSON has no infinity: a logprob below LOWEST_LOGPROB is reported as LOWEST_LOGPR
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import orjson
 
 from asyncllm.engine.tokenizer import Tokenizer
 from asyncllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.server.sliced_json import SLICE, sliced_json
 
 LOWEST_LOGPROB = -9999.0
 
@@ -36,8 +40,9 @@ class TokenNames:
 def chat_logprobs(
     positions: SampleLogprobs, params: SamplingParams, names: TokenNames
 ) -> dict[str, Any]:
-    content = [_chat_position(position, params, names) for position in positions]
-    return {"content": content, "refusal": None}
+    content = (_chat_position(position, params, names) for position in positions)
+    is_long = len(positions) > SLICE
+    return {"content": sliced_json(content) if is_long else list(content), "refusal": None}
 
 
 def _chat_position(
@@ -70,13 +75,18 @@ class LegacyLogprobs:
         self._names = names
         self._offset = 0
 
-    def prompt(self, token_ids: list[int], positions: PromptLogprobs) -> dict[str, list[Any]]:
-        return self._render(list(zip(token_ids, positions, strict=True)))
+    def prompt(
+        self, token_ids: list[int], positions: PromptLogprobs | None
+    ) -> dict[str, list[Any]]:
+        known = [None] * len(token_ids) if positions is None else positions
+        return self._render(zip(token_ids, known, strict=True))
 
     def output(self, positions: SampleLogprobs) -> dict[str, list[Any]]:
-        return self._render([(next(iter(position)), position) for position in positions])
+        return self._render((next(iter(position)), position) for position in positions)
 
-    def _render(self, tokens: list[tuple[int, dict[int, Logprob] | None]]) -> dict[str, list[Any]]:
+    def _render(
+        self, tokens: Iterable[tuple[int, dict[int, Logprob] | None]]
+    ) -> dict[str, list[Any]]:
         names = self._names
         result: dict[str, list[Any]] = {
             "text_offset": [],
@@ -99,11 +109,11 @@ class LegacyLogprobs:
         return result
 
 
-def prompt_logprobs(positions: PromptLogprobs | None, names: TokenNames) -> list[Any] | None:
+def prompt_logprobs(positions: PromptLogprobs | None, names: TokenNames) -> orjson.Fragment | None:
     """vLLM's own field: for each prompt token, its candidates by id; null for the first."""
     if positions is None:
         return None
-    return [position and _by_id(position, names) for position in positions]
+    return sliced_json(position and _by_id(position, names) for position in positions)
 
 
 def _by_id(position: dict[int, Logprob], names: TokenNames) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from asyncllm.engine.prompt import TextPrompt
 from asyncllm.server.answer_events import AnswerSink
 from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.call import Call
@@ -19,7 +20,7 @@ from asyncllm.server.tool_use import tool_use
 
 
 def message_call(request: ChatRequest, service: Service, call_id: str) -> Call:
-    """Raises `ApiError`, `InvalidRequestError`."""
+    """May run in a thread. Raises `ApiError`, `InvalidRequestError`."""
     return replace(chat_call(request, service), id=call_id)
 
 
@@ -36,10 +37,13 @@ async def stream_parts(
     return await stream_to(sse, service, call, parsed(call, sink))
 
 
-async def count_prompt_tokens(request: ChatRequest, service: Service) -> int:
-    """Raises `ApiError`, `InvalidRequestError`."""
+def prompt_of(request: ChatRequest, service: Service) -> TextPrompt:
+    """May run in a thread. Raises `ApiError`, `InvalidRequestError`."""
     service.check_model(request.model)
     tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)
-    prompt = chat_prompt(request, tools, service)
+    return chat_prompt(request, tools, service)
+
+
+async def num_tokens(prompt: TextPrompt, service: Service) -> int:
     tokenizer = service.engine.tokenizer
     return len(await encode(tokenizer, prompt["prompt"], bool(prompt.get("add_special_tokens"))))

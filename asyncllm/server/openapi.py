@@ -30,6 +30,7 @@ _ABOUT = (
 _MEANINGS = {
     400: "The request cannot be served as it is; param names the field to blame.",
     401: "No valid API key.",
+    403: "The Host header names a host that is not served here.",
     404: "There is no such model, or nothing of that name.",
     408: "The body took too long to come.",
     413: "The body is over --max-body-bytes.",
@@ -130,7 +131,7 @@ def _operation(route: Route, path: str, schemas: _Schemas, needs_key: bool) -> d
         operation["requestBody"] = {"required": True, "content": {"application/json": body}}
     if needs_key:
         operation["security"] = [{_SECURITY_SCHEME: []}]
-    for status in sorted({*route.errors, *([401] if needs_key else [])}):
+    for status in sorted({403, *route.errors, *([401] if needs_key else [])}):
         operation["responses"][str(status)] = {
             "description": _MEANINGS[status],
             "content": {"application/json": {"schema": schemas.of(route.error)}},

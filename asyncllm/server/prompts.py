@@ -5,7 +5,7 @@ What a message may hold is the tokenizer's business, what a prompt may hold the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from asyncllm.engine.prompt import PromptInput, TextPrompt
 from asyncllm.server.args import ServerArgs
@@ -52,22 +52,18 @@ def completion_prompts(request: CompletionRequest) -> list[PromptInput]:
     prompt = request.prompt
     if isinstance(prompt, str):
         return [_text_prompt(request, prompt)]
-    ids = [item for item in prompt if isinstance(item, int)]
-    texts = [_text_prompt(request, item) for item in prompt if isinstance(item, str)]
-    lists = [_ids_prompt(item) for item in prompt if isinstance(item, list)]
     if not prompt:
         raise bad_request("prompt must not be empty", "prompt")
-    if len(prompt) not in (len(ids), len(texts), len(lists)):
+    kinds = set(map(type, prompt))  # msgspec made them: each is exactly one of three
+    if len(kinds) > 1:
         raise bad_request("prompt must not mix strings, token ids and lists", "prompt")
-    if ids:
-        return [_ids_prompt(ids)]
+    if kinds == {int}:
+        return [{"prompt_token_ids": cast(list[int], prompt)}]
     if len(prompt) > MAX_PROMPTS:
         raise bad_request(f"{len(prompt)} prompts, at most {MAX_PROMPTS} in one call", "prompt")
-    return texts or lists
-
-
-def _ids_prompt(token_ids: list[int]) -> PromptInput:
-    return {"prompt_token_ids": token_ids}
+    if kinds == {str}:
+        return [_text_prompt(request, text) for text in cast(list[str], prompt)]
+    return [{"prompt_token_ids": ids} for ids in cast(list[list[int]], prompt)]
 
 
 def _text_prompt(request: CompletionRequest, text: str) -> PromptInput:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from aiohttp import web
@@ -26,8 +26,11 @@ from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError
 from asyncllm.server.generation import Consumer, Generation
 from asyncllm.server.logprobs import TokenNames
+from asyncllm.server.off_loop import LARGE_BODY_BYTES, OffLoop
 from asyncllm.server.protocol import GenerationRequest
 from asyncllm.server.sse import FrameQueue, SSEStream
+
+T = TypeVar("T")
 
 TURNS_TO_LAUNCH = 2  # of the loop: an engine that was idle has then launched the request's step
 FORCED_CALLS = "llama3_json"  # {"name": ..., "parameters": ...}, the plainest of the formats
@@ -49,6 +52,7 @@ class Service:
         self.args = args
         self.model_names = engine.config.served_model_names
         self.frames = FrameQueue()
+        self.off_loop = OffLoop()
         self.draining = False
         self.call_observers: list[CallObserver] = []
         self._live: set[Generation] = set()
@@ -141,12 +145,30 @@ def json_response(body: Any) -> web.Response:
     return web.Response(body=orjson.dumps(body), content_type="application/json")
 
 
-async def answer_response(call: Call, render: Callable[[], dict[str, Any]]) -> web.Response:
+async def prepared(http: web.Request, prepare: Callable[[], T], is_large: bool = False) -> T:
+    """What `prepare` makes of a body that has been read: off the loop if the body is large.
+
+    is_large: there is more to it than the body.
+    """
+    if not is_large and len(await http.read()) < LARGE_BODY_BYTES:  # aiohttp has kept it
+        return prepare()
+    return await http.app[SERVICE].off_loop.read(prepare)
+
+
+async def answer_response(
+    service: Service, call: Call, render: Callable[[], dict[str, Any]]
+) -> web.Response:
     """The whole answer's; log-probabilities may be 100,000s of entries: those off the loop."""
     params = call.params
-    if params.logprobs is None and params.prompt_logprobs is None:
+    is_large = params.logprobs is not None or params.prompt_logprobs is not None
+    return await written(service, render, is_large)
+
+
+async def written(service: Service, render: Callable[[], Any], is_large: bool) -> web.Response:
+    """The JSON of what `render` returns, made off the loop if it is large."""
+    if not is_large:
         return json_response(render())
-    body = await asyncio.to_thread(lambda: orjson.dumps(render()))
+    body = await service.off_loop.write(lambda: orjson.dumps(render()))
     return web.Response(body=body, content_type="application/json")
 
 

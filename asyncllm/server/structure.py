@@ -88,9 +88,14 @@ def _of_response_format(request: GenerationRequest) -> StructuredOutputsParams |
 def _reasoning_before(
     format: ModelFormat, prompt: str, prefix: str, may_reason: bool
 ) -> ReasoningMarkers | None:
-    marks = format.reasoning
+    marks, channels = format.reasoning, format.format.channels
     if marks is None:
         return None
+    if channels is not None:
+        if prefix:
+            return None  # the message is open
+        header = channels.header(channels.final)
+        return ReasoningMarkers(marks.end, marks.begin, channels.resumed, header)
     if format.is_reasoning_open(prompt, prefix):
         return ReasoningMarkers(marks.end)
     if prefix or not may_reason or prompt.rstrip().endswith(marks.end.strip()):

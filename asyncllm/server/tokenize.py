@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -13,7 +14,8 @@ from asyncllm.server.errors import bad_request
 from asyncllm.server.prompts import render_chat
 from asyncllm.server.protocol import DetokenizeRequest, TokenizeRequest
 from asyncllm.server.refusals import refuse_unsupported_tokenize
-from asyncllm.server.service import SERVICE, Service, json_response
+from asyncllm.server.service import SERVICE, Service, json_response, prepared, written
+from asyncllm.server.sliced_json import sliced_json
 
 LARGE_TEXT_TOKENS = 4_000  # from here on decoding takes a millisecond: off the loop
 
@@ -24,16 +26,19 @@ async def tokenize(http: web.Request) -> web.Response:
     service.check_model(request.model)
     refuse_unsupported_tokenize(request, service.args)
     tokenizer = service.engine.tokenizer
-    ids = await encode(tokenizer, *_text(request, service))
-    body: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.engine.max_model_len,
-        "tokens": ids,
-        "token_strs": None,
-    }
-    if request.return_token_strs:
-        body["token_strs"] = await asyncio.to_thread(lambda: list(map(tokenizer.token_text, ids)))
-    return json_response(body)
+    text, add_special_tokens = await prepared(http, partial(_text, request, service))
+    ids = await encode(tokenizer, text, add_special_tokens)
+
+    def body() -> dict[str, Any]:
+        texts = map(tokenizer.token_text, ids) if request.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": service.engine.max_model_len,
+            "tokens": sliced_json(ids),
+            "token_strs": texts and sliced_json(texts),
+        }
+
+    return await written(service, body, len(ids) >= LARGE_TEXT_TOKENS)
 
 
 async def detokenize(http: web.Request) -> web.Response:

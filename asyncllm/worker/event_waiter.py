@@ -1,10 +1,11 @@
 """Waiting for the device without blocking the event loop and without burning a core.
 
 A step is awaited coarsely, by a thread that sits in the driver without the GIL; its wake-up costs
-50 to 100 us and more in a virtual machine. Where the end is known the thread only sleeps until
-shortly before it, and then the event is polled between other turns of the loop: steps run one after
-the other and take about as long as the last of their size, to a few per cent. Polling is bounded by
-2 * POLL_S per step; idle costs nothing.
+50 to 100 us and more in a virtual machine. A step that is about to end is polled instead, between
+other turns of the loop: steps run one after the other and take about as long as the last of their
+size, so the end is known to a few per cent. Where somebody waits for a first token, "about" begins
+earlier. Polling is bounded by the two together per step; idle costs nothing. (Letting the thread
+sleep until shortly before the end polls them all, but one slow step then makes the next ones slow.)
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
 POLL_S = 200e-6  # before and after the expected end
+PROMPTS_POLL_S = 2e-3  # before that of a step with prompts
 
 
 class DeviceEvent(Protocol):
@@ -30,7 +30,7 @@ class DeviceEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
-_Waiting = tuple[Callable[[], None], asyncio.AbstractEventLoop, asyncio.Future[None]]
+_Waiting = tuple[DeviceEvent, asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class EventWaiter:
@@ -46,22 +46,20 @@ class EventWaiter:
     async def wait(self, event: DeviceEvent, submitted_s: float, size: int) -> None:
         """Until the event. `submitted_s`: by `perf_counter`. Raises what the device raised.
 
-        `size`: of the step, such that those of one size last about as long.
+        `size`: of the step, such that those of one size last about as long; 0 if only decodes.
         """
         if event.query():
             self._last_end_s = time.perf_counter()  # or earlier: no measure of a step
             return
         start_s = max(submitted_s, self._last_end_s)
         due_s = start_s + self._step_s.get(size, math.inf)  # not known: no end is near
-        early_s = due_s - POLL_S - time.perf_counter()
-        if 0 < early_s < math.inf:
-            await self._in_thread(partial(time.sleep, early_s))
-        while abs(due_s - time.perf_counter()) < POLL_S:
+        before_s = PROMPTS_POLL_S if size else POLL_S
+        while -POLL_S < due_s - time.perf_counter() < before_s:
             await asyncio.sleep(0)
             if event.query():
                 break
         else:
-            await self._in_thread(event.synchronize)
+            await self._in_thread(event)
         self._last_end_s = time.perf_counter()
         self._step_s[size] = self._last_end_s - start_s
 
@@ -69,18 +67,18 @@ class EventWaiter:
         self._queue.put(None)
         self._thread.join()
 
-    async def _in_thread(self, block: Callable[[], None]) -> None:
+    async def _in_thread(self, event: DeviceEvent) -> None:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
-        self._queue.put((block, loop, done))
+        self._queue.put((event, loop, done))
         await done
 
     def _run(self) -> None:
         while (waiting := self._queue.get()) is not None:
-            block, loop, done = waiting
+            event, loop, done = waiting
             error: Exception | None = None
             try:
-                block()
+                event.synchronize()
             except Exception as raised:  # it belongs to who awaits
                 error = raised
             with suppress(RuntimeError):  # the loop was closed meanwhile: nobody awaits

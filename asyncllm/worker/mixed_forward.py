@@ -1,7 +1,8 @@
-"""The forward pass of a step with prefills: from captured pieces where a size fits, else eager.
+"""The forward pass of a step with prefills: captured where a size fits, else eager.
 
 Both ways fill the same kind of buffers and call the same attention; a graphed step has padding
-behind its tokens. Nothing here waits for the device.
+behind its tokens. One short prompt from its beginning is one graph, any other rows are pieces with
+the attention between them. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class MixedForward:
         decode_slots: int32 [decodes]. tensors: the step's uploaded `prefill_*` and `write_slots`.
         """
         num_tokens = len(decode_slots) + prefills.num_tokens
-        size = self.graph_size(num_tokens)
-        if self.graphs is not None and size is not None:
-            tokens = self.graphs.buffers(size)
+        size, graphs = self.graph_size(num_tokens), self.graphs
+        if graphs is not None and size is not None:
+            tokens = graphs.buffers(size)
             tokens.write_slots[num_tokens:].zero_()  # stale elsewhere is harmless
         else:
             tokens = self._new_buffers(num_tokens)
@@ -56,9 +57,12 @@ class MixedForward:
         if len(decode_slots):
             decodes = self._fill_decodes(decode_slots, max_decode_len, tokens)
         self._fill_prefills(tensors, len(decode_slots), num_tokens, tokens)
+        is_fresh = decodes is None and prefills.is_fresh
+        if graphs is not None and size is not None and is_fresh and graphs.has_whole(size):
+            return graphs.replay_whole(size)
         attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
-        if self.graphs is not None and size is not None:
-            return self.graphs.replay(size, attend_rows)
+        if graphs is not None and size is not None:
+            return graphs.replay(size, attend_rows)
         return forward(self._model, self._attention, tokens, attend_rows)
 
     def _new_buffers(self, num_tokens: int) -> TokenBuffers:

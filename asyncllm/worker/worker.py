@@ -85,7 +85,7 @@ class Worker:
             self._warm_up()
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
-            self._make_graphs(model, attention)
+            self._make_graphs(model, attention, cache)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
@@ -232,13 +232,15 @@ class Worker:
         """Of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
 
-    def _make_graphs(self, model: CausalLM, attention: AttentionBackend) -> None:
+    def _make_graphs(self, model: CausalLM, attention: AttentionBackend, cache: KVCache) -> None:
         """Of steps with prefills and of decode steps, in one pool."""
         config = self._config
         pool = GraphPool()
         if config.prefill_graph_sizes:
             sizes = config.prefill_graph_sizes
-            prefill = PrefillGraphs(model, attention, sizes[-1], pool, self._dtype, self.device)
+            prefill = PrefillGraphs(
+                model, attention, cache, sizes[-1], pool, self._dtype, self.device
+            )
             with self._phase("prefill_graphs"), self._on_stream():
                 self._capture(prefill.capture, sizes, "prefill")
             self.runner.mixed_forward.graphs = prefill

@@ -179,7 +179,7 @@ def test_leaving_the_loop_early_frees_the_request() -> None:
 def test_cancelling_the_awaiting_task_frees_the_request(after_s: float) -> None:
     async def main() -> None:
         async with small_engine() as engine:
-            task = asyncio.create_task(_await(engine.generate("hello", ENDLESS)))
+            task = asyncio.ensure_future(engine.generate("hello", ENDLESS))
             await asyncio.sleep(after_s)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -189,14 +189,10 @@ def test_cancelling_the_awaiting_task_frees_the_request(after_s: float) -> None:
     run(main())
 
 
-async def _await(generation: Any) -> RequestOutput:
-    return await generation
-
-
 def test_abort_ends_the_stream_with_a_reason() -> None:
     async def main() -> None:
         async with small_engine() as engine:
-            task = asyncio.create_task(_await(engine.generate("hello", ENDLESS, request_id="a")))
+            task = asyncio.ensure_future(engine.generate("hello", ENDLESS, request_id="a"))
             await until(lambda: engine.stats().num_running == 1)
             engine.abort("a")
             engine.abort(["a", "never existed"])
@@ -244,10 +240,10 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 def test_the_queue_has_a_limit() -> None:
     async def main() -> None:
         async with small_engine(max_num_seqs=1, max_queued_requests=2) as engine:
-            running = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="run")))
+            running = asyncio.ensure_future(engine.generate("a", ENDLESS, request_id="run"))
             await until(lambda: engine.stats().num_running == 1)
             waiting = [
-                asyncio.create_task(_await(engine.generate("b", GREEDY, request_id=f"w{i}")))
+                asyncio.ensure_future(engine.generate("b", GREEDY, request_id=f"w{i}"))
                 for i in range(2)
             ]
             await until(lambda: engine.stats().num_waiting == 2)
@@ -265,10 +261,10 @@ def test_the_queue_has_a_limit_of_tokens() -> None:
 
     async def main() -> None:
         async with small_engine(max_num_seqs=1, max_queued_tokens=40) as engine:
-            running = asyncio.create_task(_await(engine.generate([1], ENDLESS, request_id="run")))
+            running = asyncio.ensure_future(engine.generate([1], ENDLESS, request_id="run"))
             await until(lambda: engine.stats().num_running == 1)
             waiting = [
-                asyncio.create_task(_await(engine.generate([1] * n, GREEDY, request_id=f"w{n}")))
+                asyncio.ensure_future(engine.generate([1] * n, GREEDY, request_id=f"w{n}"))
                 for n in (25, 15)
             ]
             await until(lambda: engine.stats().num_waiting == 2)
@@ -296,9 +292,9 @@ def test_a_request_that_waits_too_long_ends_and_running_ones_do_not(
 ) -> None:
     async def main() -> None:
         async with small_engine(max_num_seqs=1, max_queue_seconds=300) as engine:
-            running = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="run")))
+            running = asyncio.ensure_future(engine.generate("a", ENDLESS, request_id="run"))
             await until(lambda: engine.stats().num_running == 1)
-            late = asyncio.create_task(_await(engine.generate("b", GREEDY)))
+            late = asyncio.ensure_future(engine.generate("b", GREEDY))
             await until(lambda: engine.stats().num_waiting == 1)
             set_queue_clock_forward(monkeypatch, 301)
             with pytest.raises(QueueFullError, match=r"over max_queue_seconds \(300\)"):
@@ -314,7 +310,7 @@ def test_a_request_that_waits_too_long_ends_and_running_ones_do_not(
 def test_a_request_id_in_use_is_refused() -> None:
     async def main() -> None:
         async with small_engine() as engine:
-            first = asyncio.create_task(_await(engine.generate("a", ENDLESS, request_id="same")))
+            first = asyncio.ensure_future(engine.generate("a", ENDLESS, request_id="same"))
             await until(lambda: engine.stats().num_running == 1)
             with pytest.raises(InvalidRequestError, match="in use"):
                 await engine.generate("b", GREEDY, request_id="same")
@@ -330,7 +326,7 @@ def test_aclose_ends_streams_with_an_error_and_leaves_no_thread() -> None:
         threads, handler = set(threading.enumerate()), signal.getsignal(signal.SIGINT)
         engine = small_engine()
         await engine.start()
-        task = asyncio.create_task(_await(engine.generate("a", ENDLESS)))
+        task = asyncio.ensure_future(engine.generate("a", ENDLESS))
         await until(lambda: engine.stats().num_running == 1)
         await engine.aclose()
         await engine.aclose()
@@ -406,9 +402,9 @@ def test_a_failing_step_hurts_the_queued_only_if_the_device_is_lost(
         async with small_engine(max_num_seqs=1) as engine:
             core = engine._core
             assert core is not None
-            running = asyncio.create_task(_await(engine.generate("a", ENDLESS)))
+            running = asyncio.ensure_future(engine.generate("a", ENDLESS))
             await until(lambda: engine.stats().num_running == 1)
-            queued = asyncio.create_task(_await(engine.generate("hello", GREEDY)))
+            queued = asyncio.ensure_future(engine.generate("hello", GREEDY))
             await until(lambda: engine.stats().num_waiting == 1)
             launch = core.worker.launch
 

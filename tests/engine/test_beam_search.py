@@ -205,16 +205,12 @@ def test_logprobs_of_beams_are_those_of_their_tokens(reference: Reference) -> No
     asyncio.run(work())
 
 
-async def until_end(engine: AsyncLLMEngine, params: SamplingParams) -> RequestOutput:
-    return await engine.generate([1, 2, 3], params, "searching")
-
-
 def test_an_abort_frees_all_beams_at_once(reference: Reference) -> None:
     async def work() -> None:
         engine = AsyncLLMEngine(str(reference.folder), skip_tokenizer_init=True, **ROOMY)
         async with engine:
             params = params_of("wide", max_tokens=30)
-            searching = asyncio.create_task(until_end(engine, params))
+            searching = asyncio.ensure_future(engine.generate([1, 2, 3], params, "searching"))
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while engine.stats().num_running != 12:  # noqa: ASYNC110 (it is so for a while)
                     await asyncio.sleep(0)

@@ -122,7 +122,7 @@ def test_a_start_after_a_cancelled_one_loads_when_the_first_is_closed(workshop: 
         start = asyncio.create_task(engine.start())
         await until(lambda: workshop.events)
         await cancelled(start)
-        answer = asyncio.ensure_future(engine.generate("hello", GREEDY)._final())
+        answer = asyncio.ensure_future(engine.generate("hello", GREEDY))
         workshop.go.set()
         assert (await answer).finished
         await engine.aclose()
@@ -139,7 +139,7 @@ def test_a_cancelled_aclose_goes_on(workshop: Workshop) -> None:
         workshop.go.set()
         engine = small_engine()
         await engine.start()
-        running = asyncio.ensure_future(engine.generate("a", ENDLESS)._final())
+        running = asyncio.ensure_future(engine.generate("a", ENDLESS))
         await until(lambda: engine.stats().num_running)
         closing = asyncio.create_task(engine.aclose())
         await asyncio.sleep(0)

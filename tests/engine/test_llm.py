@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncllm import LLM, InvalidRequestError, SamplingParams
+from tests.waiting import PATIENCE_SECONDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -90,4 +91,5 @@ def test_a_collected_llm_leaves_no_thread() -> None:
     thread = llm._thread
     del llm
     gc.collect()
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()

@@ -6,7 +6,6 @@ import pytest
 
 from asyncllm.engine.plan_time import FORGET, MOST_SECONDS, SHORTEST, WAKE_SECONDS, PlanTime
 from asyncllm.engine.stats import StepKind, StepRecord
-from asyncllm.types import StepCost
 
 
 def step(kind: StepKind, start: float, duration: float) -> StepRecord:
@@ -34,7 +33,7 @@ def test_at_once_while_nothing_is_known() -> None:
 
 def test_a_lead_before_the_step_in_flight_can_be_over() -> None:
     plan_time = PlanTime()
-    plan_time.planned(99.0, 0.001, 0)
+    plan_time.planned(0.001)
     plan_time.finished(step("decode", 100.0, 0.010))
     due = 100.010 + SHORTEST * 0.010 - WAKE_SECONDS - 0.001
     assert plan_time.seconds_to_wait(100.011) == pytest.approx(due - 100.011)
@@ -68,8 +67,8 @@ def test_short_steps_are_planned_at_once() -> None:
 
 def test_a_slow_plan_is_remembered_for_a_while() -> None:
     plan_time = PlanTime()
-    plan_time.planned(99.0, 0.004, 0)
-    plan_time.planned(99.0, 0.001, 0)
+    plan_time.planned(0.004)
+    plan_time.planned(0.001)
     plan_time.finished(step("decode", 100.0, 0.010))
     due = 100.010 + SHORTEST * 0.010 - WAKE_SECONDS - 0.004 * FORGET
     assert plan_time.seconds_to_wait(100.010) == pytest.approx(due - 100.010)
@@ -80,24 +79,3 @@ def test_idleness_forgets_the_step_in_flight() -> None:
     plan_time.finished(step("decode", 100.0, 0.010))
     plan_time.idle()
     assert plan_time.seconds_to_wait(100.010) == 0
-
-
-def test_the_first_step_after_idleness_began_when_it_was_planned() -> None:
-    """Else the second would be planned at once, without those that arrive with the first."""
-    plan_time = PlanTime()
-    plan_time.finished(step("decode", 100.0, 0.010))
-    plan_time.idle()
-    plan_time.planned(200.0, 0.001, 0)
-    due = 200.0 + SHORTEST * 0.010 - WAKE_SECONDS - 0.001
-    assert plan_time.seconds_to_wait(200.001) == pytest.approx(due - 200.001)
-
-
-def test_prompt_tokens_take_at_least_what_was_measured() -> None:
-    plan_time = PlanTime(StepCost(0.005, 20e-6))
-    plan_time.planned(99.0, 0.0, 1000)
-    plan_time.finished(step("decode", 99.0, 0.005))
-    due = 99.005 + SHORTEST * 0.020 - WAKE_SECONDS
-    assert plan_time.seconds_to_wait(99.005) == pytest.approx(due - 99.005)
-    plan_time.planned(99.025, 0.0, 100)
-    due = 99.005 + SHORTEST * 0.005 - WAKE_SECONDS
-    assert plan_time.seconds_to_wait(99.005) == pytest.approx(due - 99.005), "the weights are read"

@@ -135,7 +135,7 @@ def test_memory_is_bounded(now: list[float]) -> None:
     assert len(recorder._marks) <= 62
 
 
-def test_work_per_step_is_independent_of_its_rows() -> None:
+def test_work_per_step_is_independent_of_its_rows(now: list[float]) -> None:
     """Python calls of one record, counted: nothing is done per token."""
     recorder = Recorder()
 

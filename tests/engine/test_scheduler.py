@@ -163,6 +163,20 @@ def test_the_measured_chunk_is_two_knees() -> None:
     assert ChunkPolicy.measured(StepCost(1e-6, 1.0)) == ChunkPolicy(CHUNK_MULTIPLE)
 
 
+def test_a_small_models_chunk_takes_some_milliseconds() -> None:
+    """0.6B: on an H200, on a faster card, with few sizes; the 8B's two knees take longer."""
+    sizes = tuple(range(256, 2049, 256))
+    chunks = {
+        StepCost(0.9e-3, 2.75e-6): 1536,
+        StepCost(0.9e-3, 1.00e-6): 1792,  # 4000 would leave the captured sizes
+        StepCost(6.0e-3, 22.5e-6): 512,
+    }
+    for cost, num_tokens in chunks.items():
+        assert ChunkPolicy.choose(None, cost, sizes) == ChunkPolicy(num_tokens, sizes)
+    few = (256, 512)
+    assert ChunkPolicy.choose(None, StepCost(0.9e-3, 2.75e-6), few) == ChunkPolicy(768, few)
+
+
 def test_what_the_user_asks_for_wins_over_what_is_measured() -> None:
     cost = StepCost(6.0e-3, 22.5e-6)
     assert ChunkPolicy.choose(100, cost) == ChunkPolicy(100)

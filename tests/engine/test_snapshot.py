@@ -65,8 +65,8 @@ def test_picture_of_pages() -> None:
 def test_every_end_is_counted_at_once() -> None:
     async def main() -> None:
         async with small_engine(max_num_seqs=1, max_num_batched_tokens=32) as engine:
-            running = asyncio.ensure_future(engine.generate("Once upon a time", ENDLESS)._final())
-            waiting = asyncio.ensure_future(engine.generate("Once upon a time", ENDLESS)._final())
+            running = asyncio.ensure_future(engine.generate("Once upon a time", ENDLESS))
+            waiting = asyncio.ensure_future(engine.generate("Once upon a time", ENDLESS))
             await until(lambda: engine.stats().num_waiting and len(engine.recorder.timeline) >= 3)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -81,7 +81,7 @@ def test_every_end_is_counted_at_once() -> None:
             assert steps["mixed", "eager"] == 2 and steps["decode", "eager"] >= 1
             assert engine.host_seconds.launch > 0 and engine.host_seconds.finish > 0
             assert engine.recorder.prompt_tokens == engine.recorder.prefill_tokens
-            last = asyncio.ensure_future(engine.generate("Once upon a time", ENDLESS)._final())
+            last = asyncio.ensure_future(engine.generate("Once upon a time", ENDLESS))
             await until(lambda: engine.stats().num_running)
         await asyncio.gather(last, return_exceptions=True)
         assert engine.recorder.finished["error"] == 1

@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.engine import watchdog
 from asyncllm.engine.watchdog import Watchdog
 from tests.waiting import until
-
-
-async def ask(engine: AsyncLLMEngine, prompt: str) -> RequestOutput:
-    return await engine.generate(prompt, SamplingParams(max_tokens=3))
 
 
 def dumps(caplog: pytest.LogCaptureFixture) -> list[Path]:
@@ -83,7 +79,7 @@ def test_a_step_that_hangs_makes_the_engine_unhealthy(
                     return self.step.device_times()  # type: ignore[attr-defined]
 
             monkeypatch.setattr(worker, "launch", lambda plan: Hanging(launch(plan)))
-            answer = asyncio.ensure_future(ask(engine, secret))
+            answer = asyncio.ensure_future(engine.generate(secret, SamplingParams(max_tokens=3)))
             await until(lambda: engine.health() is not None)
             assert "no step has finished for 0.05 s with 1 requests" in (engine.health() or "")
             go.set()

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 import asyncllm
 from asyncllm.engine.tokenizer import Tokenizer
-from asyncllm.errors import InvalidRequestError
 from asyncllm.formats import ModelFormat, resolve
 from asyncllm.formats.call_grammar import written_syntax
 from asyncllm.formats.families import TOOL_PARSERS
@@ -218,14 +217,3 @@ def test_nothing_to_constrain() -> None:
     found = known("hermes", frozenset())
     assert found.call_grammar(ToolChoice()) is None
     assert found.call_grammar(ToolChoice(TOOLS[1:])) is None
-
-
-def test_what_a_strict_tool_cannot_have() -> None:
-    found = known("qwen3_coder", frozenset())
-    text = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x"}}}
-    tool = Tool("f", text, strict=True, param="tools[3].function.parameters")
-    with pytest.raises(InvalidRequestError, match="'pattern' cannot be enforced") as caught:
-        found.call_grammar(ToolChoice((tool,)))
-    assert caught.value.param == "tools[3].function.parameters"
-    loose = found.call_grammar(ToolChoice((Tool("f", text),), required=True))
-    assert loose is not None

@@ -66,7 +66,9 @@ def test_nothing_else_is_served(path: str) -> None:
     async def test() -> None:
         async with serving() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            writer.write(
+                f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+            )
             assert (await reader.readline()).split()[1] == b"404"
             writer.close()
 

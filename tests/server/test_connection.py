@@ -16,20 +16,22 @@ from tests.server.test_sse import slow_client
 from tests.waiting import PATIENCE_SECONDS, until
 
 GOOD_BODY = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
 GOOD = HEAD + b"Content-Length: %d\r\n\r\n" % len(GOOD_BODY) + GOOD_BODY
 
 UNREADABLE = {
-    "bad method": b"G@T / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "version 9": b"GET / HTTP/9.9x\r\nHost: x\r\n\r\n",
+    "bad method": b"G@T / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "version 9": b"GET / HTTP/9.9x\r\nHost: localhost\r\n\r\n",
     "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-    "long URI": b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    "long header": b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 9000 + b"\r\n\r\n",
-    "many headers": b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    "long URI": b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "long header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 9000 + b"\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     + b"".join(b"A%d: a\r\n" % i for i in range(200))
     + b"\r\n",
-    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nA: a\x00b\r\n\r\n",
-    "space before the colon": b"GET /health HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n",
+    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: a\x00b\r\n\r\n",
+    "space before the colon": b"GET /health HTTP/1.1\r\nHost: localhost\r\nA : b\r\n\r\n",
     "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
     "negative length": HEAD + b"Content-Length: -5\r\n\r\n",
     "signed length": HEAD + b"Content-Length: +5\r\n\r\nabcde",
@@ -83,7 +85,9 @@ def test_headers_at_their_limits_are_taken(num_headers: int, header_bytes: int) 
         async with serving() as server:
             names = [b"A%d" % i for i in range(num_headers - 1)]
             lines = [name + b": " + b"a" * (header_bytes - len(name) - 2) for name in names]
-            head = b"\r\n".join([b"GET /health HTTP/1.1", b"Host: x", *lines, b"Connection: close"])
+            head = b"\r\n".join(
+                [b"GET /health HTTP/1.1", b"Host: localhost", *lines, b"Connection: close"]
+            )
             assert (await exchange(server, head + b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
     run(test())
@@ -92,9 +96,9 @@ def test_headers_at_their_limits_are_taken(num_headers: int, header_bytes: int) 
 def test_pipelined_requests_are_answered_in_order() -> None:
     async def test() -> None:
         async with serving() as server:
-            last = b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            last = b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
             answer = await exchange(
-                server, GOOD + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + last
+                server, GOOD + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + last
             )
             statuses = [int(part.split()[0]) for part in answer.split(b"HTTP/1.1 ")[1:]]
             assert statuses == [200, 200, 404]
@@ -107,7 +111,7 @@ def test_an_upgrade_is_not_taken() -> None:
         async with serving() as server:
             answer = await exchange(
                 server,
-                b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade, close\r\n"
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade, close\r\n"
                 b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
                 b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
             )
@@ -154,7 +158,7 @@ def test_headers_that_come_in_pieces_have_one_deadline(accepted: list[Connection
                 writer.write(b"TP/1.1\r\nHost: ")
                 await asyncio.sleep(0.01)
                 assert accepted[0]._header_deadline is deadline
-                writer.write(b"x\r\n\r\n")
+                writer.write(b"localhost\r\n\r\n")
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
                 assert deadline.cancelled() and accepted[0]._header_deadline is None
             writer.close()
@@ -180,7 +184,7 @@ def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with serving() as server:
             assert await exchange(server, b"") == b""
-            answer = await exchange(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = await exchange(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 200")
 
     run(test())

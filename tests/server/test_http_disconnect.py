@@ -16,7 +16,7 @@ async def connect(server: Server, path: str, body: object) -> asyncio.StreamWrit
     payload = orjson.dumps(body)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(
-        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(payload), payload)
     )
     return writer

@@ -25,7 +25,7 @@ from asyncllm.server.sse import (
 from tests.server.fake_engine import reply
 from tests.server.http_harness import CHAT, HELLO, Server, parse_events, run, serving, until
 
-REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def serve_handler(handler: object) -> tuple[web.AppRunner, int]:
@@ -87,7 +87,7 @@ def test_wire_equals_the_public_way(
             return stream.response
 
         runner, port = await serve_handler(handler)
-        request = b"GET / HTTP/" + version + b"\r\nHost: x\r\nConnection: close\r\n\r\n"
+        request = b"GET / HTTP/" + version + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         fast = await exchange(port, request)
         monkeypatch.setattr(sse, "_writes_plain_chunks", lambda *_: False)
         public = await exchange(port, request)
@@ -132,7 +132,7 @@ async def slow_client(server: Server, **fields: object) -> socket.socket:
     await loop.sock_connect(sock, ("127.0.0.1", server.port))
     body = orjson.dumps({"messages": HELLO, "stream": True, **fields})
     head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     await loop.sock_sendall(sock, head.encode() + body)

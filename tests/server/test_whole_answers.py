@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.call import Call
+from asyncllm.server.off_loop import OffLoop
 from asyncllm.server.service import answer_response
 
 
@@ -22,5 +24,7 @@ def test_log_probabilities_are_rendered_off_the_loop(fields: dict[str, int], on_
         return {"here": threading.current_thread() is threading.main_thread()}
 
     call = Call(id="a", model="m", prompts=[], params=SamplingParams(**fields))
-    response = asyncio.run(answer_response(call, render))
+    service: Any = SimpleNamespace(off_loop=OffLoop())
+    response = asyncio.run(answer_response(service, call, render))
+    service.off_loop.close()
     assert response.text == f'{{"here":{str(on_loop).lower()}}}'

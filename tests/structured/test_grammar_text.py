@@ -105,6 +105,17 @@ CASES: list[tuple[Fields, list[str], list[str]]] = [
     ({"regex": "[0-9]+", "after": ReasoningMarkers("<|pad|>", "<|im_start|>")},
      ["1", "<|im_start|>so<|pad|>\n12"], ["so<|pad|>1", "<|im_start|>1"]),
     ({"grammar": 'start: A\nA: "x"\n', "after": ReasoningMarkers("</t>")}, ["r</t>x"], ["x"]),
+    # messages with headers
+    ({"choice": ["yes"],
+      "after": ReasoningMarkers("<|pad|>", "<|im_start|>a", "b", "<|im_start|>c:")},
+     ["<|im_start|>c:yes", "<|im_start|>aso<|pad|>b<|im_start|>c:yes"],
+     ["yes", "<|im_start|>aso<|pad|>yes", "<|im_start|>aso<|pad|>\nb<|im_start|>c:yes",
+      "<|im_start|>aso<|pad|>b<|im_start|>c:no", "so<|pad|>b<|im_start|>c:yes"]),
+    ({"choice": ["yes"], "after": ReasoningMarkers("<|pad|>", None, "b", "<|im_start|>c:")},
+     ["so<|pad|>b<|im_start|>c:yes"], ["<|im_start|>c:yes"]),
+    ({"choice": ["yes"], "alternative": 'start: "call"\n',
+      "after": ReasoningMarkers("<|pad|>", "<|im_start|>a", "b", "<|im_start|>c:")},
+     ["<|im_start|>c:yes", "call"], ["<|im_start|>c:call", "<|im_start|>aso<|pad|>bcall"]),
 ]  # fmt: skip
 
 

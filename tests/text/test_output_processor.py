@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 
 import pytest
 
 from asyncllm.engine.output_collector import OutputCollector
+from asyncllm.engine.output_logprobs import LazyPromptLogprobs
 from asyncllm.engine.output_processor import OutputProcessor, Stop
 from asyncllm.engine.tokenizer import Tokenizer
-from asyncllm.outputs import CompletionOutput, RequestOutput
+from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
 from tests.text.token_feed import TokenFeed, finish, make_request
 from tests.text.tokenizer_folders import id_of
@@ -334,6 +337,25 @@ def test_prompt_logprobs_of_one_token(byte_level: Tokenizer) -> None:
     feed.add(request)
     feed.step({request.sequences[0]: 9})
     assert feed.outputs["r"][0].prompt_logprobs == [None]
+
+
+def test_prompt_logprobs_are_made_when_they_are_read() -> None:
+    names: list[int] = []
+
+    def text_of(token_id: int) -> str:
+        names.append(token_id)
+        return str(token_id)
+
+    lazy = LazyPromptLogprobs([3, 4, 5, 6], entries(3, -1.0), 0, text_of)
+    assert len(lazy) == 4
+    assert not names
+    assert lazy[-1] == {6: Logprob(-3.0, 1, "6")}
+    assert names == [6]
+    assert lazy[1:3] == [{4: Logprob(-1.0, 1, "4")}, {5: Logprob(-2.0, 1, "5")}]
+    assert lazy == list(lazy) == pickle.loads(pickle.dumps(lazy))
+    assert type(copy.copy(lazy)) is list
+    with pytest.raises(IndexError):
+        lazy[4]
 
 
 # --- times and statistics ----------------------------------------------------------------------

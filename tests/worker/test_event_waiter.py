@@ -18,15 +18,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.sleepers: list[str] = []  # threads
 
     def perf_counter(self) -> float:
         self.now += 1e-6
         return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.sleepers.append(threading.current_thread().name)
-        self.now += seconds
 
 
 class Event:
@@ -51,7 +46,7 @@ class Event:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(event_waiter, "time", clock)
+    monkeypatch.setattr(event_waiter, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
 
@@ -104,25 +99,23 @@ def test_a_step_is_taken_to_last_as_long_as_the_last_of_its_size(
     async def test() -> None:
         for size, seconds in ((0, 0.001), (128, 0.005)):  # both known from here on
             await take(size, seconds, 0.0)
-        await take(128, 0.005, 0.0009)
-        assert clock.sleepers == ["asyncllm-wait"], "until its own end is near, not the decode's"
-        await take(128, 0.005, 0.0049)
-        await take(0, 0.001, 0.0009)
-        assert len(clock.sleepers) == 1, "both are about to end"
+        early, late = await take(128, 0.005, 0.0009), await take(128, 0.005, 0.0049)
+        assert early.threads and not late.threads, "by its own duration, not by the decode's"
+        assert not (await take(0, 0.001, 0.0009)).threads, "which is still known"
 
     asyncio.run(test())
     waiter.close()
 
 
-def test_a_thread_sleeps_until_the_end_is_near(clock: Clock, waiter: EventWaiter) -> None:
+def test_a_first_token_is_looked_for_earlier(clock: Clock, waiter: EventWaiter) -> None:
     async def test() -> None:
-        start = clock.now
-        await waiter.wait(Event(clock, start + 0.01), start, 0)
-        second = Event(clock, start + 0.02)
-        await waiter.wait(second, start + 0.01, 0)
-        assert clock.sleepers == ["asyncllm-wait"]
-        assert second.threads == [] and 1 < second.num_queries < 300
-        assert clock.now - (start + 0.02) < 1e-5, "seen at once"
+        for size, is_polled in ((0, False), (128, True)):
+            for looked_at in (0.0, 0.0095):
+                start = clock.now
+                event = Event(clock, start + 0.01)
+                clock.now += looked_at
+                await waiter.wait(event, start, size)
+            assert (event.threads == []) is is_polled, f"half a millisecond before: {size}"
 
     asyncio.run(test())
     waiter.close()

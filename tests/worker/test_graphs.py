@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,20 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.fixture
+def replayed_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the graphs of fresh prompts that run, in order."""
+    sizes: list[int] = []
+    replay = PrefillGraphs.replay_whole
+
+    def counted(self: PrefillGraphs, size: int) -> torch.Tensor:
+        sizes.append(size)
+        return replay(self, size)
+
+    monkeypatch.setattr(PrefillGraphs, "replay_whole", counted)
+    return sizes
+
+
 def answers(params: SamplingParams, **args: Any) -> list[RequestOutput]:
     """To all at once, then to each alone, with most of its prompt in the prefix cache."""
     with LLM("tiny", **args) as llm:
@@ -92,39 +108,86 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("params", [GREEDY, FULL, SCORED], ids=["greedy", "full", "scored"])
-def test_graphed_equals_eager(params: SamplingParams, replayed: list[int]) -> None:
+def test_graphed_equals_eager(
+    params: SamplingParams, replayed: list[int], replayed_whole: list[int]
+) -> None:
     ours = answers(params, **GRAPHED)
-    assert len(set(replayed)) >= 3
+    assert replayed and replayed_whole and len({*replayed, *replayed_whole}) >= 3
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
 
 
+@pytest.fixture
+def graphed() -> Iterator[worker.Worker]:
+    ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
+    yield ours
+    ours.close()
+
+
+def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Tensor:
+    """Hidden states of prompts of so many tokens on `page` and the next, computed from `start`."""
+    num_tokens = sum(lens)
+    ends, num_rows = np.cumsum([0, *lens], dtype=np.int32), len(lens)
+    pages = np.arange(page, page + num_rows, dtype=np.int32)
+    positions = np.concatenate([np.arange(start, start + n) for n in lens])
+    slots = pages.repeat(lens).astype(np.int64) * 16 + positions
+    tokens = torch.arange(start + 1, start + num_tokens + 1, dtype=torch.int32)
+    hidden = ours.runner.mixed_forward.run(
+        tokens[:0],
+        0,
+        PrefillRows(
+            ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
+        ),
+        {
+            "prefill_tokens": tokens,
+            "prefill_positions": torch.from_numpy(positions.astype(np.int32)),
+            "write_slots": torch.from_numpy(slots),
+        },
+    )
+    return hidden[:num_tokens].clone()
+
+
 @pytest.mark.usefixtures("recorded")
 @torch.inference_mode()
-def test_padding_is_written_to_the_padding_page(replayed: list[int]) -> None:
-    ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
-    forward = ours.runner.mixed_forward
-    for num_tokens, page in ((8, 3), (5, 7)):
-        tokens = torch.arange(1, num_tokens + 1, dtype=torch.int32)
-        rows = (
-            np.array(ends, np.int32) for ends in ([0, num_tokens], [num_tokens], [0, 1], [page])
-        )
-        forward.run(
-            tokens[:0],
-            0,
-            PrefillRows(*rows),
-            {
-                "prefill_tokens": tokens,
-                "prefill_positions": tokens - 1,
-                "write_slots": tokens.long() + page * 16,
-            },
-        )
-    assert replayed == [8, 8]
+def test_only_one_prompt_from_its_beginning_is_whole(
+    graphed: worker.Worker, replayed: list[int], replayed_whole: list[int]
+) -> None:
+    whole = [run_rows(graphed, 3, 0, n) for n in (8, 5)]
+    assert (replayed, replayed_whole) == ([], [8, 8])
+    run_rows(graphed, 3, 0, 5, 2)  # two prompts
+    behind = run_rows(graphed, 3, 5, 3)  # the rest of one
+    assert (replayed, replayed_whole) == ([8, 4], [8, 8])
+    graphs = graphed.runner.mixed_forward.graphs
+    assert graphs is not None
+    graphs._whole.clear()
+    pieces = [run_rows(graphed, 9, 0, n) for n in (8, 5)]
+    for ours, theirs in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(behind, pieces[0][5:], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> None:
+    graphs = graphed.runner.mixed_forward.graphs
+    assert graphs is not None
+    layers = [replace(layer, window=8) for layer in graphs._layers]
+    model: Any = SimpleNamespace(attention_layers=layers)
+    windowed = PrefillGraphs(
+        model, graphs._attention, graphs._cache, 16, GraphPool(), torch.float32, torch.device("cpu")
+    )
+    assert windowed._most_whole == 8
+
+
+@pytest.mark.usefixtures("recorded")
+@torch.inference_mode()
+def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
+    forward = graphed.runner.mixed_forward
+    run_rows(graphed, 3, 0, 8)
+    run_rows(graphed, 7, 1, 5)
     assert forward.graphs is not None
     slots = forward.graphs.buffers(8).write_slots.tolist()
     assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
-    ours.close()
 
 
 def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:

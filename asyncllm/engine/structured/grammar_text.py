@@ -18,7 +18,7 @@ from asyncllm.engine.structured.gbnf import any_to_lark
 from asyncllm.engine.structured.json_schema import enforceable_schema
 from asyncllm.engine.structured.lark import LarkBuilder, quoted
 from asyncllm.engine.structured.structural_tag import StructuralTagCompiler
-from asyncllm.structured_outputs import PARAM, StructuredOutputsParams, parse_json
+from asyncllm.structured_outputs import PARAM, ReasoningMarkers, StructuredOutputsParams, parse_json
 
 # Anywhere between two parts of a JSON text. Bounded: a model that has lost its way can write
 # newlines until its tokens are used up.
@@ -34,19 +34,28 @@ def grammar_text(params: StructuredOutputsParams, special_ids: Mapping[str, int]
         return builder.own_grammars(lark, forcing=forcing)
     answer, forcing = _ANSWERS[params.kind](params, builder)
     if params.alternative is not None:
-        answer = f"({answer} | {builder.lark(params.alternative)})"
         forcing = forcing and lark_forces_little(params.alternative)
-    return builder.grammars(_with_reasoning(params, builder, answer), forcing=forcing)
+    return builder.grammars(_whole(params, builder, answer), forcing=forcing)
 
 
-def _with_reasoning(params: StructuredOutputsParams, builder: LarkBuilder, answer: str) -> str:
+def _whole(params: StructuredOutputsParams, builder: LarkBuilder, answer: str) -> str:
+    """The answer or its alternative, and the reasoning before it."""
     markers = params.after
+    other = "" if params.alternative is None else f" | {builder.lark(params.alternative)}"
+    if markers is not None and markers.header:  # of messages: the other has headers of its own
+        before = f"{builder.text_until(markers.end)} {builder.literal(markers.resumed)}"
+        answer = f"{builder.literal(markers.header)} {answer}"
+        return f"{_after(markers, builder, before)} {answer}{other}"
+    answer = f"({answer}{other})" if other else answer
     if markers is None:
         return answer
-    reasoning = f"{builder.text_until(markers.end)} {builder.rule(AFTER_REASONING)}"
-    if markers.begin is None:
-        return f"{reasoning} {answer}"
-    return f"({builder.literal(markers.begin)} {reasoning})? {answer}"
+    before = f"{builder.text_until(markers.end)} {builder.rule(AFTER_REASONING)}"
+    return f"{_after(markers, builder, before)} {answer}"
+
+
+def _after(markers: ReasoningMarkers, builder: LarkBuilder, before: str) -> str:
+    """`before`: the rest of the reasoning, which must come where the prompt has begun it."""
+    return before if markers.begin is None else f"({builder.literal(markers.begin)} {before})?"
 
 
 def _json(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ from typing import Any
 from asyncllm.engine.structured.exclusive import exclude_each_other
 from asyncllm.engine.structured.schema_refs import resolve_ref
 from asyncllm.errors import InvalidRequestError
+from asyncllm.formats.text_formats import ANNOTATIONS, DATE
 
 MAX_OBJECT_PROPERTIES = 1024  # of one object: compiling takes time with their square
 MAX_ONE_OF_OPTIONS = 64
@@ -53,19 +54,12 @@ _NEEDS_ONE_OF = {
     "maxContains": ("contains",),
 }
 
-_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
-_DAY_31 = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
-_DAY_30 = "(0[469]|11)-(0[1-9]|[12][0-9]|30)"
-_DAY_28 = "02-(0[1-9]|1[0-9]|2[0-8])"
-_DATE = f"({_YEAR}-({_DAY_31}|{_DAY_30}|{_DAY_28})|{_LEAP}-02-29)"
 _CLOCK = "[0-9]{2}:[0-9]{2}:[0-5]"  # no leap second: most minutes have none
 # What llguidance's own expression for a format leaves out.
-_STRICTER = {"date": f"^{_DATE}$", "time": f"^{_CLOCK}", "date-time": f"^{_DATE}[Tt]{_CLOCK}"}
+_STRICTER = {"date": f"^{DATE}$", "time": f"^{_CLOCK}", "date-time": f"^{DATE}[Tt]{_CLOCK}"}
 _FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 }  # fmt: skip
-_ANNOTATIONS = {"password", "binary", "path"}  # formats that say how a text is shown or meant
 
 
 def enforceable_schema(root: Schema, param: str, *, close_objects: bool = False) -> Schema:
@@ -167,7 +161,7 @@ class _Walk:
         name = node.get("format")
         if not isinstance(name, str):
             return
-        if name in _ANNOTATIONS:
+        if name in ANNOTATIONS:
             del node["format"]
         elif name not in _FORMATS:
             known = ", ".join(sorted(_FORMATS))

@@ -23,12 +23,6 @@ class LarkBuilder(LarkText):
         super().__init__(special_ids)
         self._grammars: list[dict[str, Any]] = []
 
-    def terminal(self, body: str) -> str:
-        """The name of a new terminal: an expression that is matched as one."""
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {body}\n")
-        return name
-
     def value_of(self, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         """JSON by `schema`, with llguidance's own `options`."""
         return self.rule(f"%json {_json_text({**schema, 'x-guidance': options})}")

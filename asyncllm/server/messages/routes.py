@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 
 from aiohttp import web
 
@@ -11,8 +12,9 @@ from asyncllm.server.bodies import read_body
 from asyncllm.server.client_fields import named_as
 from asyncllm.server.message_call import (
     answer_parts,
-    count_prompt_tokens,
     message_call,
+    num_tokens,
+    prompt_of,
     stream_parts,
 )
 from asyncllm.server.messages.answer import MessageView
@@ -22,7 +24,7 @@ from asyncllm.server.messages.errors import REQUEST_ID_HEADER, new_request_id
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from asyncllm.server.messages.stream import StreamedMessage
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.service import SERVICE, json_response
+from asyncllm.server.service import SERVICE, json_response, prepared
 from asyncllm.server.sse import SSEStream
 
 
@@ -30,7 +32,7 @@ async def messages(http: web.Request) -> web.StreamResponse:
     service = http.app[SERVICE]
     service.check_open()
     request = await read_body(http, MessagesRequest)
-    chat = chat_request(request)
+    chat = await prepared(http, partial(chat_request, request))
     if service.answer_format is None or service.answer_format.reasoning is None:
         chat.thinking_token_budget = None  # clients send one to every model
     with named_as(FIELD_NAMES):
@@ -49,7 +51,7 @@ async def _answer(
     http: web.Request, request: MessagesRequest, chat: ChatRequest, cut_off: StopReason
 ) -> web.StreamResponse:
     service, request_id = http.app[SERVICE], new_request_id()
-    call = message_call(chat, service, f"msg_{uuid.uuid4().hex}")
+    call = await prepared(http, partial(message_call, chat, service, f"msg_{uuid.uuid4().hex}"))
     hides_thinking = request.thinking is not None and request.thinking.display == "omitted"
     view = MessageView(call, hides_thinking, cut_off)
     if request.stream:
@@ -62,7 +64,8 @@ async def _answer(
 
 
 async def count_tokens(http: web.Request) -> web.Response:
+    service = http.app[SERVICE]
     request = await read_body(http, CountTokensRequest)
-    chat = prompt_request(request)
     with named_as(FIELD_NAMES):
-        return json_response({"input_tokens": await count_prompt_tokens(chat, http.app[SERVICE])})
+        prompt = await prepared(http, lambda: prompt_of(prompt_request(request), service))
+        return json_response({"input_tokens": await num_tokens(prompt, service)})

@@ -11,7 +11,18 @@ from typing import Any
 import orjson
 
 from asyncllm.server.errors import bad_request
+from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.responses.store import ResponseStore
+
+
+def names_kept_items(request: ResponsesRequest) -> bool:
+    """Whether more than the body is to be read: a conversation before it, or items named."""
+    given = request.input if isinstance(request.input, list) else []
+    return request.previous_response_id is not None or any(map(_is_reference, given))
+
+
+def _is_reference(item: dict[str, Any]) -> bool:
+    return "role" not in item and item.get("type") in (None, "item_reference")
 
 
 class References:

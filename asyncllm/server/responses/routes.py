@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from asyncllm.engine.prompt import TextPrompt
+from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.auth import given_keys
 from asyncllm.server.bodies import read_body
 from asyncllm.server.client_fields import named_as
 from asyncllm.server.errors import ApiError, bad_request
 from asyncllm.server.message_call import (
     answer_parts,
-    count_prompt_tokens,
     message_call,
+    num_tokens,
+    prompt_of,
     stream_parts,
 )
+from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.responses.answer import ResponseView
 from asyncllm.server.responses.chat_form import chat_request, field_names, prompt_request
 from asyncllm.server.responses.items import Item, read_items
 from asyncllm.server.responses.protocol import ResponsesRequest
-from asyncllm.server.responses.references import References
+from asyncllm.server.responses.references import References, names_kept_items
 from asyncllm.server.responses.store import LostTurnError, ResponseStore, StoredResponse
 from asyncllm.server.responses.stream import StreamedResponse
 from asyncllm.server.responses.truncation import drop_oldest_turns
-from asyncllm.server.service import SERVICE, json_response
+from asyncllm.server.service import SERVICE, answer_response, json_response, prepared
 from asyncllm.server.sse import SSEStream
 
 RESPONSES = web.AppKey("responses", ResponseStore)
@@ -41,12 +46,14 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, ResponsesRequest)
     unique = uuid.uuid4().hex
-    items = read_items(request.input, unique, _references(http).find)
-    chat = chat_request(request, _items_before(http, request) + items)
+    is_large = names_kept_items(request)
+    items, chat = await prepared(http, partial(_read, http, request, unique), is_large)
     with named_as(field_names(request)):
         if request.truncation == "auto":
             await drop_oldest_turns(chat, service)
-        call = message_call(chat, service, f"resp_{unique}")
+        call = await prepared(
+            http, partial(message_call, chat, service, f"resp_{unique}"), is_large
+        )
         view = ResponseView(request, call, service.token_names(request))
         keep = partial(_keep, http, request, items)
         if request.stream:
@@ -54,17 +61,21 @@ async def create_response(http: web.Request) -> web.StreamResponse:
             sink = StreamedResponse(sse, view, keep)
             return await stream_parts(sse, service, call, sink)
         answer = await answer_parts(service, call)
-    body = view.whole(answer)
-    keep(body)
-    return json_response(body)
+    return await answer_response(service, call, partial(_whole, view, answer, keep))
 
 
 async def count_input_tokens(http: web.Request) -> web.Response:
+    service = http.app[SERVICE]
     request = await read_body(http, ResponsesRequest)
-    items = read_items(request.input, "", _references(http).find)
-    chat = prompt_request(request, _items_before(http, request) + items)
-    with named_as(field_names(request)):
-        count = await count_prompt_tokens(chat, http.app[SERVICE])
+
+    def read() -> TextPrompt:
+        items = read_items(request.input, "", _references(http).find)
+        chat = prompt_request(request, _items_before(http, request) + items)
+        with named_as(field_names(request)):
+            return prompt_of(chat, service)
+
+    prompt = await prepared(http, read, names_kept_items(request))
+    count = await num_tokens(prompt, service)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -135,6 +146,22 @@ def _items_before(http: web.Request, request: ResponsesRequest) -> list[Item]:
         limit = f"the limit of {http.client_max_size} bytes"
         raise bad_request(f"the conversation is over {limit}", "previous_response_id")
     return [item for turn in turns for item in turn.items()]
+
+
+def _read(
+    http: web.Request, request: ResponsesRequest, unique: str
+) -> tuple[list[Item], ChatRequest]:
+    """What the request brings, and the chat with what came before it. Raises `ApiError`."""
+    items = read_items(request.input, unique, _references(http).find)
+    return items, chat_request(request, _items_before(http, request) + items)
+
+
+def _whole(
+    view: ResponseView, answer: PartsCollector, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    body = view.whole(answer)
+    keep(body)
+    return body
 
 
 def _keep(

@@ -3,11 +3,13 @@
 Bounded three ways: `max_bytes` in all (a flag), MAX_RESPONSES, and IDLE_SECONDS without use. What
 is kept is JSON as bytes, so the count is exact and nothing is shared with what a handler changes.
 A response is found only with the credential that it was made with. Using one uses all before it in
-its conversation, so a conversation that goes on loses its beginning last.
+its conversation, so a conversation that goes on loses its beginning last. Large requests are read
+in a thread, so each change is made under a lock.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -49,6 +51,7 @@ class ResponseStore:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._clock = clock
+        self._lock = threading.RLock()
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -58,26 +61,29 @@ class ResponseStore:
         """Keep it, if it fits at all, at the cost of others."""
         if response.num_bytes > self._max_bytes:
             return
-        response.used_at = self._clock()
-        self._kept[name] = response
-        self.num_bytes += response.num_bytes
-        while self.num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
-            self._drop(next(iter(self._kept)))
+        with self._lock:
+            response.used_at = self._clock()
+            self._kept[name] = response
+            self.num_bytes += response.num_bytes
+            while self.num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
+                self._drop(next(iter(self._kept)))
 
     def get(self, name: str, owner: bytes) -> StoredResponse | None:
-        self._drop_idle()
-        response = self._kept.get(name)
-        if response is None or response.owner != owner:
-            return None
-        response.used_at = self._clock()
-        self._kept.move_to_end(name)
-        return response
+        with self._lock:
+            self._drop_idle()
+            response = self._kept.get(name)
+            if response is None or response.owner != owner:
+                return None
+            response.used_at = self._clock()
+            self._kept.move_to_end(name)
+            return response
 
     def delete(self, name: str, owner: bytes) -> bool:
-        if self.get(name, owner) is None:
-            return False
-        self._drop(name)
-        return True
+        with self._lock:
+            if self.get(name, owner) is None:
+                return False
+            self._drop(name)
+            return True
 
     def conversation(self, name: str, owner: bytes) -> list[StoredResponse]:
         """The responses that led to `name`, and it, oldest first. Raises `LostTurnError`."""

@@ -6,9 +6,10 @@ that alone is too long, the engine says so.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from asyncllm.server.message_call import count_prompt_tokens
+from asyncllm.server.message_call import num_tokens, prompt_of
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.service import Service
 
@@ -22,7 +23,8 @@ async def drop_oldest_turns(request: ChatRequest, service: Service) -> None:
 
     async def fits(num_dropped: int) -> bool:
         request.messages = _without(messages, starts, system, num_dropped)
-        return await count_prompt_tokens(request, service) <= room
+        prompt = await service.off_loop.read(partial(prompt_of, request, service))
+        return await num_tokens(prompt, service) <= room
 
     if not starts or await fits(0):
         return
