@@ -11,7 +11,7 @@ import gc
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,13 @@ HOSTED = [
     SamplingParams(temperature=0, max_tokens=48, logits_processors=[favour_digits]),
     SamplingParams(temperature=0.8, seed=7, max_tokens=48, bad_words=["the capital", "is a"]),
 ]
+# Rows whose masks the plain kernels apply, as long as no row beside them needs more.
+MASKED = [
+    *HOSTED[:3],
+    replace(HOSTED[1], temperature=0.9, seed=8, logprobs=2),
+]
+# The same, by the full way: a bias of nothing is an edit.
+MASKED_IN_FULL = [replace(params, logit_bias={0: 0.0}) for params in MASKED]
 QUESTIONS = [
     *(f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (25, 41), (3, 96))),
     *(f"What is the capital of {c}?" for c in ("France", "Japan", "Peru", "Kenya")),
@@ -134,6 +141,10 @@ def equal(ours: Answers, oracle: Answers) -> Outcome:
 
 async def same_tokens(params: list[SamplingParams], ours: Args, oracle: Args) -> Outcome:
     return equal(await answer(params, ours), await answer(params, oracle))
+
+
+async def masked_plainly_as_in_full() -> Outcome:
+    return equal(await answer(MASKED, ROOMY), await answer(MASKED_IN_FULL, ROOMY))
 
 
 async def cached_as_cold() -> Outcome:
@@ -233,6 +244,8 @@ CHECKS: list[tuple[str, Check]] = [
         "one ahead = synchronous, rows that need the host",
         partial(same_tokens, HOSTED, ROOMY, ROOMY | {"async_scheduling": False}),
     ),
+    ("graph = eager, masked rows", partial(same_tokens, MASKED, ROOMY, EAGER)),
+    ("masked plainly = in full", masked_plainly_as_in_full),
     ("structured output", schema_is_kept),
     ("cached = cold", cached_as_cold),
     ("swapped = never preempted", partial(preempted_as_never, "swap")),

@@ -87,14 +87,15 @@ class LiveRequests:
         """A finished step's tokens: what ends by them ends. `tell` before the next plan."""
         assert self._news is None, "a step was taken that nobody was told of"
         self._news = self.scheduler.finish_step(plan, result), result.prompt_logprobs
-        for search in self.scheduler.take_ended_searches():
-            self._end_search(search)
 
     def tell(self) -> None:
         """Tell the clients of the step that was taken, and end what ends by its text."""
         if self._news is not None:
             news, self._news = self._news, None
             self._tell(*news)
+            for search in self.scheduler.take_ended_searches():
+                if self.outputs.has_request(search.request.request_id):  # nobody left meanwhile
+                    self._end_search(search)
 
     def jump(self, jumps: list[tuple[Sequence, list[int]]]) -> None:
         """Tokens that must come, unsampled; not for a sequence that ended meanwhile."""

@@ -65,6 +65,10 @@ class OutputProcessor:
         """Those whose last output is not out yet, oldest first; a copy."""
         return [owner.request for owner in self._requests.values()]
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether its last output is not out yet."""
+        return request_id in self._requests
+
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None = None) -> None:
         """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncllm import (
     AsyncLLMEngine,
@@ -28,6 +29,7 @@ from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint, TokenMasks
 from asyncllm.worker.model_runner import HostStep
+from asyncllm.worker.sampler import Sampler
 from tests.engine.automaton import Automaton
 from tests.waiting import PATIENCE_SECONDS
 
@@ -132,6 +134,32 @@ def test_all_ways_to_run_give_the_tokens_that_the_grammar_allows(
     jumps.clear()
     no_jumps(monkeypatch)
     assert generate(requests) == together and not jumps
+
+
+@pytest.mark.parametrize("jumping", [True, False])
+def test_masked_rows_are_the_same_by_the_plain_way_and_by_the_full(
+    monkeypatch: pytest.MonkeyPatch, jumping: bool
+) -> None:
+    """After prefills, after decodes, beside rows without a mask; a bias of nothing is an edit."""
+    in_full: list[int] = []
+    full = Sampler.full
+
+    def counted(self: Sampler, logits: torch.Tensor, *args: Any) -> torch.Tensor:
+        in_full.append(len(logits))
+        return full(self, logits, *args)
+
+    monkeypatch.setattr(Sampler, "full", counted)
+    if not jumping:
+        no_jumps(monkeypatch)
+    warm = replace(SEEDED, top_k=0)
+    ways = [GREEDY, warm, replace(GREEDY, logprobs=1), replace(warm, n=2)]
+    free = (PROMPTS[2], warm)
+    requests = [(p, by(automaton(i, 0.5), ways[i])) for i, p in enumerate(PROMPTS)]
+    plainly = generate([*requests, free], max_num_seqs=8, max_num_batched_tokens=40)
+    assert len(in_full) == 1, "that of the start"
+    edited = [(p, replace(params, logit_bias={0: 0.0})) for p, params in [*requests, free]]
+    assert generate(edited, max_num_seqs=8, max_num_batched_tokens=40) == plainly
+    assert len(in_full) > 10
 
 
 def test_jumps_of_a_real_grammar_change_no_token(
