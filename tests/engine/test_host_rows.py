@@ -29,6 +29,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint, TokenMasks
 from asyncllm.worker.model_runner import HostStep
 from tests.engine.automaton import Automaton
+from tests.waiting import PATIENCE_SECONDS
 
 VOCAB_SIZE = AsyncLLMEngine("tiny").config.model.vocab_size
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -336,7 +337,7 @@ def test_clients_are_told_of_a_step_while_the_masks_of_the_next_are_filled() -> 
     class Slow(Automaton):
         def fill(self, bitmask: np.ndarray) -> None:
             if self.num_accepted:
-                assert heard.acquire(timeout=60), "nobody is told before the masks are filled"
+                assert heard.acquire(timeout=PATIENCE_SECONDS), "told after the masks are filled"
             super().fill(bitmask)
 
     async def main() -> list[int]:
