@@ -8,8 +8,8 @@
 
 Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither,
 but that the outputs have what ended in `take` until `tell`; admission knows those that wait for
-their first step. A request that has ended has told its sink so,
-but for a beam search, whose words follow. It runs no step and knows no device.
+their first step. A request that has ended has told its sink so, but for a beam search, whose words
+follow. It runs no step and knows no device.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ class LiveRequests:
             sink, text_sink = BestAnswers(params, sink).receive, None
         self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether that one is live: its id is taken."""
+        return self.outputs.has_request(request_id)
 
     def planned(self, plan: StepPlan) -> None:
         """Those whose first step this is wait no more."""

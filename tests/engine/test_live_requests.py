@@ -58,9 +58,9 @@ class FailingOutputs:
 
 
 @pytest.mark.parametrize("params", [SEARCH, SHORT], ids=["beam search", "by its length"])
-def test_what_ended_in_a_step_whose_outputs_fail_ends_with_the_error(
-    params: SamplingParams,
-) -> None:
+def test_what_ended_in_a_step_whose_outputs_fail_hears_of_it(params: SamplingParams) -> None:
+    """With the error; a search, whose words are put together elsewhere, with its answer."""
+
     async def main() -> None:
         async with small_engine() as engine:
             expected = (await outcome(engine, "hello", params)).outputs
@@ -69,9 +69,13 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_with_the_error(
             ending = asyncio.create_task(outcome(engine, "ends", params))
             await until(lambda: core_of(engine).live.scheduler.has_request("ends"))
             FailingOutputs(core_of(engine), "ends")
-            for request in (ending, longer):
+            with pytest.raises(RequestFailedError, match="planted"):
+                await longer
+            if params is SEARCH:
+                assert len((await ending).outputs) == SEARCH.n
+            else:
                 with pytest.raises(RequestFailedError, match="planted"):
-                    await request
+                    await ending
             await settle(engine)
             assert (await outcome(engine, "hello", params)).outputs == expected
 
