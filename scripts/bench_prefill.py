@@ -4,7 +4,8 @@
     scripts/bench_prefill.py DIR [DIR ...]
 
 With made-up weights. Per number of tokens: microseconds until the host has launched it, and on the
-device alone. Rows: one prompt, and beside it decodes of 1000 tokens of context.
+device alone. Rows: one prompt (alone and of up to 512 tokens it is one graph, else pieces), and
+beside it decodes of 1000 tokens of context.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from asyncllm.server.errors import ApiError, as_api_error, internal_error, overl
 
 logger = logging.getLogger(__name__)
 
+PROMPTS_PER_TURN = 8  # of a call, up to 0.2 ms each; then others have a turn
+
 
 class Consumer(Protocol):
     """Where the answer goes: a stream, or a collector. Exactly one of finish and fail is last."""
@@ -54,8 +56,8 @@ class Generation:
         for index, (request_id, prompt) in enumerate(
             zip(call.request_ids, call.prompts, strict=True)
         ):
-            if index:
-                await asyncio.sleep(0)  # of a thousand prompts: others have a turn between two
+            if index and index % PROMPTS_PER_TURN == 0:
+                await asyncio.sleep(0)
             self._live.add(request_id)
             await self._engine.add_request(
                 request_id,

@@ -206,10 +206,10 @@ async def stream_to(
     """
     with service.generation(call, consumer) as generation:
         await generation.submit()
-        for _ in range(TURNS_TO_LAUNCH):
-            await asyncio.sleep(0)
         if generation.error is not None:
             raise generation.error
+        for _ in range(TURNS_TO_LAUNCH):
+            await asyncio.sleep(0)
         try:
             await sse.open()
             await sse.run()
