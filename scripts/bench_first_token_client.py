@@ -14,6 +14,7 @@ import sys
 import time
 
 END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+PATIENCE_S = 60
 
 
 def exchange(socks: list[socket.socket], bodies: list[bytes]) -> list[list[float]]:
@@ -27,13 +28,19 @@ def exchange(socks: list[socket.socket], bodies: list[bytes]) -> list[list[float
         ready.register(sock, selectors.EVENT_READ, len(times) - 1)
     answers = [b""] * len(socks)
     while ready.get_map():
-        for key, _ in ready.select():
+        events = ready.select(PATIENCE_S)
+        for key, _ in events:
             assert isinstance(key.fileobj, socket.socket)
-            answers[key.data] += key.fileobj.recv(1 << 16)
+            piece = key.fileobj.recv(1 << 16)
+            answers[key.data] += piece
+            if not piece:
+                raise ConnectionError(f"the server hung up: {answers[key.data]!r}")
             if len(times[key.data]) == 1 and b"data: " in answers[key.data]:
                 times[key.data].append(time.monotonic())
             if answers[key.data].endswith(END):
                 ready.unregister(key.fileobj)
+        if not events:
+            raise TimeoutError(f"no end within {PATIENCE_S} s: {answers}")
     return times
 
 

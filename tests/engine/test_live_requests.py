@@ -58,26 +58,27 @@ class FailingOutputs:
 
 
 @pytest.mark.parametrize("params", [SEARCH, SHORT], ids=["beam search", "by its length"])
-def test_what_ended_in_a_step_whose_outputs_fail_hears_of_it(params: SamplingParams) -> None:
-    """With the error; a search, whose words are put together elsewhere, with its answer."""
+def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParams) -> None:
+    """With the error; a search has its words by then, since a step's books come before its news."""
 
     async def main() -> None:
         async with small_engine() as engine:
-            expected = (await outcome(engine, "hello", params)).outputs
+            expected = (await outcome(engine, "ends", params)).outputs
             longer = asyncio.create_task(outcome(engine, "longer", ENDLESS))
             await until(lambda: engine.stats().num_running)
             ending = asyncio.create_task(outcome(engine, "ends", params))
             await until(lambda: core_of(engine).live.scheduler.has_request("ends"))
             FailingOutputs(core_of(engine), "ends")
-            with pytest.raises(RequestFailedError, match="planted"):
-                await longer
             if params is SEARCH:
-                assert len((await ending).outputs) == SEARCH.n
+                found = (await ending).outputs
+                assert [one.token_ids for one in found] == [one.token_ids for one in expected]
             else:
                 with pytest.raises(RequestFailedError, match="planted"):
                     await ending
+            with pytest.raises(RequestFailedError, match="planted"):
+                await longer
             await settle(engine)
-            assert (await outcome(engine, "hello", params)).outputs == expected
+            assert (await outcome(engine, "ends", params)).outputs == expected
 
     run(main())
 
