@@ -61,9 +61,6 @@ class OutputProcessor:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def requests(self) -> list[Request]:
         """Those whose last output is not out yet, oldest first; a copy."""
         return [owner.request for owner in self._requests.values()]
