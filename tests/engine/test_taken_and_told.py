@@ -78,3 +78,11 @@ def test_what_a_failed_step_could_not_tell_ends_with_its_error(max_tokens: int) 
     rig.live.tell()
     assert rig.reasons == ["error"]
     rig.live.check_empty()
+
+
+def test_the_id_of_what_is_not_told_yet_is_taken() -> None:
+    rig = Rig(max_tokens=1)
+    rig.take(7)
+    assert rig.live.has_request("r1") and not rig.live.scheduler.has_request("r1")
+    rig.live.tell()
+    assert not rig.live.has_request("r1")
