@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -23,7 +22,7 @@ from asyncllm.models.decoder import DecoderLayer, DenseDecoder
 from asyncllm.models.layers import cuda_source
 from asyncllm.models.layers.linear import Linear
 
-SOURCE = Path(__file__).with_name("persistent_decode.cu")
+SOURCE = cuda_source.FOLDER / "persistent_decode.cu"
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
 MAX_SPLITS = 32  # shares of one sequence's attention

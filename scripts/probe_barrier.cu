@@ -1,5 +1,5 @@
 // What a barrier between blocks costs while copies from memory are on their way: the question that
-// models/persistent_decode.cu stands or falls with.
+// models/cuda/persistent_decode.cu stands or falls with.
 //
 //     nvcc -O3 -arch=sm_90 scripts/probe_barrier.cu -o /tmp/probe && /tmp/probe     (a second)
 //

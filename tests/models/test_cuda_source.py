@@ -9,7 +9,7 @@ import pytest
 
 from asyncllm.models.layers import cuda_source
 
-SOURCE = Path(cuda_source.__file__).with_name("few_rows.cu")
+SOURCE = cuda_source.FOLDER / "few_rows.cu"
 
 # A "compiler" that makes an empty library of any C compiler's; it notes that it ran.
 COMPILER = """#!/bin/sh
@@ -54,6 +54,10 @@ def test_compiled_once_for_a_source_and_an_architecture(
     assert len({*loaded}) == 4
     calls = (compiler / "calls").read_text().splitlines()
     assert len(calls) == 4 and "-DSIZE=1" in calls[3]
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "header.cuh").write_text("// included, perhaps")
+    cuda_source.load(source, (9, 0))
+    assert len({*loaded}) == 5
 
 
 def test_a_compiler_that_fails_leaves_nothing(

@@ -5,9 +5,7 @@
 // weights as the operand of 16 rows and the few rows as that of 8. Which column a register stands for
 // does not matter as long as it is the same in both operands, so a thread loads 16 bytes that are
 // neighbours in memory where the instruction's own order would take 4.
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-#include <cstdint>
+#include "device.cuh"
 
 namespace {
 
@@ -30,15 +28,6 @@ struct Args {
     int rows, features, size, num_squares;
     float eps;
 };
-
-__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                             uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 __device__ __forceinline__ uint4 load_weight(const __nv_bfloat16* p, bool inside) {
     uint4 v = make_uint4(0, 0, 0, 0);

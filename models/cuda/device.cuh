@@ -1,0 +1,134 @@
+// What our kernels use of a CUDA device, by names of our own. tests/cuda/emulator.h has the same
+// names for a CPU, so that a kernel which is written in them can be run and checked there.
+#pragma once
+
+#ifndef ASYNCLLM_EMULATED
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace {
+
+#define thread_index() static_cast<int>(threadIdx.x)
+#define block_index() static_cast<int>(blockIdx.x)
+#define num_blocks() static_cast<int>(gridDim.x)
+
+__device__ __forceinline__ unsigned char* shared_memory() {
+    extern __shared__ uint4 memory[];
+    return reinterpret_cast<unsigned char*>(memory);
+}
+
+__device__ __forceinline__ void sync_block() { __syncthreads(); }
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+__device__ __forceinline__ float add_across(float x, int step) {
+    return x + __shfl_xor_sync(~0u, x, step);
+}
+
+__device__ __forceinline__ float most_across(float x, int step) {
+    return fmaxf(x, __shfl_xor_sync(~0u, x, step));
+}
+
+__device__ __forceinline__ void prefetch(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// 16 bytes to shared memory; complete once `wait_copies` says so of their group.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void end_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int LATER>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+// What other blocks wrote during this kernel: past the first cache, which may hold the old, and in
+// this place of the program.
+__device__ __forceinline__ uint4 load_fresh(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t load_fresh_pair(const void* p) {
+    uint32_t v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_fresh_float(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint16_t load_fresh_half(const void* p) {
+    uint16_t v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_constant(const void* p) {
+    return __ldg(static_cast<const uint4*>(p));
+}
+
+// By one thread between two `sync_block`: who sees the sum sees what its block wrote before.
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+// The same, and the block then sees what those wrote whose sums it saw.
+__device__ __forceinline__ uint32_t add_and_see(uint32_t* p, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(value) : "memory");
+    return old;
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+
+// c [16, 8] += a [16, 16] times b [16, 8].
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t to_pair(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
+__device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
+
+}  // namespace
+#endif
+
+namespace {
+
+__device__ __forceinline__ float low(uint32_t pair) { return bits_to_float(pair << 16); }
+__device__ __forceinline__ float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
+__device__ __forceinline__ uint16_t to_half(float x) {
+    return static_cast<uint16_t>(to_pair(x, 0) & 0xffff);
+}
+__device__ __forceinline__ float from_half(uint16_t half) {
+    return bits_to_float(static_cast<uint32_t>(half) << 16);
+}
+// Address arithmetic in bf16 elements.
+__device__ __forceinline__ const uint16_t* at(const void* base, int64_t element) {
+    return static_cast<const uint16_t*>(base) + element;
+}
+__device__ __forceinline__ uint16_t* at(void* base, int64_t element) {
+    return static_cast<uint16_t*>(base) + element;
+}
+
+}  // namespace

@@ -1,0 +1,66 @@
+// What the launch tells the kernel, field by field as persistent_decode.py has it, and the sizes
+// that all parts of the kernel share.
+#pragma once
+
+#include "../device.cuh"
+
+#ifndef HEAD_DIM
+#error "give HEAD_DIM (64 or 128), GROUP_SIZE (1 to 8 query heads of a KV head) and BLOCK_SIZE"
+#endif
+
+namespace {
+
+constexpr int WARPS = 8;
+constexpr int THREADS = WARPS * 32;
+constexpr int MAX_ROWS = 8;
+constexpr int UNIT = 8;             // outputs of a unit
+constexpr int SLICE = 128;          // columns of a slice
+constexpr int GROUP_STAGES = 4;     // of one slice
+constexpr int STAGE_BYTES = UNIT * SLICE * 2;
+// Stages of a warp that are asked for or not yet used: all the shared memory there is.
+constexpr int DEPTH = GROUP_SIZE <= 4 ? 12 : 10;
+constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
+constexpr int TOKEN_LANES = HEAD_DIM / 8;      // that hold one token's key
+constexpr int WARP_TOKENS = 32 / TOKEN_LANES;  // that a warp takes at a time
+constexpr int TILE = WARPS * WARP_TOKENS;      // that a block takes at a time
+// Tiles of which a lane's tokens are on their way; more heads leave fewer registers.
+constexpr int AHEAD = GROUP_SIZE <= 4 ? 3 : GROUP_SIZE == 5 ? 2 : 1;
+constexpr int MERGED = 16;           // shares that a thread takes at a time
+constexpr int HALF = HEAD_DIM / 2;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float NO_SCORE = -1e30f;  // below any score, and finite: no difference of two is NaN
+
+enum Kind { QKV, OUTPUT, GATE_UP, DOWN, HEAD };  // four products of a layer, and the last
+
+struct Layer {
+    const void* weights[4];  // by kind: [features, size]
+    const void* biases[4];   // [features], or null
+    const void *input_norm, *post_norm;                             // [hidden]
+    const void *q_norm, *k_norm;                                    // [HEAD_DIM], or null
+    void* cache;  // [pages, 2, block_size, kv_heads, HEAD_DIM]
+};
+
+struct Args {
+    const Layer* layers;          // [num_layers]
+    const void* final_norm;       // [hidden]
+    const void* head;             // [vocab, hidden]
+    void* residual;               // [rows, hidden]: the embeddings; used up
+    void* qkv;                    // [rows, (heads + 2 * kv_heads) * HEAD_DIM]
+    void* attended;               // [rows, heads * HEAD_DIM]
+    void* gated;                  // [rows, intermediate]
+    void* logits;                 // [rows, vocab]
+    float* partial;               // [rows, heads, MAX_SPLITS, HEAD_DIM]
+    float* partial_lse;           // [rows, heads, MAX_SPLITS]
+    uint32_t* counts;             // [rows, kv_heads], zero; left zero
+    uint32_t* barrier;            // one word, zero at first
+    uint32_t* stuck;              // set where blocks waited for ever
+    const int32_t* block_tables;  // [rows, table_stride]
+    const int32_t* positions;     // [rows], of the new tokens
+    const int32_t* rotary_rows;   // [rows], each token's row of cos_sin
+    const float* cos_sin;         // [.., HEAD_DIM], cosines then sines
+    int64_t table_stride, page_stride, kv_stride;  // elements
+    int32_t num_layers, rows, hidden, heads, kv_heads, intermediate, vocab;
+    float eps, head_eps, scale;   // of the norms; of the heads' norms; of q times k
+};
+
+}  // namespace

@@ -1,0 +1,45 @@
+// Where all blocks of the kernel wait for each other.
+#pragma once
+
+#include "args.cuh"
+
+namespace {
+
+// All blocks meet: the top bit of the word turns when the last has arrived, and needs no reset.
+struct Barrier {
+    uint32_t* word;
+    uint32_t* stuck;
+    uint32_t turned;  // the top bit as it will be
+    uint32_t gave_up = 0;  // 1: waits no more, or every later barrier would take as long
+
+    __device__ __forceinline__ Barrier(const Args& args)
+        : word(args.barrier), stuck(args.stuck), turned(load_acquire(args.barrier) & TOP) {}
+
+    __device__ __forceinline__ void arrive() {
+        sync_block();
+        turned ^= TOP;
+        const uint32_t step = block_index() == 0 ? TOP - (num_blocks() - 1) : 1;
+        if (thread_index() == 0) add_release(word, step);
+    }
+
+    __device__ __forceinline__ void wait() {
+        if (thread_index() == 0) {
+            int polls = 0;
+#pragma unroll 1
+            while (!gave_up && (load_acquire(word) & TOP) != turned && ++polls < MAX_POLLS) {
+            }
+            if (polls == MAX_POLLS) *stuck = gave_up = 1;
+        }
+        sync_block();
+    }
+
+    __device__ __forceinline__ void meet() {
+        arrive();
+        wait();
+    }
+
+    static constexpr uint32_t TOP = 0x80000000u;
+    static constexpr int MAX_POLLS = 1 << 24;  // seconds: one never came, and the kernel must end
+};
+
+}  // namespace

@@ -1,0 +1,59 @@
+// What a block keeps in shared memory: most of it is the warps' rings of weights.
+#pragma once
+
+#include "args.cuh"
+
+namespace {
+
+struct Shape {
+    int size, num_units, features;
+    int gated;    // 1: a unit has two stages, 0: one
+    int num_own;  // units of this block: block_index(), then every num_blocks()th
+};
+
+__device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
+    const int q_size = args.heads * HEAD_DIM, kv_size = args.kv_heads * HEAD_DIM;
+    Shape shape = {args.hidden, 0, 0, kind == GATE_UP, 0};
+    shape.features = kind == QKV ? q_size + 2 * kv_size
+        : kind == GATE_UP ? args.intermediate : kind == HEAD ? args.vocab : args.hidden;
+    if (kind == OUTPUT) shape.size = q_size;
+    if (kind == DOWN) shape.size = args.intermediate;
+    shape.num_units = shape.features / UNIT;
+    shape.num_own = (shape.num_units - block_index() + num_blocks() - 1) / num_blocks();
+    return shape;
+}
+
+constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row][output]
+
+struct Shared {
+    unsigned char ring[WARPS][DEPTH][STAGE_BYTES];
+    union {
+        struct {
+            float sums[2][WARPS][SUMS];    // two groups take turns
+            float squares[WARPS][MAX_ROWS];
+        } product;
+        struct {
+            float q[GROUP_SIZE][HEAD_DIM];
+            float new_key[HEAD_DIM], new_value[HEAD_DIM];
+            float best[WARPS][GROUP_SIZE], total[WARPS][GROUP_SIZE];
+            float sums[WARPS][GROUP_SIZE][HEAD_DIM];
+            uint32_t arrived;
+        } attention;
+    };
+    struct {  // of the block's share of attention, by positions alone: the same in every layer
+        int row, kv_head, split, position, start, end, num_active;
+        int64_t new_place, places[AHEAD][TILE];  // of tokens in the cache: elements
+        float cos_sin[HEAD_DIM];
+    } plan;
+    int num_work;            // shares of all rows and KV heads
+    Shape shapes[HEAD + 1];  // of the products, by kind
+    Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
+};
+constexpr int MAX_LAYERS = 128;
+static_assert(sizeof(Shared) + MAX_LAYERS * sizeof(Layer) <= 227 << 10);
+
+struct Lane {
+    int warp, lane, row, quad;  // row: of the tensor cores' operands, 0 to 7
+};
+
+}  // namespace

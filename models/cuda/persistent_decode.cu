@@ -1,0 +1,99 @@
+// A decode step of a dense decoder, from the embeddings to the logits, in one kernel: see
+// persistent_decode.py.
+//
+// One block per multiprocessor stays for the whole step. Weights depend on nothing that the step
+// computes, so each warp asks for its own, in the order in which it will need them, DEPTH stages
+// ahead of their use and across every barrier: memory goes on being read while blocks wait for each
+// other, for the attention, and for the last of them to end.
+//
+//   stage     8 rows x 128 columns of a weight matrix, by 4 cp.async of 16 bytes per lane. One warp
+//             asks for it and the same warp uses it, so that no other warp ever waits for it.
+//   slice     128 columns of a product; a block's warps share out the slices of all of its units
+//   unit      8 outputs of a product (8 gates and their 8 ups); blocks share out the units
+//   group     up to 4 stages of one slice, whose units take the same piece of x
+//
+// Products use the tensor cores with the weights of two stages as the 16 rows and the batch as the
+// 8 columns. Which column of x a register stands for does not matter as long as it is the same in
+// both operands, so a thread takes 16 neighbouring bytes where the instruction's own order would be
+// 4. All sums are added in an order that depends on shapes and lengths alone.
+#include "persistent/attention.cuh"
+#include "persistent/product.cuh"
+
+namespace {
+
+__global__ void __launch_bounds__(THREADS, 1) persistent_decode(const Args args) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+    const int thread = thread_index(), lane = thread % 32;
+    const Lane me = {thread / 32, lane, lane / 4, lane % 4};
+    Barrier barrier(args);
+#pragma unroll 1
+    for (int i = thread; i < args.num_layers; i += THREADS) shared.layers[i] = args.layers[i];
+    if (thread <= HEAD) shared.shapes[thread] = shape_of(args, thread);
+    if (thread == 0) {
+        shared.layers[args.num_layers].weights[0] = args.head;
+        shared.num_work = args.rows * args.kv_heads * count_splits(args);
+    }
+    sync_block();
+    Ring ring;
+    ring.start(args, shared, me);
+    plan_share(args, block_index(), shared);
+    for (int i = 0; i < args.num_layers; i++) {
+        const Layer& layer = shared.layers[i];
+        // Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
+        const bool is_last = i + 1 == args.num_layers;
+        const void* next = is_last ? args.final_norm : shared.layers[i + 1].input_norm;
+        const int line = (block_index() * THREADS + thread) * 64;
+        if (line < args.hidden) prefetch(at(layer.post_norm, line)), prefetch(at(next, line));
+        product<QKV>(args, {args.residual, layer.input_norm, layer.biases[QKV], args.qkv}, shared,
+                     ring, me);
+        barrier.arrive();
+        attention(args, layer, barrier, shared, me);
+        barrier.meet();
+        product<OUTPUT>(args, {args.attended, nullptr, layer.biases[OUTPUT], args.residual}, shared,
+                        ring, me);
+        barrier.meet();
+        product<GATE_UP>(args, {args.residual, layer.post_norm, layer.biases[GATE_UP], args.gated},
+                         shared, ring, me);
+        barrier.meet();
+        product<DOWN>(args, {args.gated, nullptr, layer.biases[DOWN], args.residual}, shared,
+                      ring, me);
+        barrier.meet();
+    }
+    product<HEAD>(args, {args.residual, args.final_norm, nullptr, args.logits}, shared, ring, me);
+    wait_copies<0>();
+}
+
+int shared_bytes(const Args& args) {
+    return static_cast<int>(sizeof(Shared) + args.num_layers * sizeof(Layer));
+}
+
+}  // namespace
+
+// Returns a cudaError_t. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM of 128,
+// vocab of 8. Blocks must all be on the device at once, hence the cooperative launch.
+#ifndef ASYNCLLM_EMULATED
+extern "C" int asyncllm_persistent_decode(const Args* args, int num_blocks, void* stream) {
+    const int bytes = shared_bytes(*args);
+    const cudaError_t error = cudaFuncSetAttribute(
+        persistent_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = num_blocks;
+    config.blockDim = THREADS;
+    config.dynamicSmemBytes = bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, persistent_decode, *args);
+}
+#else  // `stream` is the seed of the order in which threads take turns
+extern "C" int asyncllm_persistent_decode(const Args* args, int num_blocks, void* stream) {
+    const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
+    emulator::launch(num_blocks, THREADS, shared_bytes(*args), seed,
+                     [args] { persistent_decode(*args); });
+    return 0;
+}
+#endif
