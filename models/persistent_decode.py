@@ -109,43 +109,25 @@ class PersistentDecode:
         self._launch = launch
         self._num_blocks = num_blocks
         self._intermediate_size = _features(model.layers[0].mlp.gate_up_proj) // 2
-        layer, head = model.attention_layers[0], model.lm_head.weight
-        device = head.device
+        layer, device = model.attention_layers[0], cache.layers[0].device
         heads = (MAX_ROWS, layer.num_heads, MAX_SPLITS)
         self._partial = torch.empty((*heads, layer.head_dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(heads, dtype=torch.float32, device=device)
         counts = MAX_ROWS * layer.num_kv_heads
         # Shares that are done, by row and KV head; then the barrier; then whether one got stuck.
         self._words = torch.zeros(counts + 2, dtype=torch.int32, device=device)
-        pointers = [
-            [*_pointers(decoder_layer), cache.layers[index].data_ptr()]
-            for index, decoder_layer in enumerate(model.layers)
-        ]
-        self._layers = torch.tensor(pointers, dtype=torch.int64, device=device)
-        assert self._layers.shape[1] == POINTERS_OF_LAYER
-        pages = cache.layers[0]
-        norm = layer.head_norm
         words = self._words.data_ptr()
+        self._layers = _layer_table(model, cache)
         self._constants = {
+            **_sizes(model, cache),
             "layers": self._layers.data_ptr(),
             "final_norm": model.norm.constants.weight.data_ptr(),
-            "head": head.data_ptr(),
+            "head": model.lm_head.weight.data_ptr(),
             "partial": self._partial.data_ptr(),
             "partial_lse": self._partial_lse.data_ptr(),
             "counts": words,
             "barrier": words + 4 * counts,
             "stuck": words + 4 * (counts + 1),
-            "page_stride": pages.stride(0),
-            "kv_stride": pages.stride(1),
-            "num_layers": len(model.layers),
-            "hidden": head.shape[1],
-            "heads": layer.num_heads,
-            "kv_heads": layer.num_kv_heads,
-            "intermediate": self._intermediate_size,
-            "vocab": head.shape[0],
-            "eps": model.norm.constants.eps,
-            "head_eps": norm.eps if norm is not None else 0.0,
-            "scale": layer.scale,
         }
 
     @property
@@ -188,6 +170,37 @@ class PersistentDecode:
         if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
             raise RuntimeError(f"persistent_decode: CUDA error {error}")
         return logits
+
+
+def _sizes(model: DenseDecoder, cache: KVCache) -> dict[str, int | float]:
+    """The numbers among the kernel's arguments that no step changes."""
+    layer, pages = model.attention_layers[0], cache.layers[0]
+    vocab_size, hidden_size = model.lm_head.weight.shape
+    norm = layer.head_norm
+    return {
+        "page_stride": pages.stride(0),
+        "kv_stride": pages.stride(1),
+        "num_layers": len(model.layers),
+        "hidden": hidden_size,
+        "heads": layer.num_heads,
+        "kv_heads": layer.num_kv_heads,
+        "intermediate": _features(model.layers[0].mlp.gate_up_proj) // 2,
+        "vocab": vocab_size,
+        "eps": model.norm.constants.eps,
+        "head_eps": norm.eps if norm is not None else 0.0,
+        "scale": layer.scale,
+    }
+
+
+def _layer_table(model: DenseDecoder, cache: KVCache) -> torch.Tensor:
+    """The kernel's `Layer`s: int64 [layers, POINTERS_OF_LAYER] on the cache's device."""
+    pointers = [
+        [*_pointers(layer), pages.data_ptr()]
+        for layer, pages in zip(model.layers, cache.layers, strict=True)
+    ]
+    table = torch.tensor(pointers, dtype=torch.int64, device=cache.layers[0].device)
+    assert table.shape[1] == POINTERS_OF_LAYER
+    return table
 
 
 def _pointers(layer: DecoderLayer) -> list[int]:
