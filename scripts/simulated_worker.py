@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.types import Sequence, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
 from asyncllm.worker.executor import LaunchedStep

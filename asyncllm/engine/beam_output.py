@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from asyncllm.engine.beam_search import Beam, EndedSearch
 from asyncllm.engine.output_logprobs import logprob_dict, token_text
-from asyncllm.engine.sequence_text import hides_last_token, sequence_text
-from asyncllm.engine.stop_checker import StopStrings
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.sequence_text import hides_last_token, sequence_text
+from asyncllm.engine.text.stop_checker import StopStrings
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from asyncllm.types import Sequence
 

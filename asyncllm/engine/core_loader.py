@@ -18,7 +18,7 @@ from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.worker.worker import Worker
 
 

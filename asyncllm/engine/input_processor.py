@@ -18,13 +18,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.bad_words import bad_words_ids
-from asyncllm.engine.prompt import ParsedPrompt, PromptInput, TextPrompt, TokensPrompt, parse_prompt
-from asyncllm.engine.prompt_encoder import PromptEncoder
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
+from asyncllm.engine.text.bad_words import bad_words_ids
+from asyncllm.engine.text.prompt import (
+    ParsedPrompt,
+    PromptInput,
+    TextPrompt,
+    TokensPrompt,
+    parse_prompt,
+)
+from asyncllm.engine.text.prompt_encoder import PromptEncoder
+from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
-from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.outputs import RequestMetrics
 from asyncllm.param_checks import MAX_SEED

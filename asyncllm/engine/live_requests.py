@@ -29,7 +29,7 @@ from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import RequestFailedError
 from asyncllm.types import (
     FinishReason,

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from tqdm import tqdm
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
-from asyncllm.engine.prompt import PromptInput
+from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 

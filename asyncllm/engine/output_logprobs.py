@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import Logprob, PromptLogprobs
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import TokenLogprobs

@@ -24,9 +24,9 @@ from asyncllm.engine.output_state import (
     new_states,
 )
 from asyncllm.engine.repetition import REPETITION_STOP_REASON
-from asyncllm.engine.sequence_text import hides_last_token
 from asyncllm.engine.stats import IterationStats
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.sequence_text import hides_last_token
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, FinishReasonText, RequestOutput
 from asyncllm.types import (
     FinishReason,

@@ -15,10 +15,10 @@ from asyncllm.engine.output_logprobs import (
     token_text,
 )
 from asyncllm.engine.repetition import RepetitionDetector
-from asyncllm.engine.sequence_text import SequenceText, sequence_text
 from asyncllm.engine.stats import FinishedRequestStats
-from asyncllm.engine.stop_checker import StopStrings
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.sequence_text import SequenceText, sequence_text
+from asyncllm.engine.text.stop_checker import StopStrings
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import (
     CompletionOutput,
     FinishReasonText,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.formats import resolve
 
 MAX_TOKENS_AFTER_END = 2  # a template writes line breaks after an end that it writes itself

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncllm import __version__
-from asyncllm.engine.prompt import PromptInput
+from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.formats.events import AnswerParser
 from asyncllm.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.sliced_json import SLICE, sliced_json

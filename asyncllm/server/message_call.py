@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from asyncllm.engine.prompt import TextPrompt
+from asyncllm.engine.text.prompt import TextPrompt
 from asyncllm.server.answer_events import AnswerSink
 from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.call import Call

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from asyncllm.engine.prompt import PromptInput, TextPrompt
+from asyncllm.engine.text.prompt import PromptInput, TextPrompt
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest

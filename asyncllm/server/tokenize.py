@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
+from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.server.bodies import read_body
 from asyncllm.server.errors import bad_request
 from asyncllm.server.prompts import render_chat

@@ -18,7 +18,7 @@ import pytest
 
 from asyncllm.config import EngineArgs
 from asyncllm.engine.output_processor import OutputProcessor
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.server.call import Call
 from asyncllm.server.chat_view import ChatView
 from asyncllm.server.generation import Generation

@@ -12,7 +12,7 @@ import pytest
 
 import asyncllm
 from asyncllm import LLM, SamplingParams
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.formats import resolve
 from asyncllm.formats.tools import ToolChoice, parse_tools
 from asyncllm.structured_outputs import StructuredOutputsParams

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 import asyncllm
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.formats import ModelFormat, resolve
 from asyncllm.formats.call_grammar import written_syntax
 from asyncllm.formats.families import TOOL_PARSERS

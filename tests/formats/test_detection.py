@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import asyncllm
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.formats import resolve
 from asyncllm.formats.families import REASONING_PARSERS, TOOL_PARSERS
 from tests.formats.answers import read_in_all_cuts

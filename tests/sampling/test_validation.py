@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from asyncllm import EngineArgs, InvalidRequestError, SamplingParams
-from asyncllm.engine.bad_words import bad_words_ids
 from asyncllm.engine.input_processor import MAX_PROMPT_LOGPROB_ENTRIES, InputProcessor
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.bad_words import bad_words_ids
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,

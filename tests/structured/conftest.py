@@ -9,7 +9,7 @@ import asyncllm
 from asyncllm.engine.structured import compiler as compiler_module
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
 from tests.waiting import PATIENCE_SECONDS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.engine.structured.compiler import CompiledGrammar
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 
 
 def fits(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:

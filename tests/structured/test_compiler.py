@@ -14,7 +14,7 @@ from asyncllm.engine.structured import compiler as compiler_module
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.gbnf import MAX_GBNF_CHARS, MAX_TERMINAL_DEPTH, MAX_TERMINALS
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import InvalidRequestError, QueueFullError
 from asyncllm.structured_outputs import MAX_STRUCTURED_OUTPUT_CHARS, StructuredOutputsParams
 from tests import waiting

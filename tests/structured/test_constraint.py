@@ -11,7 +11,7 @@ import pytest
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.constraint import GrammarConstraint
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import RequestFailedError
 from asyncllm.structured_outputs import StructuredOutputsParams
 from tests.structured.walks import allowed_ids, new_constraint, walk

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncllm.engine.structured.compiler import CompiledGrammar
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from tests.structured.corpus import CORPUS, is_valid
 from tests.structured.walks import walk
 

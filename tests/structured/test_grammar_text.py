@@ -16,7 +16,7 @@ from asyncllm.engine.structured.forced_text import (
     schema_forces_little,
 )
 from asyncllm.engine.structured.structural_tag import MAX_STRUCTURAL_TAGS
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured_outputs import ReasoningMarkers
 from tests.structured.fits import fits

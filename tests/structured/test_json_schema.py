@@ -14,7 +14,7 @@ from asyncllm.engine.structured.json_schema import (
     MAX_ONE_OF_OPTIONS,
     enforceable_schema,
 )
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import InvalidRequestError
 from tests.structured.fits import fits
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncllm.engine.structured.compiler import GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
 from tests.structured.walks import new_constraint
 from tests.text import tokenizer_folders as folders

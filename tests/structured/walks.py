@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncllm.engine.structured.compiler import GrammarCompiler
 from asyncllm.engine.structured.constraint import GrammarConstraint
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
 
 

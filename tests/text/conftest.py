@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from tests.text import tokenizer_folders as folders
 
 

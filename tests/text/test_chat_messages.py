@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.chat_messages import normalize_messages
-from asyncllm.engine.content_format import detect_content_format
+from asyncllm.engine.text.chat_messages import normalize_messages
+from asyncllm.engine.text.content_format import detect_content_format
 from asyncllm.errors import InvalidRequestError
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncllm.engine.detokenizer import TableDetokenizer, WindowDetokenizer
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.detokenizer import TableDetokenizer, WindowDetokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from tests.text.tokenizer_folders import id_of
 
 PROPERTY = settings(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from asyncllm.engine import hf_tokenizer
-from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
+from asyncllm.engine.text import hf_tokenizer
+from asyncllm.engine.text.hf_tokenizer import load_hf_tokenizer
 from tests.text.tokenizer_folders import SENTENCES, byte_level, write_folder
 from tests.waiting import PATIENCE_SECONDS
 
@@ -56,7 +56,7 @@ def test_other_declarations_are_auto_tokenizers_to_read(
 
 def test_what_the_short_way_does_not_import() -> None:
     code = (
-        "import sys; from asyncllm.engine.tokenizer import Tokenizer; "
+        "import sys; from asyncllm.engine.text.tokenizer import Tokenizer; "
         "from asyncllm.model_config import BUILTIN_MODELS; "
         "Tokenizer.from_folder(BUILTIN_MODELS['tiny']); "
         "heavy = {'torch._dynamo', 'torch.distributed.tensor', 'sympy', 'transformers.activations',"

@@ -16,7 +16,7 @@ import pytest
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.input_processor import MAX_CACHE_SALT_CHARS, InputProcessor, parse_prompt
-from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
+from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from asyncllm.param_checks import MAX_SEED
 from asyncllm.sampling_params import SamplingParams

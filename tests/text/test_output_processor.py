@@ -11,7 +11,7 @@ import pytest
 from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_logprobs import LazyPromptLogprobs
 from asyncllm.engine.output_processor import OutputProcessor, Stop
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
 from tests.text.token_feed import TokenFeed, finish, make_request

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asyncllm.engine.output_processor import Stop
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import RequestOutput
 from asyncllm.types import FinishReason, Request, TokenLogprobs
 from tests.text.token_feed import TokenFeed, make_request

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.chat_messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS
-from asyncllm.engine.chat_template import MAX_DOCUMENTS
-from asyncllm.engine.token_pieces import build_token_pieces
-from asyncllm.engine.tokenizer import LARGE_TEXT_CHARS, Tokenizer
+from asyncllm.engine.text.chat_messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS
+from asyncllm.engine.text.chat_template import MAX_DOCUMENTS
+from asyncllm.engine.text.token_pieces import build_token_pieces
+from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.formats.tools import MAX_TOOLS
 from tests.text import tokenizer_folders as folders

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from asyncllm.engine.output_processor import OutputProcessor, Stop
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import (

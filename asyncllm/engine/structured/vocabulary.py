@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from llguidance import LLTokenizer
 
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.tokenizer import Tokenizer
 
 SENTINEL = "\x02"  # nothing that a tokenizer joins with what follows
 

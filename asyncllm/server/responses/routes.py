@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from asyncllm.engine.prompt import TextPrompt
+from asyncllm.engine.text.prompt import TextPrompt
 from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.auth import given_keys
 from asyncllm.server.bodies import read_body

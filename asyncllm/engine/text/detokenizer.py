@@ -15,7 +15,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from asyncllm.engine.token_pieces import (
+from asyncllm.engine.text.token_pieces import (
     REPLACEMENT_CHARACTER,
     Piece,
     TokenPieces,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncllm.engine.detokenizer import Detokenizer, NoDetokenizer
-from asyncllm.engine.stop_checker import StopChecker, StopStrings
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.detokenizer import Detokenizer, NoDetokenizer
+from asyncllm.engine.text.stop_checker import StopChecker, StopStrings
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.types import FinishReason, Request, Sequence
 
 

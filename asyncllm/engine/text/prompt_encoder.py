@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncllm.engine.prompt import ParsedPrompt
-from asyncllm.engine.tokenizer import Tokenizer
+from asyncllm.engine.text.prompt import ParsedPrompt
+from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 

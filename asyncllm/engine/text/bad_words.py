@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.engine.prompt_encoder import PromptEncoder
+from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 

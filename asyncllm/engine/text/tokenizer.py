@@ -16,10 +16,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from asyncllm.config import ContentFormat
-from asyncllm.engine.chat_template import ChatTemplate, read_chat_template
-from asyncllm.engine.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
-from asyncllm.engine.hf_tokenizer import load_hf_tokenizer
-from asyncllm.engine.token_pieces import as_bytes, build_token_pieces
+from asyncllm.engine.text.chat_template import ChatTemplate, read_chat_template
+from asyncllm.engine.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from asyncllm.engine.text.hf_tokenizer import load_hf_tokenizer
+from asyncllm.engine.text.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 
 # At least one of these holds the vocabulary; transformers can make an empty tokenizer without.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NotRequired, Required, TypedDict
 
-from asyncllm.engine.chat_messages import ChatMessage
+from asyncllm.engine.text.chat_messages import ChatMessage
 from asyncllm.errors import InvalidRequestError
 
 

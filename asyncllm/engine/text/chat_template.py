@@ -15,9 +15,9 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from asyncllm.config import ContentFormat
-from asyncllm.engine.chat_messages import PARAM as MESSAGES_PARAM
-from asyncllm.engine.chat_messages import ChatMessage, normalize_messages
-from asyncllm.engine.content_format import detect_content_format
+from asyncllm.engine.text.chat_messages import PARAM as MESSAGES_PARAM
+from asyncllm.engine.text.chat_messages import ChatMessage, normalize_messages
+from asyncllm.engine.text.content_format import detect_content_format
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 from asyncllm.formats.tools import MAX_TOOLS
 
