@@ -127,6 +127,11 @@ class Bench:
         stream.synchronize()
         runner.graphs = graphs
 
+    @property
+    def is_stuck(self) -> bool:
+        decode = self._runner.persistent_decode
+        return decode is not None and decode.is_stuck
+
     def logits(self, batch: int) -> torch.Tensor:
         """Of the step that `decode` times, [batch, V]."""
         graphs = self._runner.graphs
@@ -187,7 +192,10 @@ def compare_persistent(
         distance = ((ours - other.float()).norm() / other.float().norm()).item()
         same = (ours.argmax(1) == other.argmax(1)).float().mean().item()
         print(f"persistent, batch {batch}: logits differ by {distance:.4f}, {same:.0%} of argmax")
-    return [bench.decode(batch, bandwidth, False, "persistent decode") for batch in batches]
+    rows = [bench.decode(batch, bandwidth, False, "persistent decode") for batch in batches]
+    if bench.is_stuck:
+        raise SystemExit("persistent: a block waited in vain for another: no time above counts")
+    return rows
 
 
 def report(row: Mapping[str, Any]) -> None:
