@@ -120,7 +120,9 @@ class Stamps:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    engine = AsyncLLMEngine.from_engine_args(EngineArgs(args.model, max_num_batched_tokens=8192))
+    engine = AsyncLLMEngine.from_engine_args(
+        EngineArgs(args.model, load_format=args.load_format, max_num_batched_tokens=8192)
+    )
     await engine.start()
     server_args = ServerArgs(port=0)
     runner = web.AppRunner(
@@ -167,6 +169,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--load-format", default="auto")
     parser.add_argument("--real", action="store_true", help="run the model, not the simulation")
     parser.add_argument("--requests", type=int, default=100, help="measured, or bursts of them")
     parser.add_argument("--burst", type=int, default=1, help="requests sent at once")
