@@ -54,9 +54,12 @@ class TokenMaskBuffer:
         self._host = _Words(self._num_rows, self._num_words, torch.device("cpu"), on_gpu)
         self._on_device = self._host
         if on_gpu:
-            self._on_device = _Words(self._num_rows, self._num_words, self._device)
             self._stream = torch.cuda.Stream(self._device)
             self._copied = torch.cuda.Event()
+            # Memory of the stream that writes it: what the step's own stream has just let go of may
+            # still be read there.
+            with torch.cuda.stream(self._stream):
+                self._on_device = _Words(self._num_rows, self._num_words, self._device)
 
     def upload(self, rows: np.ndarray, num_rows: int) -> RowMasks:
         """The first masks of `host()` for these of a step's `num_rows` rows, one each.

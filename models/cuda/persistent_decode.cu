@@ -71,9 +71,11 @@ int shared_bytes(const Args& args) {
 
 // Returns a cudaError_t. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM of 128,
 // vocab of 8. Blocks must all be on the device at once, hence the cooperative launch.
+// `args` is untyped because a function that names a type of the unnamed namespace is not exported.
 #ifndef ASYNCLLM_EMULATED
-extern "C" int asyncllm_persistent_decode(const Args* args, int num_blocks, void* stream) {
-    const int bytes = shared_bytes(*args);
+extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
+    const Args& given = *static_cast<const Args*>(args);
+    const int bytes = shared_bytes(given);
     const cudaError_t error = cudaFuncSetAttribute(
         persistent_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
@@ -87,13 +89,14 @@ extern "C" int asyncllm_persistent_decode(const Args* args, int num_blocks, void
     attribute.val.cooperative = 1;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, persistent_decode, *args);
+    return cudaLaunchKernelEx(&config, persistent_decode, given);
 }
 #else  // `stream` is the seed of the order in which threads take turns
-extern "C" int asyncllm_persistent_decode(const Args* args, int num_blocks, void* stream) {
+extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
+    const Args& given = *static_cast<const Args*>(args);
     const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
-    emulator::launch(num_blocks, THREADS, shared_bytes(*args), seed,
-                     [args] { persistent_decode(*args); });
+    emulator::launch(num_blocks, THREADS, shared_bytes(given), seed,
+                     [&given] { persistent_decode(given); });
     return 0;
 }
 #endif

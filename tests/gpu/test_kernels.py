@@ -9,7 +9,7 @@ import torch
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
-from asyncllm.worker.token_masks import NO_MASK, RowMasks
+from asyncllm.worker.token_masks import NO_MASK, RowMasks, TokenMaskBuffer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -155,6 +155,21 @@ def test_token_masks_equal_torch(rows: int, vocab: int) -> None:
     apply_masks_triton(logits, masks)
     apply_masks_torch(reference, masks)
     assert torch.equal(logits, reference)
+
+
+def test_masks_are_written_where_nobody_reads() -> None:
+    """Their memory must not be what a kernel of the step's stream is still about to read."""
+    rows, vocab = 256, 128256
+    read_late = torch.zeros(rows * vocab // 32, device=CUDA, dtype=torch.int32)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 28)  # a tenth of a second
+    seen = read_late.clone()
+    del read_late
+    buffer = TokenMaskBuffer(rows, vocab, CUDA)
+    buffer.host()[:] = -1
+    masks = buffer.upload(np.arange(rows), rows)
+    assert (masks.bits == -1).all()
+    assert (seen == 0).all()
 
 
 def some_masks(rows: int, vocab: int) -> RowMasks:
