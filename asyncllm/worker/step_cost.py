@@ -27,7 +27,7 @@ def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
     num_tokens = min(PREFILL_TOKENS, most_tokens)
     return StepCost(
         _seconds(_bare_step(runner, stream.device), stream),
-        _seconds(partial(runner.warm_up, num_tokens), stream) / num_tokens,
+        _seconds(partial(runner.warm_up.prefill, num_tokens), stream) / num_tokens,
     )
 
 
