@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from asyncllm.attention import cuda_source
 from asyncllm.attention.programmatic_launch import has_programmatic_launch
-from asyncllm.models.layers import cuda_source
 from asyncllm.models.layers.ops import Norm, Normed
 
-SOURCE = cuda_source.FOLDER / "few_rows.cu"
+SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
 MAX_ROWS = 16
 MAX_HIDDEN_SIZE = 2048  # 1024: steps a quarter faster, 4096: slower; between not measured
 MAX_WEIGHTS = 1 << 25  # of a product; the LM head is cuBLAS's

@@ -20,7 +20,7 @@ from pathlib import Path
 
 logger = logging.getLogger("asyncllm")
 
-FOLDER = Path(__file__).parent.parent / "cuda"
+DEVICE_FOLDER = Path(__file__).parent / "cuda"  # of what all sources include
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 COMPILE_SECONDS = 120
 MAX_ERROR_CHARS = 2000
@@ -45,7 +45,8 @@ def _load(
     source: Path, capability: tuple[int, int], definitions: Sequence[str]
 ) -> ctypes.CDLL | None:
     flags = (*FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *definitions)
-    headers = sorted(source.parent.rglob("*.cuh"))  # any of them may be included
+    folders = {source.parent, DEVICE_FOLDER}
+    headers = sorted({header for folder in folders for header in folder.rglob("*.cuh")})
     texts = [file.read_bytes() for file in (source, *headers)]
     key = hashlib.sha256(b"\0".join([*texts, *map(str.encode, flags)]))
     library = cache_folder() / f"{source.stem}-{key.hexdigest()[:16]}.so"

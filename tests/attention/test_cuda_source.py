@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.models.layers import cuda_source
-
-SOURCE = cuda_source.FOLDER / "few_rows.cu"
+from asyncllm.attention import cuda_source
+from asyncllm.models.persistent_decode import SOURCE
 
 # A "compiler" that makes an empty library of any C compiler's; it notes that it ran.
 COMPILER = """#!/bin/sh
