@@ -109,4 +109,4 @@ def test_without_a_home_there_is_no_library(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
     assert cuda_source.load(SOURCE, (9, 0)) is None
-    assert "few_rows.cu is not used" in caplog.text
+    assert f"{SOURCE.name} is not used" in caplog.text
