@@ -65,10 +65,7 @@ class Case:
         )  # fmt: skip
         self.cache.layers[1].normal_()
         assert supports(self.layer, self.cache)
-        self._function = compile_for_cpu(
-            SOURCE, "asyncllm_balanced_decode", definitions(self.layer, block_size),
-            folder / "balanced.so",
-        )  # fmt: skip
+        self._function = compiled(definitions(self.layer, block_size))
         self._seed = 0
         self.decode = BalancedDecode(self.cache, self.layer, self._launch, num_blocks, MAX_ROWS)
         pages = MAX_LEN // block_size
