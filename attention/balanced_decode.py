@@ -9,7 +9,7 @@ shares from the lengths on the device, so there is no plan, and a captured graph
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,8 @@ SOURCE = Path(__file__).parent / "cuda" / "balanced_decode.cu"
 CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
+LEAST_ROWS = 48  # of a step: XQA's shares are finer, and with fewer rows faster (docs/LOG.md)
+MAX_ROWS = 2048
 WARPS = 8  # of a block
 TILE = 16  # tokens
 
@@ -53,32 +55,40 @@ def definitions(layer: AttentionLayer, block_size: int) -> tuple[str, ...]:
 def supports(layer: AttentionLayer, cache: KVCache) -> bool:
     return (
         cache.layers[0].dtype is torch.bfloat16
+        and layer.window is None
         and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
         and cache.block_size % TILE == 0
     )
 
 
-def load_launch(layer: AttentionLayer, cache: KVCache) -> Launch | None:
-    """The compiled kernel; None where shapes, device or compiler do not do it. May compile."""
+def begin_loading(layers: Sequence[AttentionLayer], cache: KVCache) -> Callable[[], Launch | None]:
+    """The kernel for these layers, compiled meanwhile where no start did it before; the result
+    waits for that. None where shapes, device or compiler do not do it."""
     capability = torch.cuda.get_device_capability(cache.layers[0].device)
-    if capability not in CAPABILITIES or not supports(layer, cache):
-        return None
-    library = cuda_source.load(SOURCE, capability, definitions(layer, cache.block_size))
-    if library is None:
-        return None
-    launch = library.asyncllm_balanced_decode
-    launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    return launch  # type: ignore[no-any-return]
+    if capability not in CAPABILITIES or not all(supports(layer, cache) for layer in layers):
+        return lambda: None
+    flags = definitions(layers[0], cache.block_size)
+    loading = cuda_source.begin_loading(SOURCE, capability, flags)
+
+    def wait() -> Launch | None:
+        library = loading()
+        if library is None:
+            return None
+        launch = library.asyncllm_balanced_decode
+        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        return launch  # type: ignore[no-any-return]
+
+    return wait
 
 
 class BalancedDecode:
-    """For steps of at most `max_rows` rows, on layers without windows that it `supports`."""
+    """For steps of at most MAX_ROWS rows, on layers of one shape that it `supports`."""
 
     def __init__(
-        self, cache: KVCache, layer: AttentionLayer, launch: Launch, num_blocks: int, max_rows: int
+        self, cache: KVCache, layer: AttentionLayer, launch: Launch, num_blocks: int
     ) -> None:
-        """`num_blocks`: one for each multiprocessor. All layers have `layer`'s shape."""
+        """`num_blocks`: one for each multiprocessor."""
         self._cache = cache
         self._launch = launch
         self._num_blocks = num_blocks
@@ -88,7 +98,7 @@ class BalancedDecode:
         parts = (WARPS * num_blocks // kv_heads, kv_heads, 2, layer.num_heads // kv_heads)
         self._partial = torch.empty((*parts, layer.head_dim), dtype=torch.float32, device=device)
         self._weights = torch.empty((*parts, 2), dtype=torch.float32, device=device)
-        self._counts = torch.zeros((max_rows, kv_heads), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
 
     def bind(
         self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor

@@ -255,51 +255,74 @@ __device__ __forceinline__ void store_row(const Args& args, const Row& sums, int
     });
 }
 
-// The shares `first` to `last` of a row become one.
+// The shares `first` to `last` of a row become one; MERGED of them are on their way at once.
 __device__ __forceinline__ void merge(const Args& args, int row, int kv_head, int first, int last) {
     constexpr int OWN = HEAD_DIM / 32;  // entries of a lane
+    constexpr int MERGED = GROUP_SIZE <= 4 ? 4 : 2;
     const int lane = thread_index() % 32;
+    float most[GROUP_SIZE], total[GROUP_SIZE], sums[GROUP_SIZE][OWN];
+#pragma unroll
     for (int head = 0; head < GROUP_SIZE; head++) {
-        float most = NO_SCORE, total = 0, sums[OWN] = {};
-        for (int share = first; share <= last; share++) {
-            const int64_t place = partial_place(args, share, kv_head, share == first) + head;
-            const float best = load_fresh_float(args.weights + place * 2);
-            const float part = load_fresh_float(args.weights + place * 2 + 1);
-            float values[OWN];
+        most[head] = NO_SCORE, total[head] = 0;
+        for (int i = 0; i < OWN; i++) sums[head][i] = 0;
+    }
+    for (int share = first; share <= last; share += MERGED) {
+        float best[MERGED][GROUP_SIZE], part[MERGED][GROUP_SIZE], values[MERGED][GROUP_SIZE][OWN];
 #pragma unroll
-            for (int i = 0; i < OWN; i++)
-                values[i] = load_fresh_float(args.partial + place * HEAD_DIM + i * 32 + lane);
-            const float new_most = best > most ? best : most;
-            const float shrink = power_of_2(most - new_most), weight = power_of_2(best - new_most);
-            most = new_most;
-            total = total * shrink + part * weight;
+        for (int s = 0; s < MERGED; s++) {
+            const bool is_one = share + s <= last;
+            const int64_t place
+                = partial_place(args, is_one ? share + s : first, kv_head, !is_one || share + s == first);
 #pragma unroll
-            for (int i = 0; i < OWN; i++) sums[i] = sums[i] * shrink + values[i] * weight;
+            for (int head = 0; head < GROUP_SIZE; head++) {
+                best[s][head] = load_fresh_float(args.weights + (place + head) * 2);
+                part[s][head] = load_fresh_float(args.weights + (place + head) * 2 + 1);
+                if (!is_one) best[s][head] = 2 * NO_SCORE;  // weighs nothing
+#pragma unroll
+                for (int i = 0; i < OWN; i++)
+                    values[s][head][i]
+                        = load_fresh_float(args.partial + (place + head) * HEAD_DIM + i * 32 + lane);
+            }
         }
-        const int64_t place
-            = (static_cast<int64_t>(row) * args.kv_heads + kv_head) * GROUP_SIZE + head;
+#pragma unroll
+        for (int s = 0; s < MERGED; s++)
+#pragma unroll
+            for (int head = 0; head < GROUP_SIZE; head++) {
+                const float new_most = best[s][head] > most[head] ? best[s][head] : most[head];
+                const float shrink = power_of_2(most[head] - new_most);
+                const float weight = power_of_2(best[s][head] - new_most);
+                most[head] = new_most;
+                total[head] = total[head] * shrink + part[s][head] * weight;
+#pragma unroll
+                for (int i = 0; i < OWN; i++)
+                    sums[head][i] = sums[head][i] * shrink + values[s][head][i] * weight;
+            }
+    }
+    const int64_t place = (static_cast<int64_t>(row) * args.kv_heads + kv_head) * GROUP_SIZE;
+#pragma unroll
+    for (int head = 0; head < GROUP_SIZE; head++)
 #pragma unroll
         for (int i = 0; i < OWN; i++)
-            *at(args.out, place * HEAD_DIM + i * 32 + lane) = to_half(sums[i] / total);
-    }
-}
-
-// A row of several shares, this one done: the last to be done merges. `start`, `end`: its tiles.
-__device__ __forceinline__ void finish_part(const Args& args, const Share& share, int row,
-                                            int kv_head, int start, int end) {
-    const int first = share_of(share, start), last = share_of(share, end - 1);
-    uint32_t* count = args.counts + row * args.kv_heads + kv_head;
-    uint32_t arrived = 0;
-    if (thread_index() % 32 == 0) arrived = add_and_see(count, 1);
-    arrived = from_lane(static_cast<int>(arrived), 0);
-    if (arrived != static_cast<uint32_t>(last - first)) return;
-    if (thread_index() % 32 == 0) *count = 0;  // for the next layer
-    merge(args, row, kv_head, first, last);
+            *at(args.out, (place + head) * HEAD_DIM + i * 32 + lane)
+                = to_half(sums[head][i] / total[head]);
 }
 
 struct Part {
     int row, start, end;  // tiles of the whole row, in the list; none: start == end
 };
+
+// A row of several shares, this one done: the last to be done merges.
+__device__ __forceinline__ void finish_part(const Args& args, const Share& share, const Part& part,
+                                            int kv_head) {
+    const int first = share_of(share, part.start), last = share_of(share, part.end - 1);
+    uint32_t* count = args.counts + part.row * args.kv_heads + kv_head;
+    uint32_t arrived = 0;
+    if (thread_index() % 32 == 0) arrived = add_and_see(count, 1);
+    arrived = from_lane(static_cast<int>(arrived), 0);
+    if (arrived != static_cast<uint32_t>(last - first)) return;
+    if (thread_index() % 32 == 0) *count = 0;  // for the next layer
+    merge(args, part.row, kv_head, first, last);
+}
 
 __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args) {
     start_kernel_after();
@@ -326,7 +349,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args
     for (int i = 0; i < DEPTH - 1; i++) ask_next(i);
 
     const float scale = args.scale * 1.4426950408889634f;
-    Part parts[2] = {};  // of rows that other shares have a part of: the first and the last row
+    Part first_part = {}, last_part = {};  // of rows that other shares have a part of too
     Row sums;
     int row = share.row, tile = share.tile, length = args.lengths[row];
     sums.open(args, row, kv_head);
@@ -346,7 +369,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args
         } else {
             const bool begins = begin >= share.start;
             store_partial(args, sums, partial_place(args, share.index, kv_head, begins));
-            parts[begins] = {row, begin, end};
+            (begins ? last_part : first_part) = {row, begin, end};
         }
         if (place + 1 == share.end) break;
         row++, tile = 0, length = args.lengths[row];
@@ -354,10 +377,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args
     }
     wait_copies<0>();
     sync_warp();  // all lanes' stores of parts come before the first lane's count
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        if (parts[i].start < parts[i].end)
-            finish_part(args, share, parts[i].row, kv_head, parts[i].start, parts[i].end);
+    if (first_part.start < first_part.end) finish_part(args, share, first_part, kv_head);
+    if (last_part.start < last_part.end) finish_part(args, share, last_part, kv_head);
 }
 
 }  // namespace

@@ -67,7 +67,7 @@ class Case:
         assert supports(self.layer, self.cache)
         self._function = compiled(definitions(self.layer, block_size))
         self._seed = 0
-        self.decode = BalancedDecode(self.cache, self.layer, self._launch, num_blocks, MAX_ROWS)
+        self.decode = BalancedDecode(self.cache, self.layer, self._launch, num_blocks)
         pages = MAX_LEN // block_size
         self.tables = (1 + torch.randperm(MAX_ROWS * pages)).int().view(MAX_ROWS, pages)
 
