@@ -77,7 +77,7 @@ def begin_loading(layers: Sequence[AttentionLayer], cache: KVCache) -> Callable[
             return None
         launch = library.asyncllm_balanced_decode
         launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-        return launch  # type: ignore[no-any-return]
+        return launch
 
     return wait
 

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer, XQA for decodes, FA3 (Hopper) or FA2 for prefills, and by kernels of ours.
+"""Attention by FlashInfer (XQA for decodes, FA3 on Hopper or FA2 for prefills) and our own kernels.
 
 With xqa_call.py and flashinfer_prefill.py the adapter to FlashInfer's attention: whatever it
 renames breaks in these three and nowhere else (0.6.12).

@@ -1,4 +1,4 @@
-"""Balanced decode attention against float32, and captured; skipped where there is no CUDA device."""
+"""Balanced decode attention against float32, and captured; needs a CUDA device."""
 
 from __future__ import annotations
 
