@@ -20,6 +20,7 @@ from asyncllm.server.sampling import (
     client_names,
     completion_params,
     prompt_only,
+    structure_param,
     wants_outputs,
 )
 from asyncllm.server.service import (
@@ -56,16 +57,18 @@ async def completions(http: web.Request) -> web.StreamResponse:
 def _call(request: CompletionRequest, service: Service) -> Call:
     service.check_model(request.model)
     refuse_unsupported(request, service.args)
+    params = completion_params(request, service.engine.input_processor)
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
         prompts=completion_prompts(request),
-        params=completion_params(request, service.engine.input_processor),
+        params=params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
+        structure_param=structure_param(request, params),
     )
     if call.num_sequences > MAX_CHOICES:
         prompts, each = len(call.prompts), call.params.num_sequences
