@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncllm.engine.logprob_limits import check_output_logprobs
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import SYSTEM_FINGERPRINT, Call, new_id
@@ -76,6 +77,8 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         raise bad_request(
             f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
         )
+    assert params.max_tokens is not None, "completions have a default"
+    check_output_logprobs(params, params.max_tokens, len(call.prompts))
     return call
 
 
