@@ -138,6 +138,28 @@ def test_hostile_logits(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("middle", [16.0, -1.0])
+@pytest.mark.parametrize("filters", [{"top_k": 6}, {"top_p": 0.55}], ids=["top_k", "top_p"])
+def test_a_cutoff_falls_between_neighbouring_numbers(
+    dtype: torch.dtype, middle: float, filters: dict[str, float]
+) -> None:
+    """Ten of them, nearly equally likely: a cutoff that is one of them off draws another token."""
+    up = torch.tensor(middle, dtype=dtype)
+    for _ in range(5):
+        up = torch.nextafter(up, torch.tensor(INF, dtype=dtype))
+    ladder = [up]
+    while len(ladder) < 10:
+        ladder.append(torch.nextafter(ladder[-1], torch.tensor(-INF, dtype=dtype)))
+    logits = torch.full((97,), -100.0, dtype=dtype)
+    places = torch.randperm(97)[:10]
+    logits[places] = torch.stack(ladder)
+    params = [SamplingParams(temperature=5.0, **filters)] * 40
+    ours, reference = both(logits.expand(40, -1).contiguous(), params)
+    assert torch.equal(ours, reference)
+    assert len(set(ours.tolist())) == 6, "five or seven"
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab", [97, BLOCK, BLOCK + 1])
 @pytest.mark.parametrize("in_slots", [False, True])
 def test_random_filters(dtype: torch.dtype, vocab: int, in_slots: bool) -> None:
