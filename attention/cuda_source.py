@@ -15,7 +15,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 logger = logging.getLogger("asyncllm")
@@ -39,6 +40,16 @@ def load(
     except (OSError, RuntimeError) as error:  # no home, not ours to look into, mounted noexec
         logger.warning("%s is not used, other kernels do its work: %s", source.name, error)
         return None
+
+
+def begin_loading(
+    source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
+) -> Callable[[], ctypes.CDLL | None]:
+    """`load`, by a thread from now on; to call what this returns is to wait for its result."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-nvcc")
+    loading = thread.submit(load, source, capability, definitions)
+    thread.shutdown(wait=False)
+    return loading.result
 
 
 def _load(

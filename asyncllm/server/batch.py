@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from asyncllm.engine.logprob_limits import check_output_logprobs
 from asyncllm.server.answer_events import MessageCollector
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import Call
@@ -51,6 +52,9 @@ async def chat_completions_batch(http: web.Request) -> web.StreamResponse:
     with client_names(request):
         # Each of a thousand is a template's text: off the loop, however small they are.
         chats = await service.off_loop.read(partial(_chats, request, service))
+        params = chats[0].call.params
+        most = params.max_tokens or service.engine.max_model_len
+        check_output_logprobs(params, most, len(chats))
         answers = await _answer_all([chat.call for chat in chats], service)
     return await answer_response(service, chats[0].call, partial(_body, chats, answers))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncllm.engine.logprob_limits import check_output_logprobs
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import SYSTEM_FINGERPRINT, Call, new_id
@@ -20,6 +21,7 @@ from asyncllm.server.sampling import (
     client_names,
     completion_params,
     prompt_only,
+    structure_param,
     wants_outputs,
 )
 from asyncllm.server.service import (
@@ -56,16 +58,18 @@ async def completions(http: web.Request) -> web.StreamResponse:
 def _call(request: CompletionRequest, service: Service) -> Call:
     service.check_model(request.model)
     refuse_unsupported(request, service.args)
+    params = completion_params(request, service.engine.input_processor)
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
         prompts=completion_prompts(request),
-        params=completion_params(request, service.engine.input_processor),
+        params=params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
+        structure_param=structure_param(request, params),
     )
     if call.num_sequences > MAX_CHOICES:
         prompts, each = len(call.prompts), call.params.num_sequences
@@ -73,6 +77,8 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         raise bad_request(
             f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
         )
+    assert params.max_tokens is not None, "completions have a default"
+    check_output_logprobs(params, params.max_tokens, len(call.prompts))
     return call
 
 

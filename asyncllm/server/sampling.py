@@ -14,6 +14,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.answer_reading import AnswerReading
+from asyncllm.server.client_fields import renamed
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -122,19 +123,22 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        param = error.param
-        error.param = _client_name(request, param)
-        if param is not None and error.param is not None:
-            error.args = (str(error).replace(param, error.param),)
-        raise
+        raise renamed(error, _client_name(request, error.param)) from error
+
+
+def structure_param(request: GenerationRequest, params: SamplingParams) -> str | None:
+    """The field that asked for the answer's structure."""
+    wanted = params.structured_outputs
+    return None if wanted is None else _client_name(request, wanted.param)
 
 
 def _client_name(request: GenerationRequest, param: str | None) -> str | None:
     if param is not None and param.startswith(STRUCTURE_PARAM):
         if request.structured_outputs is not None:
             return param
-        is_content = request.response_format not in (None, TextFormat())
-        return "response_format" if is_content else "tools"
+        if request.response_format not in (None, TextFormat()):
+            return "response_format"
+        return "functions" if isinstance(request, ChatRequest) and request.functions else "tools"
     if isinstance(request, ChatRequest):
         if param == "max_tokens" and request.max_completion_tokens is not None:
             return "max_completion_tokens"

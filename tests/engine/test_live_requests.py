@@ -12,6 +12,7 @@ import pytest
 from asyncllm import (
     AsyncLLMEngine,
     InvalidRequestError,
+    QueueFullError,
     RequestFailedError,
     RequestOutput,
     SamplingParams,
@@ -122,7 +123,7 @@ def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
             if failing == -1:
                 assert last.error is None and len(calls) == GREEDY.max_tokens
             else:
-                assert last.error == "output failed: ArithmeticError: planted"
+                assert str(last.error) == "request bad: output failed: ArithmeticError: planted"
                 assert len(calls) == failing + 2  # told once more, that it is over
 
     run(main())
@@ -142,7 +143,7 @@ def test_a_sink_that_raises_when_its_request_expires(monkeypatch: pytest.MonkeyP
             await engine.add_request("late", "late", GREEDY, raise_always)
             set_queue_clock_forward(monkeypatch, 601)
             assert (await other).finished
-            assert [output.overloaded for output in heard] == [True]
+            assert [type(output.error) for output in heard] == [QueueFullError]
             engine.check_idle()
 
     run(main())
