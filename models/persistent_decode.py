@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -96,29 +95,28 @@ def num_blocks_on(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def begin_loading(model: CausalLM, block_size: int, device: torch.device) -> Future[Launch | None]:
-    """The kernel for a model that may still be without its weights: compiled meanwhile, which
-    takes seconds, where no start before did so. None where model, device or compiler do not do it.
+def begin_loading(
+    model: CausalLM, block_size: int, device: torch.device
+) -> Callable[[], Launch | None]:
+    """The kernel for a model that may still be without its weights, compiled meanwhile where no
+    start did it before; the result waits for that. None where model, device or compiler do not do
+    it.
     """
-    future: Future[Launch | None] = Future()
     flags = flags_for(model, block_size, device)
     if flags is None:
-        future.set_result(None)
-        return future
+        return lambda: None
     capability = torch.cuda.get_device_capability(device)
-    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-nvcc")
-    future = thread.submit(_load, capability, flags)
-    thread.shutdown(wait=False)
-    return future
+    loading = cuda_source.begin_loading(SOURCE, capability, flags)
 
+    def wait() -> Launch | None:
+        library = loading()
+        if library is None:
+            return None
+        launch = library.asyncllm_persistent_decode
+        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        return launch
 
-def _load(capability: tuple[int, int], flags: tuple[str, ...]) -> Launch | None:
-    library = cuda_source.load(SOURCE, capability, flags)
-    if library is None:
-        return None
-    launch: Launch = library.asyncllm_persistent_decode
-    library.asyncllm_persistent_decode.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    return launch
+    return wait
 
 
 class PersistentDecode:

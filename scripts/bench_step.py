@@ -125,7 +125,7 @@ class Bench:
         """From now on, for these."""
         runner, device = self._runner, self._state.positions.device
         model, cache = runner._model, runner._cache
-        launch = begin_loading(model, cache.block_size, device).result()
+        launch = begin_loading(model, cache.block_size, device)()
         if launch is None:
             raise SystemExit("no persistent decode for this model on this device")
         self._persistent = PersistentDecode(model, cache, launch, num_blocks_on(device))

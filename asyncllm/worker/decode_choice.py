@@ -6,7 +6,7 @@ kernels in every step.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,18 +30,18 @@ def is_measured(config: EngineConfig) -> bool:
 
 def begin_loading(
     config: EngineConfig, model: CausalLM, device: torch.device
-) -> Future[Launch | None] | None:
-    """What `other_ways` will need, in a thread; the weights may still be missing."""
+) -> Callable[[], Launch | None]:
+    """What `other_ways` needs, by a thread from now on; the weights may still be missing."""
     if not is_measured(config):
-        return None
+        return lambda: None
     return persistent_decode.begin_loading(model, config.block_size, device)
 
 
 def other_ways(
-    runner: ModelRunner, model: CausalLM, cache: KVCache, loading: Future[Launch | None] | None
+    runner: ModelRunner, model: CausalLM, cache: KVCache, loading: Callable[[], Launch | None]
 ) -> list[Way]:
     """Besides the layers. Waits for the compiler where it has not come to its end."""
-    launch = loading.result() if loading is not None else None
+    launch = loading()
     if launch is None:
         return []
     num_blocks = persistent_decode.num_blocks_on(cache.layers[0].device)

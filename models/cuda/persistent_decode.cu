@@ -29,6 +29,8 @@ __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const Args args)
 #pragma unroll 1
     for (int i = thread; i < args.num_layers; i += THREADS) shared.layers[i] = args.layers[i];
     if (thread <= HEAD) shared.shapes[thread] = shape_of(args, thread);
+    if (block_index() == 0)  // a step that got stuck may have left others
+        for (int i = thread; i < args.rows * args.kv_heads; i += THREADS) args.counts[i] = 0;
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
         shared.num_work = args.rows * args.kv_heads * count_splits(args);
@@ -61,6 +63,7 @@ __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const Args args)
     }
     product<HEAD>(args, {args.residual, args.final_norm, nullptr, args.logits}, shared, ring, me);
     wait_copies<0>();
+    barrier.spoil(args);
 }
 
 int shared_bytes(const Args& args) {
@@ -70,7 +73,8 @@ int shared_bytes(const Args& args) {
 }  // namespace
 
 // Returns a cudaError_t. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM of 128,
-// vocab of 8. Blocks must all be on the device at once, hence the cooperative launch.
+// vocab of 8, and it is at least 8 for each block. Blocks must all be on the device at once, hence
+// the cooperative launch.
 // `args` is untyped because a function that names a type of the unnamed namespace is not exported.
 #ifndef ASYNCLLM_EMULATED
 extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {

@@ -75,7 +75,7 @@ class Model:
         for layer in self.cache.layers:
             layer.normal_()
         self._attention = FlashInferAttention(self.cache, model.attention_layers)
-        launch = begin_loading(model, BLOCK_SIZE, device).result()
+        launch = begin_loading(model, BLOCK_SIZE, device)()
         if launch is None:
             pytest.skip("no persistent decode on this device")
         self.persistent = PersistentDecode(model, self.cache, launch, num_blocks_on(device))
