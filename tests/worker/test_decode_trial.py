@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from asyncllm.worker import decode_trial
+from asyncllm import LLM, SamplingParams
+from asyncllm.attention.torch_native import TorchAttention
+from asyncllm.engine import engine_core
+from asyncllm.graphs.decode_ways import Way
+from asyncllm.graphs.pool import GraphPool
+from asyncllm.worker import decode_choice, worker
 from asyncllm.worker.decode_trial import CONTEXT_TOKENS, NUM_ROUNDS, DecodeTrial
 from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.model_runner import ModelRunner
+from tests.worker.recorded_graph import RecordedGraph
 
 CPU = torch.device("cpu")
 MS = 1e-3
@@ -34,8 +43,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     stream = SimpleNamespace(synchronize=lambda: None)
-    cuda = SimpleNamespace(Event=clock.event, current_stream=lambda: stream)
-    monkeypatch.setattr(decode_trial.torch, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     return clock
 
 
@@ -101,3 +110,37 @@ def test_nothing_is_left_where_a_step_fails(clock: Clock) -> None:
         DecodeTrial(state, 16, 9)(slots, [fail])
     for tensor in (slots, state.positions, state.block_tables):
         assert not tensor.any()
+
+
+def test_a_later_trial_writes_to_no_page_that_is_cached(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what is in the prefix cache, while nothing runs, and leaves it as it was."""
+
+    def other_ways(runner: ModelRunner, *_: object) -> list[Way]:
+        step = partial(runner.decode_step, forward=runner._layers)
+        return [Way("again", step, range(1, 4))]
+
+    monkeypatch.setattr(TorchAttention, "supports_graphs", True)
+    monkeypatch.setattr(worker, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(decode_choice, "other_ways", other_ways)
+    monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
+    args: dict[str, Any] = {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
+    args |= {"num_gpu_blocks_override": 20, "max_num_seqs": 4, "swap_space": 0}
+    prompts: Any = [{"prompt_token_ids": list(range(11, n))} for n in (60, 30)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM("tiny", **args, max_model_len=160) as llm:
+        ours = llm.engine._running().worker
+        assert ours.runner.graphs is not None and ours.num_pending_graphs == 1
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        caches = ours.runner._cache.layers
+        before = [cache.clone() for cache in caches]
+        with torch.inference_mode():
+            ours.runner.graphs.capture(3)
+        assert ours.decode_ways == {"layers": [2, 3, 4]}
+        for cache, old in zip(caches, before, strict=True):
+            old[0, :, 0] = cache[0, :, 0]
+            assert torch.equal(cache, old)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert sum(output.num_cached_tokens for output in outputs) > 0
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
