@@ -5,9 +5,7 @@ Both see the same weights in bfloat16 and are measured by how far they are from 
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +30,9 @@ from asyncllm.models.persistent_decode import (
     supports,
 )
 from asyncllm.models.registry import build_model
+from tests.cuda.emulated import compile_for_cpu
 
 CPU = torch.device("cpu")
-EMULATOR = Path(__file__).with_name("emulator.h")
 BLOCK_SIZE = 16
 MAX_LEN = 512
 PAGES = MAX_LEN // BLOCK_SIZE
@@ -77,16 +75,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, .
 
     def load(flags: tuple[str, ...]) -> Any:
         if flags not in libraries:
-            made = folder / f"{len(libraries)}.so"
-            subprocess.run(
-                ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror",
-                 "-Wno-unknown-pragmas", "-include", str(EMULATOR), "-x", "c++", str(SOURCE),
-                 *flags, "-o", str(made)],
-                check=True,
-            )  # fmt: skip
-            function = ctypes.CDLL(str(made)).asyncllm_persistent_decode
-            function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-            libraries[flags] = function
+            libraries[flags] = compile_for_cpu(
+                SOURCE, "asyncllm_persistent_decode", flags, folder / f"{len(libraries)}.so"
+            )
         return libraries[flags]
 
     return load

@@ -210,6 +210,26 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
 
 
 @pytest.mark.usefixtures("recorded")
+def test_a_later_capture_writes_to_no_page_that_was_used() -> None:
+    """The slots of the last step are another's, or nobody's, when the engine is idle."""
+    args = ARGS | {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
+    prompts: Any = [{"prompt_token_ids": list(range(11, n))} for n in (60, 30)]
+    params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+    with LLM("tiny", **args) as llm:
+        ours = llm.engine._running().worker
+        ours._pending.clear()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        pages = [layer[1:].clone() for layer in ours.runner._cache.layers]
+        assert ours.runner.graphs is not None
+        with torch.inference_mode():
+            ours.runner.graphs.capture(3)
+        for layer, before in zip(ours.runner._cache.layers, pages, strict=True):
+            assert torch.equal(layer[1:], before)
+        again = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.mark.usefixtures("recorded")
 @torch.inference_mode()
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
     forward = graphed.runner.mixed_forward

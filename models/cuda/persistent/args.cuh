@@ -2,7 +2,7 @@
 // that all parts of the kernel share.
 #pragma once
 
-#include "../device.cuh"
+#include "../../../attention/cuda/device.cuh"
 
 #ifndef HEAD_DIM
 #error "give HEAD_DIM (64 or 128), GROUP_SIZE (1 to 8 query heads of a KV head) and BLOCK_SIZE"

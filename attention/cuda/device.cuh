@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace {
 
@@ -29,6 +30,12 @@ __device__ __forceinline__ float most_across(float x, int step) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, step));
 }
 
+__device__ __forceinline__ int from_lane(int x, int lane) { return __shfl_sync(~0u, x, lane); }
+// In how many lanes of the warp.
+__device__ __forceinline__ int count_lanes(bool is_one) {
+    return __popc(__ballot_sync(~0u, is_one));
+}
+
 __device__ __forceinline__ void prefetch(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
@@ -37,6 +44,13 @@ __device__ __forceinline__ void prefetch(const void* p) {
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
     const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(from)
+                 : "memory");
+}
+// `bytes`: 16, or 0 for zeros.
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, int bytes) {
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
+                 "r"(bytes)
                  : "memory");
 }
 __device__ __forceinline__ void end_copies() {
@@ -74,6 +88,10 @@ __device__ __forceinline__ uint4 load_constant(const void* p) {
     return __ldg(static_cast<const uint4*>(p));
 }
 
+__device__ __forceinline__ uint4 load_shared(const void* p) {
+    return *static_cast<const uint4*>(p);
+}
+
 // By one thread between two `sync_block`: who sees the sum sees what its block wrote before.
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
@@ -101,6 +119,30 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four matrices of 8 x 8 numbers, transposed: lane i gives a row of 16 bytes, of matrix i / 8; of
+// matrix x, y, z and w it gets row i / 4, columns i % 4 * 2 and the next.
+__device__ __forceinline__ uint4 load_transposed(const void* row) {
+    uint4 v;
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
+    return v;
+}
+// A matrix of 8 x 8 numbers in a warp: lane i has row i / 4, columns i % 4 * 2 and the next.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+// Programmatic launch: the kernel after this one may start, the one before it has ended.
+__device__ __forceinline__ void start_kernel_after() {
+    asm volatile("griddepcontrol.launch_dependents;");
+}
+__device__ __forceinline__ void wait_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t to_pair(float low, float high) {
     uint32_t pair;
@@ -109,6 +151,26 @@ __device__ __forceinline__ uint32_t to_pair(float low, float high) {
 }
 __device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
+
+// A kernel that waits for the one before it itself (`wait_kernel_before`). Returns a cudaError_t.
+template <typename Args>
+int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_blocks,
+                 int num_threads, int shared_bytes, void* stream) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = num_blocks;
+    config.blockDim = num_threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args);
+}
 
 }  // namespace
 #endif
