@@ -225,7 +225,8 @@ class SamplingParams:
             "logprob_token_ids",
         ):
             value = getattr(self, name)
-            require(value is None or isinstance(value, list), name, value, "a list")
+            wanted = "a string or a list" if name == "stop" else "a list"
+            require(value is None or isinstance(value, list), name, value, wanted)
         check_strings("stop", list(self.stop or ()), MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")

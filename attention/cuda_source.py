@@ -63,7 +63,8 @@ def path_of(source: Path, capability: tuple[int, int], definitions: Sequence[str
 
 
 def _flags(capability: tuple[int, int], definitions: Sequence[str]) -> tuple[str, ...]:
-    return (*FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *definitions)
+    card = f"{capability[0]}{capability[1]}a"  # a: all that it has
+    return (*FLAGS, f"-gencode=arch=compute_{card},code=sm_{card}", *definitions)
 
 
 def _load(

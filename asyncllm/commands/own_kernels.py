@@ -61,7 +61,7 @@ def own_kernels(config: EngineConfig, model: CausalLM, device: torch.device) -> 
 
 
 def _product_kernels(device: torch.device, capability: tuple[int, int]) -> list[OwnKernel]:
-    # Both need Triton, which comes with torch for CUDA.
+    # They import Triton, which comes with torch for CUDA alone.
     from asyncllm.attention.programmatic_launch import has_programmatic_launch
     from asyncllm.models.layers.few_rows import SOURCE
 

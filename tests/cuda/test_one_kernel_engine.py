@@ -35,10 +35,10 @@ ARGS: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 12,
     "swap_space": 0,
-    "cuda_graph_sizes": [1, 2, 4, 12],
+    "cuda_graph_sizes": [2, 12],
     "prefill_graph_sizes": [0],
 }
-PROMPTS: Any = [{"prompt_token_ids": list(range(3, n))} for n in (9, 40, 20)]
+PROMPTS: Any = [{"prompt_token_ids": list(range(3, n))} for n in (9, 40)]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, detokenize=False)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -73,10 +73,10 @@ class RecordedLaunch:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose greedy tokens have clear margins."""
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(14)
+    torch.manual_seed(18)
     config = Qwen3Config(
-        vocab_size=264, hidden_size=128, intermediate_size=128, num_hidden_layers=2, head_dim=64,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        vocab_size=264, hidden_size=256, intermediate_size=256, num_hidden_layers=1, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
         initializer_range=0.2, dtype="bfloat16",
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
@@ -134,14 +134,14 @@ def test_the_same_tokens_as_by_the_layers(
     kernel: RecordedLaunch, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_layers, ways = answers(folder, monkeypatch, [1.0, 1.0])
-    assert ways == {"layers": [1, 2, 4, 12]}
-    assert min(margins(by_layers)) > 0.2
+    assert ways == {"layers": [2, 12]}
+    assert min(margins(by_layers)) > 0.3
     before = kernel.num_launches
     ours, ways = answers(folder, monkeypatch, [1.0, 0.9])
-    assert ways == {"one kernel": [1, 2, 4], "layers": [12]}
+    assert ways == {"one kernel": [2], "layers": [12]}
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in by_layers]
-    captures, steps = 2 * 3, 2 * (GREEDY.max_tokens - 1)  # of each call the first is the prefill's
-    assert kernel.num_launches - before >= captures + steps
+    in_capture, of_each_call = 2, GREEDY.max_tokens - 1  # the first token is the prefill's
+    assert kernel.num_launches - before >= in_capture + 2 * of_each_call
 
 
 @pytest.mark.parametrize(
@@ -154,5 +154,5 @@ def test_where_it_is_not_asked(
 ) -> None:
     _, ways = answers(folder, monkeypatch, [1.0, 0.5], **args)
     sizes = args.get("cuda_graph_sizes", ARGS["cuda_graph_sizes"])
-    assert ways == ("eager" if "enforce_eager" in args else {"layers": sizes})
+    assert ways == (None if "enforce_eager" in args else {"layers": sizes})
     assert kernel.num_launches == 0

@@ -161,17 +161,20 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
     slots = pages.repeat(lens).astype(np.int64) * 16 + positions
     tokens = torch.arange(start + 1, start + num_tokens + 1, dtype=torch.int32)
-    hidden = ours.runner.mixed_forward.run(
+    prefills = PrefillRows(
+        ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
+    )
+    forward = ours.runner.mixed_forward
+    hidden = forward.run(
         tokens[:0],
         0,
-        PrefillRows(
-            ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
-        ),
+        prefills,
         {
             "prefill_tokens": tokens,
             "prefill_positions": torch.from_numpy(positions.astype(np.int32)),
             "write_slots": torch.from_numpy(slots),
         },
+        forward.graph_of(0, prefills),
     )
     return hidden[:num_tokens].clone()
 
