@@ -33,11 +33,6 @@ struct Barrier {
         sync_workers();
     }
 
-    __device__ __forceinline__ void meet() {
-        arrive();
-        wait();
-    }
-
     // At the end. What a block computed that had given up waiting may be wrong, in all rows: each
     // gets a NaN among the block's own logits, and fails by it. The word itself is right again,
     // since every block has arrived at every barrier.
