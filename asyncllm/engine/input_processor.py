@@ -140,7 +140,7 @@ class InputProcessor:
 
     def _encode(self, parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> _Encoded:
         ids = self._encoder.token_ids(parsed, text, params)
-        return _Encoded(ids, bad_words_ids(params, self._encoder))
+        return _Encoded(ids, bad_words_ids(params, self._encoder) if params.bad_words else ())
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None:
@@ -256,15 +256,17 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} must be at most {self._max_logprobs}, got {asked}", name
                 )
-        num_entries = num_prompt * (1 + (params.prompt_logprobs or 0))
-        if params.prompt_logprobs is not None and num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
-            raise InvalidRequestError(
-                f"prompt_logprobs of this prompt are {num_entries} entries, at most "
-                f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",
-                "prompt_logprobs",
-            )
+        if params.prompt_logprobs is not None:
+            num_entries = num_prompt * (1 + params.prompt_logprobs)
+            if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+                raise InvalidRequestError(
+                    f"prompt_logprobs of this prompt are {num_entries} entries, at most "
+                    f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",
+                    "prompt_logprobs",
+                )
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
-            self._encoder.check_ids(getattr(params, name) or (), name)
+            if ids := getattr(params, name):
+                self._encoder.check_ids(ids, name)
         if params.detokenize:
             self._encoder.tokenizer_for("detokenize")
         if params.thinking_token_budget is not None and self._reasoning is None:
@@ -291,9 +293,9 @@ class InputProcessor:
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""
-        own = frozenset(params.stop_token_ids or ())
         is_ignored = params.ignore_eos and params.structured_outputs is None
-        return own if is_ignored else own | self._eos_token_ids
+        own = self._eos_token_ids if not is_ignored else frozenset()
+        return own.union(params.stop_token_ids) if params.stop_token_ids else own
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ The reading order of this package: app, routes, chat, service, generation, strea
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.own_thread import in_own_thread
@@ -16,8 +18,8 @@ from asyncllm.server.auth import auth_middleware
 from asyncllm.server.connection import connection_middleware
 from asyncllm.server.dashboard import DASHBOARD, Dashboard
 from asyncllm.server.errors import error_middleware
-from asyncllm.server.hosts import hosts_middleware
-from asyncllm.server.messages.errors import anthropic_error_middleware
+from asyncllm.server.hosts import are_hosts_checked, hosts_middleware
+from asyncllm.server.messages import errors as anthropic
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.openapi import DOCUMENT, Document
 from asyncllm.server.responses.routes import RESPONSES
@@ -34,13 +36,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     routes = list(served_routes(args))
     public = frozenset(route.path for route in routes if route.is_public)
     app = web.Application(
-        middlewares=[
-            connection_middleware,
-            error_middleware,
-            anthropic_error_middleware,
-            hosts_middleware(args),
-            auth_middleware(args.keys(), public),
-        ],
+        middlewares=[*_middlewares(args, public)],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
@@ -57,6 +53,16 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     if not args.disable_page:
         _add_page(app, engine)
     return app
+
+
+def _middlewares(args: ServerArgs, public: frozenset[str]) -> Iterator[Middleware]:
+    """From the outermost to the innermost: only those that may have something to say."""
+    yield connection_middleware
+    yield error_middleware({anthropic.PREFIX: anthropic.error_response})
+    if are_hosts_checked(args):
+        yield hosts_middleware(args)
+    if args.keys():
+        yield auth_middleware(args.keys(), public)
 
 
 def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:

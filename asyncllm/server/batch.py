@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from asyncllm.errors import InvalidRequestError
 from asyncllm.server.answer_events import MessageCollector
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import Call
@@ -21,7 +22,7 @@ from asyncllm.server.chat_call import chat_call
 from asyncllm.server.chat_view import ChatView
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.sampling import client_names
+from asyncllm.server.sampling import name_as_client
 from asyncllm.server.service import SERVICE, Service, answer_message, answer_response
 
 MAX_CONVERSATIONS = 1024  # of one call
@@ -48,10 +49,13 @@ async def chat_completions_batch(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, BatchChatRequest)
     _check(request)
-    with client_names(request):
+    try:
         # Each of a thousand is a template's text: off the loop, however small they are.
         chats = await service.off_loop.read(partial(_chats, request, service))
         answers = await _answer_all([chat.call for chat in chats], service)
+    except InvalidRequestError as error:
+        name_as_client(error, request)
+        raise
     return await answer_response(service, chats[0].call, partial(_body, chats, answers))
 
 

@@ -31,7 +31,7 @@ WRITE_STALL_SECONDS = 30.0
 
 
 class Connection(web.RequestHandler):
-    __slots__ = ("_header_deadline", "_in_request", "_max_connections", "_server")
+    __slots__ = ("_header_deadline", "_in_request", "_is_paused", "_max_connections", "_server")
 
     def __init__(self, server: web.Server, max_connections: int) -> None:
         loop = asyncio.get_running_loop()
@@ -39,6 +39,7 @@ class Connection(web.RequestHandler):
         self._server = server
         self._max_connections = max_connections
         self._in_request = False
+        self._is_paused = False  # by a body that is read more slowly than it comes
         self._header_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -57,6 +58,16 @@ class Connection(web.RequestHandler):
                 HEADER_SECONDS, self._headers_late
             )
         super().data_received(data)
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+        super().pause_reading()
+
+    def resume_reading(self, *args: Any, **kwargs: Any) -> None:
+        """aiohttp asks for it at each read of a body, and would parse nothing anew each time."""
+        if self._is_paused:
+            self._is_paused = False
+            super().resume_reading(*args, **kwargs)
 
     def request_began(self) -> None:
         self._in_request = True

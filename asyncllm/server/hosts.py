@@ -19,15 +19,18 @@ from asyncllm.server.errors import ApiError
 ANY = "*"
 
 
-def hosts_middleware(args: ServerArgs) -> Middleware:
+def are_hosts_checked(args: ServerArgs) -> bool:
     is_open_to_pages = args.uds is None and is_loopback(args.host) and not args.keys()
-    is_checked = is_open_to_pages or args.allowed_hosts is not None
+    return is_open_to_pages or args.allowed_hosts is not None
+
+
+def hosts_middleware(args: ServerArgs) -> Middleware:
     allowed = frozenset(name.lower() for name in args.allowed_hosts or ())
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host")  # every browser sends one
-        if is_checked and host is not None and not is_allowed(host, allowed):
+        if host is not None and not is_allowed(host, allowed):
             shown = f"{host:.100}"
             message = f"the host {shown!r} is not served here: start with --allowed-hosts"
             raise ApiError(403, message, code="host_not_allowed")

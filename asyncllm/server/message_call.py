@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
@@ -27,14 +28,14 @@ def message_call(request: ChatRequest, service: Service, call_id: str) -> Call:
 async def answer_parts(service: Service, call: Call) -> PartsCollector:
     """The whole answer. Raises the `ApiError` that ended it."""
     collector = PartsCollector()
-    await collect(service, call, parsed(call, collector))
+    await collect(service, call, partial(parsed, call, collector))
     return collector
 
 
 async def stream_parts(
     sse: SSEStream, service: Service, call: Call, sink: AnswerSink
 ) -> web.StreamResponse:
-    return await stream_to(sse, service, call, parsed(call, sink))
+    return await stream_to(sse, service, call, partial(parsed, call, sink))
 
 
 def prompt_of(request: ChatRequest, service: Service) -> TextPrompt:

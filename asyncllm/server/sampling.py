@@ -6,8 +6,7 @@ client used (`max_completion_tokens`, `top_logprobs`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from asyncllm.engine.input_processor import InputProcessor
@@ -56,6 +55,7 @@ _SAME_NAME = (
     "repetition_detection",
     "thinking_token_budget",
 )
+_values_of = attrgetter(*_SAME_NAME)
 
 
 def chat_params(
@@ -116,17 +116,12 @@ def prompt_only(request: CompletionRequest) -> bool:
     return bool(request.echo) and request.max_tokens == 0
 
 
-@contextmanager
-def client_names(request: GenerationRequest) -> Iterator[None]:
-    """Errors of the engine's validators name the field as the client spelt it."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        param = error.param
-        error.param = _client_name(request, param)
-        if param is not None and error.param is not None:
-            error.args = (str(error).replace(param, error.param),)
-        raise
+def name_as_client(error: InvalidRequestError, request: GenerationRequest) -> None:
+    """Have an error of the engine's validators name the field as the client spelt it."""
+    param = error.param
+    error.param = _client_name(request, param)
+    if param is not None and error.param is not None:
+        error.args = (str(error).replace(param, error.param),)
 
 
 def _client_name(request: GenerationRequest, param: str | None) -> str | None:
@@ -149,12 +144,9 @@ def _completion_max_tokens(request: CompletionRequest) -> int:
 
 
 def _given(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    overrides: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
-    for name in _SAME_NAME:
-        value = getattr(request, name)
-        if value is not None:
-            overrides[name] = value
-    return overrides
+    values = zip(_SAME_NAME, _values_of(request), strict=True)
+    given = {name: value for name, value in values if value is not None}
+    return given | {"output_kind": RequestOutputKind.DELTA}
 
 
 def _check_streaming(request: ChatRequest | CompletionRequest) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import cached_property
 
 from aiohttp import web
 from aiohttp.http_writer import StreamWriter
@@ -69,7 +70,6 @@ class SSEStream:
     """One response. Frames pushed before `open` wait for it."""
 
     def __init__(self, request: web.Request, queue: FrameQueue | None = None) -> None:
-        self.response = web.StreamResponse(headers=_HEADERS)
         self._request = request
         self._queue = queue or FrameQueue()
         self._transport: asyncio.Transport | None = None  # set while frames may bypass aiohttp
@@ -80,6 +80,10 @@ class SSEStream:
         self._dropped = False
         self.too_slow = False  # why it was dropped
         self._wake = asyncio.Event()  # there is something to do for `run`
+
+    @cached_property
+    def response(self) -> web.StreamResponse:
+        return web.StreamResponse(headers=_HEADERS)
 
     async def open(self) -> None:
         """Send status 200 and the headers."""

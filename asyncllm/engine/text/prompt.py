@@ -63,8 +63,8 @@ def parse_prompt(prompt: PromptInput) -> ParsedPrompt:
 
 
 def _parse_dict(prompt: dict[str, object]) -> ParsedPrompt:
-    unknown = sorted(map(str, prompt.keys() - _KNOWN_KEYS))
-    if unknown:
+    if not prompt.keys() <= _KNOWN_KEYS:
+        unknown = sorted(map(str, prompt.keys() - _KNOWN_KEYS))
         raise InvalidRequestError(
             f"a prompt dict must not hold {', '.join(unknown)}: this model takes text only",
             "prompt",
