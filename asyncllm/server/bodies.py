@@ -65,10 +65,10 @@ async def _read(request: web.Request) -> bytes:
     if length is not None and length > limit:
         raise _too_large(limit)
     try:
-        if request.content.is_eof():  # most bodies came with their headers: nothing to wait for
-            return await request.read()
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
+        if not request.content.is_eof():
+            async with asyncio.timeout(BODY_SECONDS):
+                return await request.read()
+        raw = request.content.read_nowait()  # most bodies came with their headers
     except TimeoutError:
         late = f"the request body took over {BODY_SECONDS:g} s"
         raise ApiError(408, late, close=True) from None
@@ -76,6 +76,9 @@ async def _read(request: web.Request) -> bytes:
         raise _too_large(limit) from None
     except web.RequestPayloadError:
         raise ApiError(400, "the request body could not be read", close=True) from None
+    if len(raw) > limit:
+        raise _too_large(limit)
+    return raw
 
 
 def _too_large(limit: int) -> ApiError:

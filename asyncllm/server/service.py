@@ -149,7 +149,7 @@ async def prepared(http: web.Request, prepare: Callable[[], T], is_large: bool =
 
     is_large: there is more to it than the body.
     """
-    if not is_large and len(await http.read()) < LARGE_BODY_BYTES:  # aiohttp has kept it
+    if not is_large and http.content.total_bytes < LARGE_BODY_BYTES:  # decompressed
         return prepare()
     return await http.app[SERVICE].off_loop.read(prepare)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 
 import pytest
 from aiohttp import web
@@ -145,22 +146,42 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
 
 
 def test_headers_that_come_in_pieces_have_one_deadline(accepted: list[Connection]) -> None:
-    """It is of one request, and ends with its headers: none is left to fire later."""
+    """It is of one request, and ends with its headers; one timer watches them all."""
 
     async def test() -> None:
         async with serving() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             for _ in range(2):
                 writer.write(b"GET /health HT")
-                await until(lambda: accepted and accepted[0]._header_deadline)
-                deadline = accepted[0]._header_deadline
-                assert deadline is not None
+                await until(lambda: accepted and accepted[0]._headers_since)
+                since, timer = accepted[0]._headers_since, accepted[0]._header_timer
+                assert timer is not None
                 writer.write(b"TP/1.1\r\nHost: ")
                 await asyncio.sleep(0.01)
-                assert accepted[0]._header_deadline is deadline
+                assert accepted[0]._headers_since == since
                 writer.write(b"localhost\r\n\r\n")
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-                assert deadline.cancelled() and accepted[0]._header_deadline is None
+                assert accepted[0]._headers_since is None
+                assert accepted[0]._header_timer is timer
+            writer.close()
+            await until(lambda: accepted[0]._header_timer is None)
+            assert timer.cancelled()
+
+
+def test_a_timer_of_headers_long_complete_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was set for an earlier request of the connection, and must not end a later one early."""
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+
+    async def test() -> None:
+        async with serving() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            began = time.monotonic()
+            await asyncio.sleep(0.2)
+            writer.write(b"GET /hea")
+            check_error(await reader.read(), 408)
+            assert time.monotonic() - began >= 0.5  # and not when the timer fired
             writer.close()
 
     run(test())

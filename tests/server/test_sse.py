@@ -142,7 +142,7 @@ async def slow_client(server: Server, **fields: object) -> socket.socket:
 def pending_bytes(server: Server) -> int:
     """Of the one stream in progress, ours and the transport's."""
     (generation,) = server.service._live
-    stream: SSEStream = generation._consumer._sse  # type: ignore[attr-defined]
+    stream: SSEStream = generation.consumer._sse  # type: ignore[attr-defined]
     transport = stream._request.transport
     return stream._pending_bytes + (transport.get_write_buffer_size() if transport else 0)
 
