@@ -54,10 +54,12 @@ class Arrivals:
                 return
 
     def _has_time(self) -> bool:
+        """Whether this turn has; for the first to ask it has, however long that one takes."""
         now = time.monotonic()
         if self._slice_end is None:
             self._slice_end = now + SLICE_SECONDS
             self._schedule()
+            return True
         return now < self._slice_end
 
     def _schedule(self) -> None:
