@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 SLICE_SECONDS = 0.001
-WOKEN_PER_TURN = 16  # requests, of which those go on for which there is time
+WOKEN_PER_TURN = 8  # requests, of which those go on for which there is time
 
 
 class Arrivals:
