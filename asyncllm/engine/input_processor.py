@@ -14,8 +14,8 @@ import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
@@ -298,8 +298,7 @@ class InputProcessor:
         return own.union(params.stop_token_ids) if params.stop_token_ids else own
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
+class _Encoded(NamedTuple):
     """What a request's texts are as token ids."""
 
     prompt: list[int]

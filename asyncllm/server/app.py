@@ -9,16 +9,15 @@ import re
 from collections.abc import Iterator
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.auth import auth_middleware
+from asyncllm.server.auth import key_check
 from asyncllm.server.connection import connection_middleware
 from asyncllm.server.dashboard import DASHBOARD, Dashboard
-from asyncllm.server.errors import error_middleware
-from asyncllm.server.hosts import are_hosts_checked, hosts_middleware
+from asyncllm.server.errors import Check, error_middleware
+from asyncllm.server.hosts import are_hosts_checked, host_check
 from asyncllm.server.messages import errors as anthropic
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.openapi import DOCUMENT, Document
@@ -36,7 +35,12 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     routes = list(served_routes(args))
     public = frozenset(route.path for route in routes if route.is_public)
     app = web.Application(
-        middlewares=[*_middlewares(args, public)],
+        middlewares=[
+            connection_middleware,
+            error_middleware(
+                [*_checks(args, public)], {anthropic.PREFIX: anthropic.error_response}
+            ),
+        ],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
@@ -55,14 +59,12 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     return app
 
 
-def _middlewares(args: ServerArgs, public: frozenset[str]) -> Iterator[Middleware]:
-    """From the outermost to the innermost: only those that may have something to say."""
-    yield connection_middleware
-    yield error_middleware({anthropic.PREFIX: anthropic.error_response})
+def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
+    """Those that may have something to say."""
     if are_hosts_checked(args):
-        yield hosts_middleware(args)
+        yield host_check(args)
     if args.keys():
-        yield auth_middleware(args.keys(), public)
+        yield key_check(args.keys(), public)
 
 
 def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:

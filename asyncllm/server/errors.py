@@ -9,7 +9,7 @@ HTTP that the parser itself cannot read never reaches a middleware: connection.p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 
 import orjson
@@ -135,8 +135,14 @@ def _error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error")
 
 
-def error_middleware(forms: Mapping[str, Callable[[Exception], web.Response]]) -> Middleware:
-    """Everything that a handler raises becomes a four-key body, or what its API has instead.
+# Of a request whose route is known and whose body is not read: raises `ApiError` to refuse it.
+Check = Callable[[web.Request], None]
+
+
+def error_middleware(
+    checks: Sequence[Check], forms: Mapping[str, Callable[[Exception], web.Response]]
+) -> Middleware:
+    """What `checks` or a handler raise becomes a four-key body, or what its API has instead.
 
     forms: the beginning of a path to how errors are told there.
     """
@@ -144,6 +150,8 @@ def error_middleware(forms: Mapping[str, Callable[[Exception], web.Response]]) -
     @web.middleware
     async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            for check in checks:
+                check(request)
             return await handler(request)
         except Exception as error:
             own = (form for prefix, form in forms.items() if request.path.startswith(prefix))

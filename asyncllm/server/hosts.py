@@ -11,10 +11,9 @@ from __future__ import annotations
 import ipaddress
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.errors import ApiError
+from asyncllm.server.errors import ApiError, Check
 
 ANY = "*"
 
@@ -24,17 +23,15 @@ def are_hosts_checked(args: ServerArgs) -> bool:
     return is_open_to_pages or args.allowed_hosts is not None
 
 
-def hosts_middleware(args: ServerArgs) -> Middleware:
+def host_check(args: ServerArgs) -> Check:
     allowed = frozenset(name.lower() for name in args.allowed_hosts or ())
 
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    def check(request: web.Request) -> None:
         host = request.headers.get("Host")  # every browser sends one
         if host is not None and not is_allowed(host, allowed):
             shown = f"{host:.100}"
             message = f"the host {shown!r} is not served here: start with --allowed-hosts"
             raise ApiError(403, message, code="host_not_allowed")
-        return await handler(request)
 
     return check
 

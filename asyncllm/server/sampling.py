@@ -6,13 +6,13 @@ client used (`max_completion_tokens`, `top_logprobs`).
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.answer_reading import AnswerReading
+from asyncllm.server.client_fields import sent
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -25,7 +25,7 @@ from asyncllm.structured_outputs import PARAM as STRUCTURE_PARAM
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
-_SAME_NAME = (
+_SAME_NAME = frozenset((
     "n",
     "best_of",
     "use_beam_search",
@@ -54,8 +54,7 @@ _SAME_NAME = (
     "logprob_token_ids",
     "repetition_detection",
     "thinking_token_budget",
-)
-_values_of = attrgetter(*_SAME_NAME)
+))  # fmt: skip
 
 
 def chat_params(
@@ -144,8 +143,7 @@ def _completion_max_tokens(request: CompletionRequest) -> int:
 
 
 def _given(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    values = zip(_SAME_NAME, _values_of(request), strict=True)
-    given = {name: value for name, value in values if value is not None}
+    given = {name: value for name, value in sent(request).items() if name in _SAME_NAME}
     return given | {"output_kind": RequestOutputKind.DELTA}
 
 

@@ -6,8 +6,7 @@ their shape: what a token id or a text means is the input processor's business.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NotRequired, Required, TypedDict
+from typing import NamedTuple, NotRequired, Required, TypedDict
 
 from asyncllm.engine.text.chat_messages import ChatMessage
 from asyncllm.errors import InvalidRequestError
@@ -34,8 +33,7 @@ PromptInput = str | list[int] | TextPrompt | TokensPrompt | list[ChatMessage]
 _KNOWN_KEYS = {"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"}
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedPrompt:
+class ParsedPrompt(NamedTuple):
     """Token ids, messages, or else text. `param` is what the client calls it, `noun` what we do."""
 
     text: str | None = None
