@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from asyncllm.config import EngineConfig
@@ -41,6 +42,7 @@ __all__ = ["InputProcessor", "PromptInput", "TextPrompt", "TokensPrompt", "parse
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOKENIZER_THREADS = 2
+MAX_KNOWN_PARAMS = 64  # of the last requests: most clients send the same again and again
 MAX_PROMPT_LOGPROB_ENTRIES = 2**19  # of one answer, which is rendered in one piece
 
 
@@ -62,6 +64,7 @@ class InputProcessor:
         self.max_kv_tokens = max_kv_tokens
         self._max_tokens_in_all = min(max_model_len, max_kv_tokens or max_model_len)
         self._defaults = config.generation_defaults
+        self._known_params = lru_cache(MAX_KNOWN_PARAMS, typed=True)(self._make_params)
         self._encoder = PromptEncoder(
             tokenizer, config.model.vocab_size, max_model_len, self._max_tokens_in_all
         )
@@ -81,8 +84,15 @@ class InputProcessor:
         """`SamplingParams` of what a request sets; the model's defaults fill what it omits.
 
         A None means omitted, except for max_tokens, where it means the rest of the window (or the
-        model's own default, if it has one). Raises `InvalidRequestError`.
+        model's own default, if it has one). Those who set the same share one: change none of it.
+        Raises `InvalidRequestError`.
         """
+        try:
+            return self._known_params(**overrides)
+        except TypeError:  # a list or a dict among them has no hash
+            return self._make_params(**overrides)
+
+    def _make_params(self, **overrides: Any) -> SamplingParams:
         values = dict(self._defaults.sampling)
         for name, value in overrides.items():
             if value is not None or (name == "max_tokens" and name not in values):
@@ -267,8 +277,8 @@ class InputProcessor:
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             if ids := getattr(params, name):
                 self._encoder.check_ids(ids, name)
-        if params.detokenize:
-            self._encoder.tokenizer_for("detokenize")
+        if params.detokenize and self.tokenizer is None:
+            self._encoder.tokenizer_for("detokenize")  # raises
         if params.thinking_token_budget is not None and self._reasoning is None:
             raise InvalidRequestError(
                 "thinking_token_budget: it is not known how this model marks its reasoning",

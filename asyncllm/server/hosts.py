@@ -9,6 +9,7 @@ addresses, which no page can have resolve to others, to localhost, and to names 
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 from aiohttp import web
 
@@ -36,6 +37,7 @@ def host_check(args: ServerArgs) -> Check:
     return check
 
 
+@lru_cache(maxsize=64)  # a client names one
 def is_allowed(host: str, allowed: frozenset[str]) -> bool:
     """`host`: the header, with or without a port."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
