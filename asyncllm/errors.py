@@ -6,7 +6,8 @@ four-key error body; Python callers catch them as the built-in exceptions that t
 
 
 class InvalidRequestError(ValueError):
-    """A request that can never be served as it is; nothing of it was queued.
+    """A request that can never be served as it is: known before anything of it is queued, or, of a
+    grammar that its own text led to where nothing satisfies it, on the way.
 
     `param` is the offending field as the client spelt it, `code` a stable machine-readable word.
     """
@@ -36,8 +37,18 @@ class EngineDeadError(RuntimeError):
     """The engine stopped, closed or failed, and takes no more work."""
 
 
+class EngineNotStartedError(EngineDeadError):
+    """The engine takes no work yet: nobody has started it, or its model is being loaded."""
+
+
 class ModelLoadError(RuntimeError):
     """A model folder that cannot be loaded; the message names the file and the key."""
+
+
+def output_failed(request_id: str, error: Exception) -> RequestFailedError:
+    """What the request is told whose own text, scores or sink raised."""
+    what = f"{type(error).__name__}: {error}"
+    return RequestFailedError(f"request {request_id}: output failed: {what}")
 
 
 def one_line(error: BaseException) -> str:

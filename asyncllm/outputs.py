@@ -66,8 +66,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    error: str | None = None  # why finish_reason is "error"
-    overloaded: bool = False  # the error is that it waited too long: trying again may help
+    error: Exception | None = None  # why finish_reason is "error": what `generate` raises
     num_unreturned_tokens: int = 0  # of answers that `best_of` left out
 
 

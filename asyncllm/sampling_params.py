@@ -230,9 +230,9 @@ def _check_if_given(name: str, value: object) -> None:
         require_int(name, value)
 
 
-def _words(most: int, most_chars: int) -> Callable[[str, Any], None]:
+def _words(most: int, most_chars: int, wanted: str = "a list") -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
-        require(value is None or isinstance(value, list), name, value, "a list")
+        require(value is None or isinstance(value, list), name, value, wanted)
         check_strings(name, value or [], most, most_chars)
 
     return check
@@ -312,7 +312,7 @@ _TYPE_CHECKS: dict[str, Callable[[str, Any], None]] = {
     for given in fields(SamplingParams)
     if given.type in _CHECK_OF_TYPE
 } | {
-    "stop": _words(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS),
+    "stop": _words(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS, "a string or a list"),
     "bad_words": _words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
     "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS, may_be_empty=True),
     "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),

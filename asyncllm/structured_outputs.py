@@ -96,6 +96,11 @@ class StructuredOutputsParams:
         self._check_text()
         self._check_options()
 
+    @property
+    def param(self) -> str:
+        """What errors name."""
+        return f"{PARAM}.{self.kind}"
+
     def _check_text(self) -> None:
         value, name = getattr(self, self.kind), self.kind
         if name in ("regex", "grammar"):

@@ -1,20 +1,30 @@
-"""Attention by FlashInfer: XQA for decodes, FA3 (Hopper) or FA2 for prefills.
+"""Attention by FlashInfer (XQA for decodes, FA3 on Hopper or FA2 for prefills) and our own kernels.
 
 With xqa_call.py and flashinfer_prefill.py the adapter to FlashInfer's attention: whatever it
 renames breaks in these three and nowhere else (0.6.12).
 
   decode   one row: one kernel of ours with all from the projection on (fused_decode.py).
            Beyond, XQA reads block tables and lengths on the device and needs no plan, so a captured
-           graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Cards
-           and page sizes without XQA decode by triton_decode.py, which needs no plan either.
+           graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Many
+           rows: balanced_decode.py, where it can be. Cards and page sizes without XQA decode by
+           triton_decode.py. None of them needs a plan.
   prefill  planned on the host per step (flashinfer_prefill.py). The device reads a plan's pinned
            buffers later; a step launched ahead must not overwrite them, so two plans take turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from asyncllm.attention.balanced_decode import (
+    LEAST_ROWS,
+    MAX_ROWS,
+    BalancedDecode,
+    Launch,
+    begin_loading,
+)
 from asyncllm.attention.base import (
     Attend,
     AttendRows,
@@ -44,6 +54,7 @@ class FlashInferAttention:
 
     def __init__(self, cache: KVCache, layers: list[AttentionLayer]) -> None:
         self._cache = cache
+        self._layer = layers[0]
         tensor = cache.layers[0]
         device = tensor.device
         _check_supported(cache, layers[0])
@@ -56,6 +67,8 @@ class FlashInferAttention:
         self._plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
         self._turn = 0
         self._fused = FusedDecode(layers[0], FUSED_ROWS, self._num_sms, device)
+        self._load_balanced: Callable[[], Launch | None] | None = begin_loading(layers, cache)
+        self._balanced: BalancedDecode | None = None
 
     def decode(self, rows: DecodeRows) -> Attend:
         if self._fused.takes(rows.positions.shape[0]):
@@ -116,6 +129,8 @@ class FlashInferAttention:
         self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
     ) -> AttendRows:
         """q, out [rows, heads, head_dim], contiguous; lengths uint32 [rows, 1]."""
+        if LEAST_ROWS <= len(q) <= MAX_ROWS and (balanced := self._get_balanced()) is not None:
+            return balanced.bind(q, block_tables, lengths, out)
         if self.uses_xqa:
             return self._xqa.bind(q, block_tables, lengths, out)
 
@@ -132,6 +147,14 @@ class FlashInferAttention:
             )
 
         return decode
+
+    def _get_balanced(self) -> BalancedDecode | None:
+        """Waits for the compiler, once."""
+        if self._load_balanced is not None:
+            launch, self._load_balanced = self._load_balanced(), None
+            if launch is not None:
+                self._balanced = BalancedDecode(self._cache, self._layer, launch, self._num_sms)
+        return self._balanced
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:

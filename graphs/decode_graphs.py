@@ -39,6 +39,8 @@ class DecodeGraphs:
     def capture(self, size: int) -> None:
         """Capture one size on the current stream; largest first saves memory."""
         slots = self.slots[:size]
+        slots.zero_()  # those of the last step: their pages may be others' by now
+        self._held = None
         self._step(slots)  # lazily made workspaces and compiled kernels must exist before capture
         with self._pool.capture() as capture:
             outputs = self._step(slots)

@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from asyncllm.attention import cuda_source
 from asyncllm.attention.base import AttentionLayer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DecoderLayer, DenseDecoder
-from asyncllm.models.layers import cuda_source
 from asyncllm.models.layers.linear import Linear
 
-SOURCE = cuda_source.FOLDER / "persistent_decode.cu"
+SOURCE = Path(__file__).parent / "cuda" / "persistent_decode.cu"
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
 MAX_SPLITS = 32  # shares of one sequence's attention
 MAX_LAYERS = 128
 HEAD_DIMS = (64, 128)
 CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
-COLUMNS = 128  # of a product's columns a multiple
+COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
 
 # Args, blocks, stream -> cudaError_t

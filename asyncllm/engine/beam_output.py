@@ -14,6 +14,7 @@ from asyncllm.engine.output_logprobs import logprob_dict, token_text
 from asyncllm.engine.text.sequence_text import hides_last_token, sequence_text
 from asyncllm.engine.text.stop_checker import StopStrings
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.errors import output_failed
 from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from asyncllm.types import Sequence
 
@@ -31,7 +32,7 @@ def render(
         best = [_completion(seq, beam, tokenizer) for seq, beam in pairs[:num_returned]]
     except Exception as error:  # one request's own: it may only hurt itself
         logger.exception("request %s: output failed", request.request_id)
-        return replace(output, error=f"output failed: {type(error).__name__}: {error}")
+        return replace(output, error=output_failed(request.request_id, error))
     return replace(output, outputs=best, num_unreturned_tokens=num_rest)
 
 

@@ -4,11 +4,11 @@ Up to the *knee* a step's matrix products last as long as reading the weights, s
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
 the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
 full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
-card. On a small model two knees are over in a moment and prompts take many steps, each of which the
-host must launch layer by layer: there the chunk is what LEAST_SECONDS compute, as far as captured
-sizes reach. Where more could start than DRAIN_STEPS such steps compute, the chunk grows. A step of
-a size that is not captured is padded to the next, so chunk and decodes together make up a captured
-size.
+card; one that is below what cards have is not believed. On a small model two knees are over in a
+moment and prompts take many steps, each of which the host must launch layer by layer: there the
+chunk is what LEAST_SECONDS compute, as far as captured sizes reach. Where more could start than
+DRAIN_STEPS such steps compute, the chunk grows. A step of a size that is not captured is padded to
+the next, so chunk and decodes together make up a captured size.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from asyncllm.types import StepCost
 
 CHUNK_KNEES = 2.0
+# A 16-bit weight is two bytes and two operations a token, so a knee is a card's FLOP/s by its B/s:
+# by data sheets 153 on an A100, 206 on an H200, 295 on an H100 (where the 8B measured 267).
+LEAST_KNEE_TOKENS = 128
 LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens disturbs nobody
 CHUNK_MULTIPLE = 256  # the noise of a measurement should not change the steps
 DRAIN_STEPS = 128
@@ -48,10 +51,11 @@ class ChunkPolicy:
     @classmethod
     def measured(cls, cost: StepCost, step_sizes: tuple[int, ...] = ()) -> ChunkPolicy:
         """Two knees or LEAST_SECONDS, a multiple of CHUNK_MULTIPLE."""
-        num_tokens = CHUNK_KNEES * cost.seconds_per_step / cost.seconds_per_token
+        seconds_per_token = min(cost.seconds_per_token, cost.seconds_per_step / LEAST_KNEE_TOKENS)
+        num_tokens = CHUNK_KNEES * cost.seconds_per_step / seconds_per_token
         if step_sizes:  # with room for decodes
             most = step_sizes[-1] - CHUNK_MULTIPLE
-            num_tokens = max(num_tokens, min(LEAST_SECONDS / cost.seconds_per_token, most))
+            num_tokens = max(num_tokens, min(LEAST_SECONDS / seconds_per_token, most))
         return cls(max(1, round(num_tokens / CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
 
     def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_state import Sink
-from asyncllm.errors import QueueFullError, RequestFailedError
 from asyncllm.outputs import RequestOutput
 from asyncllm.sampling_params import RequestOutputKind
 
@@ -52,7 +51,8 @@ class Generation:
 
     Awaiting gives the final `RequestOutput`, with everything in it. Iterating gives an output per
     step with news, cumulative, deltas or only the last by the request's `output_kind`.
-    Raises what submitting raises, and `RequestFailedError` where the request fails later.
+    Raises what submitting raises, and where the request fails later: `InvalidRequestError` if its
+    grammar led nowhere, `QueueFullError` if it waited too long, else `RequestFailedError`.
     """
 
     def __init__(
@@ -84,10 +84,8 @@ class Generation:
             mailbox.arrived.clear()
             await self._or_abort(mailbox.arrived.wait())
         output = mailbox.ready.popleft()
-        if output.overloaded:
-            raise QueueFullError(f"request {output.request_id}: {output.error}")
         if output.error is not None:
-            raise RequestFailedError(f"request {output.request_id}: {output.error}")
+            raise output.error
         self._last = output
         return output
 

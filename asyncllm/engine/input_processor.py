@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.logprob_limits import check_output_logprobs, most_output_tokens
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.bad_words import bad_words_ids
@@ -235,11 +236,13 @@ class InputProcessor:
     ) -> int:
         """`max_tokens` as a number. Raises `ContextLengthError` where prompt and it do not fit."""
         asked, room = params.max_tokens, self._max_tokens_in_all - num_prompt
+        most = most_output_tokens(params)
         if asked is not None and asked == self._defaults.max_tokens:
-            asked = max(min(asked, room), 1)  # the model's wish, not the client's: it yields
+            asked = max(min(asked, room, most), 1)  # the model's wish, not the client's: it yields
         needed = asked or 1
         if needed <= room:
-            return asked or room
+            check_output_logprobs(params, needed)
+            return asked or min(room, most)
         if num_prompt + needed <= self.max_model_len:
             limit = f"This server's KV cache holds at most {self.max_kv_tokens} tokens."
         else:

@@ -30,7 +30,12 @@ from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.errors import RequestFailedError
+from asyncllm.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    output_failed,
+)
 from asyncllm.types import (
     FinishReason,
     Request,
@@ -129,7 +134,7 @@ class LiveRequests:
                 whole = await in_own_thread(render, search, output, self._tokenizer)
             except RuntimeError as error:  # no thread can be started
                 logger.exception("request %s: output failed", output.request_id)
-                whole = replace(output, error=f"output failed: {error}")
+                whole = replace(output, error=output_failed(output.request_id, error))
             sink(whole)
 
         task = asyncio.create_task(tell())
@@ -164,22 +169,31 @@ class LiveRequests:
     def expire(self, now: float) -> None:
         """End those that have waited too long. `now`: monotonic seconds."""
         limit = f"max_queue_seconds ({self.admission.max_seconds:g})"
-        self.fail(self.admission.late(now), f"it waited over {limit}", overloaded=True)
+        for request in self.admission.late(now):
+            self._fail(
+                request, QueueFullError(f"request {request.request_id}: waited over {limit}")
+            )
 
-    def fail(self, requests: list[Request], message: str, *, overloaded: bool = False) -> None:
-        """End those that are live with an error."""
+    def fail(self, requests: list[Request], message: str) -> None:
+        """End those that are live with an error of the engine's."""
         for request in requests:
-            self.scheduler.abort(request.request_id, FinishReason.ERROR)
-            self.admission.leave(request)
-            self.outputs.fail(request, message, time.monotonic(), overloaded=overloaded)
+            self._fail(request, RequestFailedError(f"request {request.request_id}: {message}"))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.scheduler.abort(request.request_id, FinishReason.ERROR)
+        self.admission.leave(request)
+        self.outputs.fail(request, error, time.monotonic())
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
         """End the request of `seq`, if it is live, for what it brought with it raised."""
-        if seq.status is not SequenceStatus.FINISHED:
-            logger.error("request %s: %s", seq.request.request_id, what, exc_info=error)
-            is_told = isinstance(error, RequestFailedError)  # made for who asked
-            told = str(error) if is_told else f"{what}: {type(error).__name__}: {error}"
-            self.fail([seq.request], told)
+        request = seq.request
+        if seq.status is SequenceStatus.FINISHED:
+            return
+        if isinstance(error, InvalidRequestError):  # it asked for what cannot be: nothing is broken
+            self._fail(request, error.with_traceback(None))
+        else:
+            logger.error("request %s: %s", request.request_id, what, exc_info=error)
+            self.fail([request], f"{what}: {type(error).__name__}: {error}")
 
     def fail_all(self, message: str) -> None:
         self.fail(self.outputs.requests(), message)

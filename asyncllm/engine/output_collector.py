@@ -64,7 +64,6 @@ def _update(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.num_unreturned_tokens += delta.num_unreturned_tokens
     whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.error = whole.error or delta.error
-    whole.overloaded = delta.overloaded
 
 
 def _extend(known: CompletionOutput, delta: CompletionOutput) -> None:

@@ -27,6 +27,7 @@ from asyncllm.engine.repetition import REPETITION_STOP_REASON
 from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.text.sequence_text import hides_last_token
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.errors import output_failed
 from asyncllm.outputs import CompletionOutput, FinishReasonText, RequestOutput
 from asyncllm.types import (
     FinishReason,
@@ -128,19 +129,11 @@ class OutputProcessor:
         self._end(owner, "abort", now)
         return owner.request
 
-    def fail(
-        self,
-        request: Request,
-        message: str,
-        now: float | None = None,
-        *,
-        overloaded: bool = False,
-    ) -> None:
-        """End a request with "error" and `message`; nothing where it is not live."""
+    def fail(self, request: Request, error: Exception, now: float | None = None) -> None:
+        """End a request with `error`, to be told as it is; nothing where it is not live."""
         owner = self._requests.get(request.request_id)
         if owner is not None:
-            owner.error = message
-            owner.overloaded = overloaded
+            owner.error = error
             self._end(owner, "error", now)
 
     def take_iteration_stats(self) -> IterationStats:
@@ -233,7 +226,7 @@ class OutputProcessor:
     def _fail(self, state: SequenceState, error: Exception, stops: list[Stop]) -> None:
         seq = state.seq
         logger.error("request %s: output failed", seq.request.request_id, exc_info=error)
-        state.owner.error = f"output failed: {type(error).__name__}: {error}"
+        state.owner.error = output_failed(seq.request.request_id, error)
         self._finish(state, state.add_end("", "error"))
         if seq.status is not SequenceStatus.FINISHED:
             stops.append(Stop(seq, None, FinishReason.ERROR))
@@ -291,7 +284,7 @@ class OutputProcessor:
         if owner.request.request_id in self._requests:  # else it was its last output
             live = [seq for seq in owner.request.sequences if seq.seq_id in self._sequences]
             stops += [Stop(seq, None, FinishReason.ERROR) for seq in live]
-            owner.error = f"output failed: {type(error).__name__}: {error}"
+            owner.error = output_failed(owner.request.request_id, error)
             self._end(owner, "error", now)
 
     def _emit(self, owner: RequestState, now: float) -> None:

@@ -48,8 +48,7 @@ class RequestState:
     num_generated: int = 0  # by sequences that ended
     num_first_generated: int = 0  # by sequence 0
     first_reason: FinishReasonText = "abort"  # of sequence 0
-    error: str | None = None
-    overloaded: bool = False
+    error: Exception | None = None
 
     def take_output(self, now: float) -> RequestOutput:
         """The news as one delta."""
@@ -68,7 +67,6 @@ class RequestState:
             request.metrics,
             request.sequences[0].num_cached_tokens,
             self.error,
-            self.overloaded,
         )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:

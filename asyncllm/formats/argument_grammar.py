@@ -55,7 +55,7 @@ def _tagged_argument(
         return f"{lark.literal(begin)} {value} {lark.literal(line + body.value_end)}"
     texts = _texts(schema, tool)
     if texts is None:
-        text = _text_until(lark, schema, tool, line, marker)
+        text = _text_until(lark, schema, tool, key, line, marker)
         return f"{lark.literal(begin)} {text} {lark.literal(after)}"
     values = lark.any_of(map(lark.literal, texts))
     return f"{lark.literal(begin)} {values} {lark.literal(line + body.value_end)}"
@@ -64,8 +64,9 @@ def _tagged_argument(
 def literal_arguments(lark: LarkText, body: LiteralArguments, tool: Tool) -> str:
     """A call's name and arguments. Commas stand between those that are there."""
     arguments = [
-        (lark.rule(f"{lark.literal(key + body.assign)} {_literal(lark, body, tool, schema)}"), need)
-        for key, schema, need in _arguments(tool)
+        (lark.rule(f"{lark.literal(key + body.assign)} {value}"), is_required)
+        for key, schema, is_required in _arguments(tool)
+        for value in [_literal(lark, body, tool, key, schema)]
     ]
     first = rest = '""'  # what may follow: before the first argument, and after one
     comma = lark.literal(body.separator)
@@ -76,12 +77,14 @@ def literal_arguments(lark: LarkText, body: LiteralArguments, tool: Tool) -> str
     return lark.rule(f"{lark.literal(tool.name + body.open)} {first} {lark.literal(body.close)}")
 
 
-def _literal(lark: LarkText, body: LiteralArguments, tool: Tool, schema: dict[str, Any]) -> str:
+def _literal(
+    lark: LarkText, body: LiteralArguments, tool: Tool, key: str, schema: dict[str, Any]
+) -> str:
     types, quote = types_of(schema), body.quotes[0]
     if types == STRING and len(quote) > 1:
         texts = _texts(schema, tool)
         if texts is None:
-            return f"{lark.literal(quote)} {_text_until(lark, schema, tool, '', quote)}"
+            return f"{lark.literal(quote)} {_text_until(lark, schema, tool, key, '', quote)}"
         return lark.any_of(lark.literal(quote + text + quote) for text in texts)
     if types == {"boolean"} and body.open == "(" and "enum" not in schema:
         return '("True" | "False")'
@@ -112,14 +115,16 @@ def _texts(schema: dict[str, Any], tool: Tool) -> list[str] | None:
 
 
 def _text_until(
-    lark: LarkText, schema: dict[str, Any], tool: Tool, before: str, marker: str
+    lark: LarkText, schema: dict[str, Any], tool: Tool, key: str, before: str, marker: str
 ) -> str:
     """Any text up to the marker; of a strict tool one that matches what its schema asks."""
     try:
         options = _text_options(schema) if tool.strict else []
     except ValueError as error:
         raise _unenforceable(str(error), tool) from None
-    return lark.text_matching(options, before, marker) if options else lark.text_until(marker)
+    if not options:
+        return lark.text_until(marker)
+    return lark.text_matching(options, before, marker, f"{key!r:.100} of the tool {tool.name!r}")
 
 
 def _text_options(schema: Mapping[str, Any]) -> list[list[str]]:

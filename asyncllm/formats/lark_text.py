@@ -2,13 +2,15 @@
 
 To llguidance plain text never contains a special token, so one inside a marker is written by its
 id, and text may go on to the next special token without a look at what is in it.
+A terminal made of what a client wrote has a note in front, by which `noted_terminals` finds it: it
+may match nothing, which llguidance does not see before a text has come to it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -17,6 +19,8 @@ ANY_TEXT = "(?s:.*)"
 _ASCII = "dws"  # what these mean in JSON schema's patterns
 # Behind a name in capitals a colon looks like a terminal's definition, to who only skims.
 _COLON = re.compile(r"\\.|(?<!\?)(?<!\?s):", re.DOTALL)
+_NOTE = "//!"
+_NOTED = re.compile(rf"^{_NOTE} (.*)\n\w+: (.*)$", re.MULTILINE)
 # As json.dumps writes, which is what chat templates show of earlier calls.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -64,7 +68,9 @@ class LarkText:
         before = _code_points(marker[: special.start()])
         return self.rule(f"/{ANY_TEXT}{before}/ {self.literal(marker[special.start() :])}")
 
-    def text_matching(self, options: Sequence[Sequence[str]], before: str, marker: str) -> str:
+    def text_matching(
+        self, options: Sequence[Sequence[str]], before: str, marker: str, note: str
+    ) -> str:
         """A text, `before` and the first `marker`. The text matches all regexes of an option.
 
         One terminal as far as plain text goes: a lexer takes the longest, and the marker's own
@@ -76,16 +82,24 @@ class LarkText:
         text = f"({' | '.join(f'({text})' for text in texts)}) {_quoted(before + marker[:end])}"
         if special is None:
             text = f"({text}) & ~/{ANY_TEXT}{_code_points(marker)}(?s:.+)/"
-        return self.rule(f"{self.terminal(text)} {self.literal(marker[end:])}")
+        return self.rule(f"{self.terminal(text, note)} {self.literal(marker[end:])}")
 
-    def terminal(self, body: str) -> str:
-        """The name of a new terminal: an expression that is matched as one."""
+    def terminal(self, body: str, note: str = "") -> str:
+        """The name of a new terminal: an expression that is matched as one.
+
+        note: what it is, on one line, where it may turn out to match nothing.
+        """
         name = f"T{len(self._terminals)}"
-        self._terminals.append(f"{name}: {body}\n")
+        self._terminals.append(f"{_NOTE} {note}\n" * bool(note) + f"{name}: {body}\n")
         return name
 
     def build(self, start: str) -> str:
         return f"start: {start}\n{''.join(self._rules)}{''.join(self._terminals)}"
+
+
+def noted_terminals(lark: str) -> Iterator[tuple[str, str]]:
+    """The note and the body of each terminal that has one."""
+    return (match.groups() for match in _NOTED.finditer(lark))  # type: ignore[misc]
 
 
 def _regex(pattern: str) -> str:

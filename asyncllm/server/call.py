@@ -22,6 +22,8 @@ class Call:
     new_parser      makes a choice's parser; None where all of a choice is content
     wants_outputs   each delta comes as an output, with its token ids, never as text alone
     shows_cached    its usage says how many prompt tokens the prefix cache had
+    structure_param the client's field that asked for the answer's structure, if any did: what is
+                    wrong with that may show in the middle of the answer
     """
 
     id: str
@@ -34,6 +36,7 @@ class Call:
     return_token_ids: bool = False
     wants_outputs: bool = False
     shows_cached: bool = True
+    structure_param: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

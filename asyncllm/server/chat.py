@@ -15,7 +15,7 @@ from asyncllm.server.chat_events import ChatEvents
 from asyncllm.server.chat_view import ChatView
 from asyncllm.server.generation import Consumer
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.sampling import name_as_client
+from asyncllm.server.sampling import client_named
 from asyncllm.server.service import (
     SERVICE,
     Service,
@@ -43,8 +43,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
         view = _view(request, call, service)
         return await answer_response(service, call, partial(view.body, answered))
     except InvalidRequestError as error:
-        name_as_client(error, request)
-        raise
+        raise client_named(error, request) from error
 
 
 def _view(request: ChatRequest, call: Call, service: Service) -> ChatView:

@@ -10,7 +10,7 @@ from asyncllm.server.call import Call, new_id
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.refusals import refuse_unsupported
-from asyncllm.server.sampling import chat_params, wants_outputs
+from asyncllm.server.sampling import chat_params, structure_param, wants_outputs
 from asyncllm.server.service import Service
 from asyncllm.server.tool_use import tool_use
 
@@ -34,4 +34,5 @@ def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
+        structure_param=structure_param(request, params),
     )

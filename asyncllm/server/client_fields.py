@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -34,6 +35,18 @@ def refuse(request: msgspec.Struct, table: Refusals) -> None:
     for name, value in sent(request).items():
         if (harmless := table.get(name)) is not None and not harmless(value):
             raise bad_request(f"{name} is not supported with this value", name)
+
+
+def renamed(error: InvalidRequestError, name: str | None) -> InvalidRequestError:
+    """The error with `name` for its field, in its message too.
+
+    A copy: requests that wait for the same grammar are all raised one error.
+    """
+    told = copy(error)
+    if error.param is not None and name is not None:
+        told.args = (str(error).replace(error.param, name),)
+    told.param = name
+    return told
 
 
 @contextmanager

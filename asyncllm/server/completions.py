@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncllm.engine.logprob_limits import check_output_logprobs
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.server.bodies import read_body
@@ -18,9 +19,10 @@ from asyncllm.server.prompts import completion_prompts
 from asyncllm.server.protocol import CompletionRequest
 from asyncllm.server.refusals import refuse_unsupported
 from asyncllm.server.sampling import (
+    client_named,
     completion_params,
-    name_as_client,
     prompt_only,
+    structure_param,
     wants_outputs,
 )
 from asyncllm.server.service import (
@@ -53,8 +55,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
         view = CompletionView(request, call, service)
         return await answer_response(service, call, partial(view.body, answered))
     except InvalidRequestError as error:
-        name_as_client(error, request)
-        raise
+        raise client_named(error, request) from error
 
 
 def _streamed(
@@ -67,16 +68,18 @@ def _streamed(
 def _call(request: CompletionRequest, service: Service) -> Call:
     service.check_model(request.model)
     refuse_unsupported(request, service.args)
+    params = completion_params(request, service.engine.input_processor)
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
         prompts=completion_prompts(request),
-        params=completion_params(request, service.engine.input_processor),
+        params=params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
+        structure_param=structure_param(request, params),
     )
     if call.num_sequences > MAX_CHOICES:
         prompts, each = len(call.prompts), call.params.num_sequences
@@ -84,6 +87,8 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         raise bad_request(
             f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
         )
+    assert params.max_tokens is not None, "completions have a default"
+    check_output_logprobs(params, params.max_tokens, len(call.prompts))
     return call
 
 

@@ -16,7 +16,12 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from asyncllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from asyncllm.errors import (
+    EngineDeadError,
+    EngineNotStartedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +99,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return bad_request(str(error), error.param, error.code)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    if isinstance(error, EngineNotStartedError):
+        retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return ApiError(503, "the model is still loading", headers=retry)
     if isinstance(error, EngineDeadError):
         # Its reason is for the operator, who finds it in the log and at /health.
         return ApiError(503, "the engine is not running")

@@ -16,9 +16,12 @@ from typing import Protocol
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.stats import AbortCause
+from asyncllm.errors import InvalidRequestError, QueueFullError
 from asyncllm.outputs import RequestOutput
 from asyncllm.server.call import Call
+from asyncllm.server.client_fields import renamed
 from asyncllm.server.errors import ApiError, as_api_error, internal_error, overloaded
+from asyncllm.structured_outputs import PARAM
 
 logger = logging.getLogger(__name__)
 
@@ -64,21 +67,26 @@ class Generation:
     async def submit(self) -> None:
         """Queue every prompt. Raises what the engine raises; `abort` then clears the rest."""
         call = self.call
-        for index, (request_id, prompt) in enumerate(
-            zip(call.request_ids, call.prompts, strict=True)
-        ):
+        for index, request_id in enumerate(call.request_ids):
             if index and index % PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
             self._live.add(request_id)
-            await self._engine.add_request(
-                request_id,
-                prompt,
-                call.params,
-                partial(self._receive, request_id, index),
-                text_sink=None if call.wants_outputs else partial(self._receive_text, index),
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-            )
+            try:
+                await self._add(request_id, index)
+            except InvalidRequestError as error:
+                raise self._named(error) from error
+
+    async def _add(self, request_id: str, index: int) -> None:
+        call = self.call
+        await self._engine.add_request(
+            request_id,
+            call.prompts[index],
+            call.params,
+            partial(self._receive, request_id, index),
+            text_sink=None if call.wants_outputs else partial(self._receive_text, index),
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+        )
 
     async def wait(self) -> None:
         """Until the last token. Raises the `ApiError` that ended the answer."""
@@ -107,13 +115,8 @@ class Generation:
         if self._is_over or self.error is not None:
             return
         try:
-            if output.overloaded:
-                self.fail(overloaded())
-                return
             if output.error is not None:
-                # Its words are for the operator: they may hold paths and addresses.
-                logger.error("request %s failed: %s", request_id, output.error)
-                self.fail(internal_error("the engine failed to finish this request"))
+                self.fail(self._told(output.error))
                 return
             self.consumer.feed(index, output)
             if output.finished:
@@ -124,6 +127,22 @@ class Generation:
                     self._ended.set()
         except Exception as error:
             self.fail(as_api_error(error))
+
+    def _told(self, error: Exception) -> ApiError:
+        """What ended a request that was taken, in the client's words."""
+        if isinstance(error, QueueFullError):
+            return overloaded()
+        if isinstance(error, InvalidRequestError):
+            return as_api_error(self._named(error))
+        # Its words are for the operator: they may hold paths and addresses.
+        logger.error("%s", error)
+        return internal_error("the engine failed to finish this request")
+
+    def _named(self, error: InvalidRequestError) -> InvalidRequestError:
+        """Where it blames the answer's structure, it names the client's own field for that."""
+        if error.param is None or not error.param.startswith(PARAM):
+            return error
+        return renamed(error, self.call.structure_param)
 
     def _receive_text(self, index: int, text: str, num_tokens: int) -> None:
         if self._is_over or self.error is not None:

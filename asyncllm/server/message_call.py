@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
 
 from asyncllm.engine.text.prompt import TextPrompt
+from asyncllm.errors import InvalidRequestError
 from asyncllm.server.answer_events import AnswerSink
 from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.call import Call
 from asyncllm.server.chat_call import chat_call
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
+from asyncllm.server.sampling import client_named
 from asyncllm.server.service import Service, collect, parsed, stream_to
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.tokenize import encode
 from asyncllm.server.tool_use import tool_use
 
 
-def message_call(request: ChatRequest, service: Service, call_id: str) -> Call:
-    """May run in a thread. Raises `ApiError`, `InvalidRequestError`."""
-    return replace(chat_call(request, service), id=call_id)
+def message_call(
+    request: ChatRequest, service: Service, call_id: str, names: Mapping[str, str]
+) -> Call:
+    """`names`: the API's own of the chat request's fields.
+
+    May run in a thread. Raises `ApiError`, `InvalidRequestError`.
+    """
+    try:
+        call = chat_call(request, service)
+    except InvalidRequestError as error:
+        raise client_named(error, request) from error
+    param = call.structure_param
+    return replace(call, id=call_id, structure_param=param and names.get(param, param))
 
 
 async def answer_parts(service: Service, call: Call) -> PartsCollector:

@@ -12,7 +12,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.answer_reading import AnswerReading
-from asyncllm.server.client_fields import sent
+from asyncllm.server.client_fields import renamed, sent
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -115,20 +115,24 @@ def prompt_only(request: CompletionRequest) -> bool:
     return bool(request.echo) and request.max_tokens == 0
 
 
-def name_as_client(error: InvalidRequestError, request: GenerationRequest) -> None:
-    """Have an error of the engine's validators name the field as the client spelt it."""
-    param = error.param
-    error.param = _client_name(request, param)
-    if param is not None and error.param is not None:
-        error.args = (str(error).replace(param, error.param),)
+def client_named(error: InvalidRequestError, request: GenerationRequest) -> InvalidRequestError:
+    """An error of the engine's validators, naming the field as the client spelt it."""
+    return renamed(error, _client_name(request, error.param))
+
+
+def structure_param(request: GenerationRequest, params: SamplingParams) -> str | None:
+    """The field that asked for the answer's structure."""
+    wanted = params.structured_outputs
+    return None if wanted is None else _client_name(request, wanted.param)
 
 
 def _client_name(request: GenerationRequest, param: str | None) -> str | None:
     if param is not None and param.startswith(STRUCTURE_PARAM):
         if request.structured_outputs is not None:
             return param
-        is_content = request.response_format not in (None, TextFormat())
-        return "response_format" if is_content else "tools"
+        if request.response_format not in (None, TextFormat()):
+            return "response_format"
+        return "functions" if isinstance(request, ChatRequest) and request.functions else "tools"
     if isinstance(request, ChatRequest):
         if param == "max_tokens" and request.max_completion_tokens is not None:
             return "max_completion_tokens"

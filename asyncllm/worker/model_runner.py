@@ -24,7 +24,7 @@ from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.mixed_forward import MixedForward
+from asyncllm.worker.mixed_forward import MixedForward, StepGraph, duration_key
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
 from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
@@ -37,7 +37,6 @@ from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
-EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +111,13 @@ class ModelRunner:
         The plan's effects are as if it were done already.
         """
         inputs = self._builder.build(plan)
-        size = self._size(inputs)
+        graph = self._graph_of(inputs)
+        size = 0 if inputs.prefills is None else duration_key(plan.num_tokens, graph)
         if not plan.needs_host:
-            return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)), size)
-        begun = self._executor.begin(lambda: self._forward(inputs), size)
+            return self._executor.submit(
+                lambda: self._sample(inputs, self._forward(inputs, graph)), size
+            )
+        begun = self._executor.begin(lambda: self._forward(inputs, graph), size)
 
         def end(masks: TokenMasks) -> LaunchedStep:
             later = self._builder.build_sampling(inputs)  # now: the tokens will move on
@@ -123,17 +125,11 @@ class ModelRunner:
 
         return HostStep(end)
 
-    def _size(self, inputs: StepInputs) -> int:
-        """What a step's duration goes by: its (padded) tokens, negative where it is one graph, 0
-        for decodes only, which go on."""
-        prefills, num_tokens = inputs.prefills, inputs.plan.num_tokens
-        if prefills is None:
-            return 0
-        size = self.mixed_forward.graph_size(num_tokens)
-        if size is None:
-            return -(-num_tokens // EAGER_SIZE) * EAGER_SIZE
-        num_decodes = num_tokens - prefills.num_tokens
-        return -size if self.mixed_forward.is_whole(num_decodes, prefills) else size
+    def _graph_of(self, inputs: StepInputs) -> StepGraph | None:
+        """Of a step with prefills."""
+        if inputs.prefills is None:
+            return None
+        return self.mixed_forward.graph_of(len(inputs.plan.decodes), inputs.prefills)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -167,6 +163,7 @@ class ModelRunner:
                 "prefill_prompt_lens": tokens + num_tokens,
                 "write_slots": tokens,
             },
+            self.mixed_forward.graph_of(0, prefills),
         )
         logits = self._model.compute_logits(hidden[num_tokens - 1 : num_tokens])
         self._sampler.plain(logits, tokens[:1], tokens[:1])  # of the padding slot
@@ -184,14 +181,14 @@ class ModelRunner:
 
     # --- on the stream -----------------------------------------------------------------------
 
-    def _forward(self, inputs: StepInputs) -> Forwarded | None:
+    def _forward(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded | None:
         """None for swaps alone."""
         plan = inputs.plan
         self._cache.swap_out(plan.swap_out)
         self._cache.copy_pages(plan.page_copies)
         self._cache.swap_in(plan.swap_in)
         if inputs.prefills is not None:
-            return self._mixed_step(inputs)
+            return self._mixed_step(inputs, graph)
         return self._decode_only(inputs) if plan.decodes else None
 
     def _sample(
@@ -263,17 +260,17 @@ class ModelRunner:
             logits = model.compute_logits(hidden)
         return self._decode_ends.finish(state, slots, rows, logits), logits
 
-    def _mixed_step(self, inputs: StepInputs) -> Forwarded:
+    def _mixed_step(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         assert inputs.prefills is not None
-        num_tokens = inputs.plan.num_tokens
-        self.work.ran("mixed", num_tokens, self.mixed_forward.graph_size(num_tokens))
+        num_padded = None if graph is None else graph.num_tokens
+        self.work.ran("mixed", inputs.plan.num_tokens, num_padded)
         tensors = self._staging.upload(inputs.arrays)
         # Prefills read nothing of the slots: without decodes they need not wait for the changes.
         if inputs.plan.decodes:
             self._state.apply(tensors)
         hidden = self.mixed_forward.run(
-            tensors["decode_slots"], inputs.max_decode_len, inputs.prefills, tensors
+            tensors["decode_slots"], inputs.max_decode_len, inputs.prefills, tensors, graph
         )
         if not inputs.plan.decodes:
             self._state.apply(tensors)

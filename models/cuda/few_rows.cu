@@ -5,7 +5,7 @@
 // weights as the operand of 16 rows and the few rows as that of 8. Which column a register stands for
 // does not matter as long as it is the same in both operands, so a thread loads 16 bytes that are
 // neighbours in memory where the instruction's own order would take 4.
-#include "device.cuh"
+#include "../../attention/cuda/device.cuh"
 
 namespace {
 

@@ -10,16 +10,17 @@ The kernel, few_rows.cu, is compiled while the model loads, if no start before h
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from asyncllm.attention import cuda_source
 from asyncllm.attention.programmatic_launch import has_programmatic_launch
-from asyncllm.models.layers import cuda_source
 from asyncllm.models.layers.ops import Norm, Normed
 
-SOURCE = cuda_source.FOLDER / "few_rows.cu"
+SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
 MAX_ROWS = 16
 MAX_HIDDEN_SIZE = 2048  # 1024: steps a quarter faster, 4096: slower; between not measured
 MAX_WEIGHTS = 1 << 25  # of a product; the LM head is cuBLAS's
@@ -32,13 +33,11 @@ class FewRows:
     """Some of `Ops`, for tensors that it `takes`; none on a card before Hopper."""
 
     def __init__(self, device: torch.device) -> None:
-        self._future: Future[ctypes.CDLL | None] | None = None
+        self._loading: Callable[[], ctypes.CDLL | None] | None = None
         self._launch_kernel: Any = None
         if has_programmatic_launch(device):
-            thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-nvcc")
             capability = torch.cuda.get_device_capability(device)
-            self._future = thread.submit(cuda_source.load, SOURCE, capability)
-            thread.shutdown(wait=False)
+            self._loading = cuda_source.begin_loading(SOURCE, capability)
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
         """For `linear`: x [rows, hidden_size]; always where `add_linear` left a factor to come."""
@@ -61,8 +60,8 @@ class FewRows:
 
     def _is_ready(self) -> bool:
         """Waits for the compiler, once."""
-        if self._future is not None:
-            library, self._future = self._future.result(), None
+        if self._loading is not None:
+            library, self._loading = self._loading(), None
             if library is not None:
                 function = library.asyncllm_few_rows
                 pointer, integer = ctypes.c_void_p, ctypes.c_int

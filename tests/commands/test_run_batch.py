@@ -16,6 +16,7 @@ from asyncllm.commands.batch import Batch
 
 SMALL = ["--model", "tiny", "--num-gpu-blocks-override", "200", "--swap-space", "0"]
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 8}
+DEAD_END = 'start: "ab" END\nEND: /a/ & /bbb/'
 LINES: list[Any] = [
     {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": CHAT},
     {"custom_id": "two", "url": "/v1/completions", "body": {"prompt": ["a", "b"], "max_tokens": 2}},
@@ -26,6 +27,11 @@ LINES: list[Any] = [
     {"custom_id": "route", "url": "/v1/models", "body": {}},
     {"custom_id": "stream", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}},
     {"custom_id": "body", "url": "/v1/completions", "body": []},
+    {
+        "custom_id": "dead end",
+        "url": "/v1/completions",
+        "body": {"prompt": "a", "structured_outputs": {"grammar": DEAD_END}},
+    },
     {"custom_id": "messages", "url": "/v1/messages", "body": CHAT},
 ]
 
@@ -47,7 +53,7 @@ def test_each_line_is_answered(
     monkeypatch.setenv("ASYNCLLM_API_KEY", "of somebody")
     source, target = write(tmp_path, LINES)
     assert cli.main(["run-batch", "-i", source, "-o", target, *SMALL]) == 1
-    assert "3 answered, 7 failed" in capsys.readouterr().err
+    assert "3 answered, 8 failed" in capsys.readouterr().err
     found = answers(target)
     assert [line["custom_id"] for line in found] == [
         line["custom_id"] if isinstance(line, dict) else None for line in LINES
@@ -59,7 +65,10 @@ def test_each_line_is_answered(
     assert "4" in by_id["chat"]["response"]["body"]["choices"][0]["message"]["content"]
     assert len(by_id["two"]["response"]["body"]["choices"]) == 2
     assert by_id["messages"]["response"]["body"]["content"][0]["type"] == "text"
-    for name, status, param in (("range", 400, "temperature"), ("model", 404, "model")):
+    for name, status, param in (
+        ("range", 400, "temperature"), ("model", 404, "model"),
+        ("dead end", 400, "structured_outputs.grammar"),
+    ):  # fmt: skip
         assert by_id[name]["response"]["status_code"] == status
         assert by_id[name]["error"]["param"] == param
         assert by_id[name]["response"]["body"] == {"error": by_id[name]["error"]}

@@ -48,10 +48,19 @@ struct Meeting {
     unsigned char slots[2][WARP][64];
 };
 
+// An asynchronous copy that comes when it likes, and its signal.
+struct BulkCopy {
+    void* to;
+    const void* from;
+    int bytes;
+    uint64_t* signal;
+};
+
 struct Block {
     int index;
     std::vector<unsigned char> memory;
-    Meeting whole;
+    Meeting whole, first;
+    std::vector<BulkCopy> on_the_way;
     std::vector<Meeting> warps;
 };
 
@@ -171,6 +180,9 @@ inline unsigned char* shared_memory() { return emulator::current->block->memory.
 inline void sync_block() {
     emulator::meet(emulator::current->block->whole, emulator::num_threads, emulator::WARP, 0);
 }
+inline void sync_first(int num_threads) {
+    emulator::meet(emulator::current->block->first, num_threads, emulator::WARP, 0);
+}
 inline void sync_warp() { emulator::meet_warp(0); }
 inline float add_across(float x, int step) {
     const int lane = thread_index() % emulator::WARP;
@@ -182,12 +194,26 @@ inline float most_across(float x, int step) {
     return std::fmax(x, emulator::brought<float>(emulator::meet_warp(x), lane ^ step));
 }
 
+inline int from_lane(int x, int lane) {
+    return emulator::brought<int>(emulator::meet_warp(x), lane);
+}
+inline int count_lanes(bool is_one) {
+    const auto slots = emulator::meet_warp(is_one);
+    int count = 0;
+    for (int lane = 0; lane < emulator::WARP; lane++) count += emulator::brought<bool>(slots, lane);
+    return count;
+}
+
 inline void copy_async(void* to, const void* from) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) std::abort();
     if (emulator::shuffle() % 2)
         std::memcpy(to, from, 16);
     else
         emulator::current->groups.back().push_back({to, from});
+}
+inline void copy_async_or_zero(void* to, const void* from, int bytes) {
+    static const uint4 zeros = {0, 0, 0, 0};
+    copy_async(to, bytes == 16 ? from : &zeros);
 }
 inline void end_copies() { emulator::current->groups.emplace_back(); }
 template <int LATER>
@@ -199,10 +225,70 @@ void wait_copies() {
     }
 }
 
+// One thread arrives in a turn; `bytes` that have come before they are expected count as negative.
+using Signal = uint64_t;
+namespace emulator {
+struct SignalState {
+    int16_t parity, is_open;  // is_open: nobody has arrived in this turn
+    int32_t bytes;
+};
+inline void change(Signal& signal, bool arrives, int bytes) {
+    SignalState state;
+    std::memcpy(&state, &signal, 8);
+    if (arrives && !state.is_open) {
+        std::fprintf(stderr, "a signal was given twice in a turn\n");
+        std::_Exit(3);
+    }
+    if (arrives) state.is_open = 0;
+    state.bytes += bytes;
+    if (!state.is_open && state.bytes == 0) state = {static_cast<int16_t>(!state.parity), 1, 0};
+    std::memcpy(&signal, &state, 8);
+    idle_polls = 0;
+}
+// Some copy of the block comes.
+inline void receive() {
+    auto& copies = current->block->on_the_way;
+    if (copies.empty()) return;
+    std::swap(copies[shuffle() % copies.size()], copies.back());
+    const BulkCopy copy = copies.back();
+    copies.pop_back();
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    change(*copy.signal, false, -copy.bytes);
+}
+}  // namespace emulator
+inline void open_signal(Signal& signal) {
+    const emulator::SignalState state = {0, 1, 0};
+    std::memcpy(&signal, &state, 8);
+}
+inline void show_signals() {}
+inline void arrive(Signal& signal) { emulator::change(signal, true, 0); }
+inline void expect_bytes(Signal& signal, int bytes) { emulator::change(signal, true, bytes); }
+inline void wait_signal(Signal& signal, uint32_t parity) {
+    for (;;) {
+        emulator::SignalState state;
+        std::memcpy(&state, &signal, 8);
+        if (static_cast<uint32_t>(state.parity) != parity) return;
+        emulator::receive();
+        emulator::poll();
+    }
+}
+inline void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
+        std::abort();
+    emulator::current->block->on_the_way.push_back({to, from, bytes, &signal});
+    while (emulator::shuffle() % 4 == 0) emulator::receive();
+}
+template <int NUM>
+void give_registers() {}
+template <int NUM>
+void take_registers() {}
+
 inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint32_t load_fresh_pair(const void* p) { return *static_cast<const uint32_t*>(p); }
 inline float load_fresh_float(const float* p) { return *p; }
 inline uint16_t load_fresh_half(const void* p) { return *static_cast<const uint16_t*>(p); }
+inline uint4 load_shared_here(const void* p) { return *static_cast<const uint4*>(p); }
+inline uint4 load_shared(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint4 load_constant(const void* p) { return *static_cast<const uint4*>(p); }
 
 inline void add_release(uint32_t* p, uint32_t value) {
@@ -258,3 +344,38 @@ inline void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
     }
 }
 inline void prefetch(const void*) {}
+inline void start_kernel_after() {}
+inline void wait_kernel_before() {}
+
+inline uint32_t transpose(uint32_t pair) {
+    const auto slots = emulator::meet_warp(pair);
+    const int row = thread_index() % emulator::WARP / 4, column = thread_index() % 4 * 2;
+    const auto entry = [&](int r, int c) {
+        return emulator::brought<uint32_t>(slots, r * 4 + c / 2) >> c % 2 * 16 & 0xffff;
+    };
+    return entry(column, row) | entry(column + 1, row) << 16;
+}
+inline uint4 load_transposed(const void* row) {
+    struct Row {
+        uint16_t numbers[8];
+    };
+    const auto slots = emulator::meet_warp(*static_cast<const Row*>(row));
+    const int at = thread_index() % emulator::WARP / 4, column = thread_index() % 4 * 2;
+    uint32_t pairs[4];
+    for (int m = 0; m < 4; m++) {
+        const auto entry = [&](int r) -> uint32_t {
+            return emulator::brought<Row>(slots, m * 8 + r).numbers[at];
+        };
+        pairs[m] = entry(column) | entry(column + 1) << 16;
+    }
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+// `stream` is the seed of the order in which threads take turns.
+template <typename Args>
+int launch_after(void (*kernel)(Args), const Args& args, int num_blocks, int num_threads,
+                 int shared_bytes, void* stream) {
+    const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
+    emulator::launch(num_blocks, num_threads, shared_bytes, seed, [&] { kernel(args); });
+    return 0;
+}

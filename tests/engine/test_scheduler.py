@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 import asyncllm.types
-from asyncllm.engine.chunk_policy import CHUNK_MULTIPLE, DRAIN_STEPS, UNBOUNDED, ChunkPolicy
+from asyncllm.engine.chunk_policy import (
+    CHUNK_MULTIPLE,
+    DRAIN_STEPS,
+    LEAST_KNEE_TOKENS,
+    UNBOUNDED,
+    ChunkPolicy,
+)
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.types import (
     FinishReason,
@@ -22,7 +28,7 @@ from asyncllm.types import (
     SwapCost,
     TokenLogprobs,
 )
-from tests.engine.builders import finish, make_request, make_scheduler, run_step
+from tests.engine.builders import finish, make_request, make_scheduler, run_step, scheduled_requests
 
 
 def decoding(plan: StepPlan | None) -> list[str]:
@@ -175,6 +181,13 @@ def test_a_small_models_chunk_takes_some_milliseconds() -> None:
         assert ChunkPolicy.choose(None, cost, sizes) == ChunkPolicy(num_tokens, sizes)
     few = (256, 512)
     assert ChunkPolicy.choose(None, StepCost(0.9e-3, 2.75e-6), few) == ChunkPolicy(768, few)
+
+
+def test_a_knee_that_no_card_has_is_not_believed() -> None:
+    """However slow a token was found: two least knees, and what 4 ms of those are."""
+    assert ChunkPolicy.measured(StepCost(6.0e-3, 1.0)) == ChunkPolicy(2 * LEAST_KNEE_TOKENS)
+    sizes = tuple(range(256, 2049, 256))
+    assert ChunkPolicy.measured(StepCost(0.9e-3, 1.0), sizes) == ChunkPolicy(512)
 
 
 def test_what_the_user_asks_for_wins_over_what_is_measured() -> None:
@@ -657,12 +670,12 @@ def test_an_abort_in_every_state_leaves_nothing() -> None:
     assert younger.status is SequenceStatus.SWAPPED
     add(scheduler, make_request(3, range(5), n=2))
     assert scheduler.num_requests == 3
-    assert [request.request_id for request in scheduler.requests()] == ["r1", "r2", "r3"]
+    assert list(scheduled_requests(scheduler)) == ["r1", "r2", "r3"]
     for request_id in ("r2", "r3", "r1"):  # swapped; waiting and not forked; running
         request = scheduler.abort(request_id)
         assert request is not None and request.finished
         assert {seq.finish_reason for seq in request.sequences} == {FinishReason.ABORT}
-        assert not scheduler.has_request(request_id)
+        assert request_id not in scheduled_requests(scheduler)
         scheduler.check_integrity()
     scheduler.check_empty()
 

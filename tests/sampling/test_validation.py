@@ -11,6 +11,7 @@ import pytest
 
 from asyncllm import EngineArgs, InvalidRequestError, SamplingParams
 from asyncllm.engine.input_processor import MAX_PROMPT_LOGPROB_ENTRIES, InputProcessor
+from asyncllm.engine.logprob_limits import MAX_OUTPUT_LOGPROB_ENTRIES
 from asyncllm.engine.text.bad_words import bad_words_ids
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.sampling_params import (
@@ -134,8 +135,9 @@ def test_keys_of_logit_bias_become_ids() -> None:
 
 @pytest.fixture
 def processor(model_folder: Path, byte_level: Tokenizer) -> InputProcessor:
+    """Its window is larger than all limits that are tested here."""
     config = EngineArgs(model=str(model_folder), device="cpu").create_engine_config()
-    return InputProcessor(config, byte_level, MAX_PROMPT_LOGPROB_ENTRIES)
+    return InputProcessor(config, byte_level, 2 * MAX_OUTPUT_LOGPROB_ENTRIES)
 
 
 def refused(processor: InputProcessor, ids: list[int], **fields: Any) -> str | None:
@@ -157,6 +159,42 @@ def test_the_entries_of_prompt_logprobs_are_bounded(processor: InputProcessor) -
         params = SamplingParams(prompt_logprobs=num_top)
         processor.process("r", [1] * most, params, 0.0)
         assert refused(processor, [1] * (most + 1), prompt_logprobs=num_top) == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "entries_per_token", "param"),
+    [
+        ({"logprobs": 0}, 1, "logprobs"),
+        ({"logprobs": 20}, 21, "logprobs"),
+        ({"logprobs": 3, "n": 5}, 20, "logprobs"),
+        ({"logprobs": 3, "n": 2, "best_of": 5}, 20, "logprobs"),
+        ({"logprob_token_ids": [1, 2]}, 3, "logprob_token_ids"),
+        ({"best_of": 128}, 128, "best_of"),
+        ({"n": 4, "use_beam_search": True}, 4, "n"),
+        ({"n": 4, "use_beam_search": True, "logprobs": 1}, 8, "logprobs"),
+    ],
+)
+def test_the_entries_of_logprobs_are_bounded(
+    processor: InputProcessor, fields: dict[str, Any], entries_per_token: int, param: str
+) -> None:
+    """Named if asked for; else an answer is no longer than they have room for."""
+    most = MAX_OUTPUT_LOGPROB_ENTRIES // entries_per_token
+
+    def max_tokens(asked: int | None) -> int:
+        return processor.process(
+            "r", [1], SamplingParams(**fields, max_tokens=asked), 0.0
+        ).max_tokens
+
+    assert max_tokens(most) == max_tokens(None) == most
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_OUTPUT_LOGPROB_ENTRIES}") as found:
+        max_tokens(most + 1)
+    assert found.value.param == param
+    assert str((most + 1) * entries_per_token) in str(found.value)
+
+
+def test_answers_without_logprobs_have_the_whole_window(processor: InputProcessor) -> None:
+    request = processor.process("r", [1], SamplingParams(n=128, max_tokens=None), 0.0)
+    assert request.max_tokens == processor.max_model_len - 1
 
 
 def test_a_bad_word_without_tokens_is_refused() -> None:

@@ -2,7 +2,8 @@
 
 Tokens are bytes. Answer `index` to any prompt is `reply(index)`, one byte per step, so a two-byte
 character takes a step with no text. Words in the prompt make trouble: `<fail>` ends the request
-with an error after three tokens, `<raise>` hands the sink an output that no server can render.
+with an error after three tokens, `<dead end>` with its grammar's, `<raise>` hands the sink an
+output that no server can render.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.errors import (
     ContextLengthError,
     EngineDeadError,
+    EngineNotStartedError,
     InvalidRequestError,
     QueueFullError,
+    RequestFailedError,
 )
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.worker.work_counts import WorkCounts
 
+DEAD_END = "structured_outputs.grammar"  # what the engine blames, whatever the client calls it
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 256
 BOS = 1
@@ -180,7 +184,8 @@ class FakeEngine:
         cache_salt: str | None = None,
     ) -> FakeRequest:
         if self.unhealthy is not None:
-            raise EngineDeadError(self.unhealthy)
+            is_loading = self.unhealthy == "loading"
+            raise (EngineNotStartedError if is_loading else EngineDeadError)(self.unhealthy)
         if len(self.live) >= self.max_queued:
             raise QueueFullError(f"{self.max_queued} requests are waiting")
         text, ids = self._tokenise(prompt)
@@ -280,10 +285,13 @@ class FakeEngine:
         step, request.num_steps = request.num_steps, request.num_steps + 1
         outputs = [self._token(request, i, step) for i in range(request.params.n)]
         outputs = [output for output in outputs if output is not None]
-        error = None
+        error: Exception | None = None
         prompt = bytes(request.token_ids)
         if b"<fail>" in prompt and step == 3:
-            error = "the model failed"
+            error = RequestFailedError("the model failed")
+        if b"<dead end>" in prompt and step == 3:
+            error = InvalidRequestError(f"{DEAD_END}: nothing may follow", DEAD_END)
+        if error is not None:
             for output in outputs:
                 output.finish_reason = "error"
         if b"<raise>" in prompt and step == 3:

@@ -13,6 +13,8 @@ import aiohttp
 import orjson
 import pytest
 
+from asyncllm import AsyncLLMEngine
+from asyncllm.engine import logprob_limits
 from asyncllm.errors import InvalidRequestError
 from asyncllm.server import bodies, collect, completions
 from asyncllm.server.generation import PROMPTS_PER_TURN
@@ -258,6 +260,65 @@ def test_prompt_logprobs_of_all_choices_are_limited(monkeypatch: pytest.MonkeyPa
             for more in ({"n": 3}, {"prompt": [[7] * 4] * 2}):
                 status, answer = await server.post(COMPLETIONS, one | more)
                 assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+    run(test())
+
+
+def test_logprobs_of_all_answers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the prompts of one call and of the conversations of a batch, too."""
+    monkeypatch.setattr(logprob_limits, "MAX_OUTPUT_LOGPROB_ENTRIES", 24)
+    chat = {"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 4}
+    asked: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+        (COMPLETIONS, {"prompt": ["a"] * 2, "logprobs": 2, "max_tokens": 4}, {"n": 2}, "logprobs"),
+        (
+            COMPLETIONS,
+            {"prompt": ["a"] * 2, "logprobs": 2, "max_tokens": 4},
+            {"prompt": ["a"] * 3},
+            "logprobs",
+        ),
+        (f"{CHAT}/batch", {"messages": [HELLO] * 2, **chat}, {"messages": [HELLO] * 3},
+         "top_logprobs"),
+        (f"{CHAT}/batch", {"messages": [HELLO] * 2, **chat}, {"max_completion_tokens": None},
+         "top_logprobs"),
+    ]  # fmt: skip
+
+    async def test() -> None:
+        async with serving() as server:
+            for path, most, more, param in asked:
+                status, answer = await server.post(path, most)
+                assert status == 200, answer
+                status, answer = await server.post(path, most | more)
+                assert (status, answer["error"]["param"]) == (400, param)
+                assert "24" in answer["error"]["message"]
+
+    run(test())
+
+
+def test_the_engines_limit_of_logprobs_is_told_by_the_clients_field(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logprob_limits, "MAX_OUTPUT_LOGPROB_ENTRIES", 24)
+    chat = {"messages": HELLO, "logprobs": True, "top_logprobs": 5, "temperature": 0}
+    response = {"input": "Hi", "top_logprobs": 5, "include": ["message.output_text.logprobs"]}
+    params = {"logprobs": 5, "max_tokens": 5}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        (CHAT, {**chat, "max_tokens": 5}, "top_logprobs"),
+        (CHAT, {**chat, "max_tokens": 5, "stream": True}, "top_logprobs"),
+        ("/v1/responses", {**response, "max_output_tokens": 5}, "top_logprobs"),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": params},
+         "sampling_params.logprobs"),
+    ]  # fmt: skip
+
+    async def test() -> None:
+        engine = AsyncLLMEngine("tiny", max_model_len=64, num_gpu_blocks_override=40)
+        async with serving(engine) as server:
+            for path, body, param in asked:
+                status, answer = await server.post(path, body)
+                assert (status, answer["error"]["param"]) == (400, param)
+            status, answer = await server.post(CHAT, {**chat, "ignore_eos": True})
+            assert status == 200, answer
+            (choice,) = answer["choices"]
+            assert (choice["finish_reason"], len(choice["logprobs"]["content"])) == ("length", 4)
 
     run(test())
 

@@ -12,7 +12,7 @@ from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.constraint import GrammarConstraint
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.errors import RequestFailedError
+from asyncllm.errors import InvalidRequestError
 from asyncllm.structured_outputs import StructuredOutputsParams
 from tests.structured.walks import allowed_ids, new_constraint, walk
 
@@ -89,8 +89,40 @@ def test_a_token_that_may_not_come_is_an_error(tokenizer: Tokenizer, compiled: C
     constraint = compiled(choice=["yes", "no"]).constraint(False)
     with pytest.raises(ValueError, match="token"):
         constraint.accept(tokenizer.encode("z", False)[0])
-    with pytest.raises(RequestFailedError, match="structured output"):
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.choice"):
         allowed_ids(constraint, tokenizer.vocab_size)
+
+
+DEAD_END = {"grammar": 'start: "ab" END\nEND: /a/ & /bbb/'}
+
+
+def test_where_nothing_satisfies_it_is_the_requests_own_error(
+    tokenizer: Tokenizer, compiled: Compiled
+) -> None:
+    constraint = compiled(**DEAD_END).constraint(False)
+    constraint.accept(tokenizer.encode("ab", False)[0])
+    for fill in (allowed_ids, allowed_ids):
+        with pytest.raises(
+            InvalidRequestError, match=r"^structured_outputs.grammar: the text"
+        ) as e:
+            fill(constraint, tokenizer.vocab_size)
+        assert e.value.param == "structured_outputs.grammar"
+
+
+def test_a_limit_of_the_library_is_the_requests_own_error(
+    tokenizer: Tokenizer, compiled: Compiled
+) -> None:
+    """Found when a token is taken, not when a mask is filled."""
+    grammar = compiled(grammar='start: e\ne: e "+" e | /[0-9]/')
+    constraint = grammar.constraint(False)
+    (one,), (plus,) = tokenizer.encode("1", False), tokenizer.encode("+", False)
+    with pytest.raises(InvalidRequestError, match=r"row has \d+ items") as found:
+        for _ in range(10_000):
+            constraint.accept(one)
+            constraint.accept(plus)
+    assert found.value.param == "structured_outputs.grammar"
+    (error,) = GrammarConstraint.accept_many([constraint], [[one]])
+    assert isinstance(error, InvalidRequestError)
 
 
 def test_constraints_of_one_grammar_are_apart(tokenizer: Tokenizer, compiled: Compiled) -> None:
@@ -140,7 +172,7 @@ def test_failing_rows_are_reported_and_the_others_are_filled(
     assert isinstance(errors[3], ValueError) and f"token {z}, {z}:" in str(errors[3])
     errors = GrammarConstraint.fill_many(constraints, rows)
     assert errors[1] is None
-    assert all(isinstance(errors[i], RequestFailedError) for i in (0, 2, 3))
+    assert all(isinstance(errors[i], InvalidRequestError) for i in (0, 2, 3))
     assert np.unpackbits(rows[1].view(np.uint8)).sum() >= 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.engine.output_collector import OutputCollector
+from asyncllm.errors import RequestFailedError
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 
@@ -53,5 +54,6 @@ def test_completions_in_order_of_their_index() -> None:
 
 def test_an_error_is_kept() -> None:
     collector = OutputCollector()
-    collector.add(delta(CompletionOutput(0, "", [], finish_reason="error"), error="broken"))
-    assert collector.merge(delta(CompletionOutput(1, "b", [6]))).error == "broken"
+    error = RequestFailedError("broken")
+    collector.add(delta(CompletionOutput(0, "", [], finish_reason="error"), error=error))
+    assert collector.merge(delta(CompletionOutput(1, "b", [6]))).error is error

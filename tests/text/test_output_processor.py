@@ -12,6 +12,7 @@ from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_logprobs import LazyPromptLogprobs
 from asyncllm.engine.output_processor import OutputProcessor, Stop
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.errors import RequestFailedError
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
 from tests.text.token_feed import TokenFeed, finish, make_request
@@ -218,11 +219,12 @@ def test_fail(byte_level: Tokenizer) -> None:
     feed = TokenFeed(byte_level)
     request = make_request(n=2)
     feed.add(request)
-    feed.processor.fail(request, "the device is lost", feed.now)
+    error = RequestFailedError("the device is lost")
+    feed.processor.fail(request, error, feed.now)
     (output,) = feed.outputs["r"]
-    assert (output.error, output.finished) == ("the device is lost", True)
+    assert output.error is error and output.finished
     assert [c.finish_reason for c in output.outputs] == ["error", "error"]
-    feed.processor.fail(request, "again")
+    feed.processor.fail(request, RequestFailedError("again"))
     assert len(feed.outputs["r"]) == 1
     feed.processor.check_empty()
 
@@ -243,7 +245,8 @@ def test_a_failing_hook_ends_its_own_sequence_only(byte_level: Tokenizer) -> Non
     break_detokenizer(feed, a)
     assert feed.step({a: 5, b: 6, c: 7}) == [Stop(a, None, FinishReason.ERROR)]
     assert feed.step({b: 6, c: 7}) == []
-    assert feed.outputs["bad"][0].error == "output failed: RuntimeError: cannot decode 5"
+    told = "request bad: output failed: RuntimeError: cannot decode 5"
+    assert str(feed.outputs["bad"][0].error) == told
     assert not feed.outputs["bad"][-1].finished, "its sibling goes on"
     assert feed.outputs["good"][-1].error is None
     feed.processor.abort("bad")
@@ -260,7 +263,7 @@ def test_a_failing_hook_on_the_last_token(byte_level: Tokenizer) -> None:
     assert output.finished
     assert output.outputs[0].finish_reason == "error"
     assert output.error is not None
-    assert "no logprobs" in output.error
+    assert "no logprobs" in str(output.error)
     feed.processor.check_empty()
 
 

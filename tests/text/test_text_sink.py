@@ -133,7 +133,7 @@ def test_a_failing_detokenizer_ends_its_own_request(
     assert stops == [Stop(b, None, FinishReason.ERROR)]
     last = feed.news["bad"][-1]
     assert isinstance(last, RequestOutput) and last.finished
-    assert last.error is not None and "no such token" in last.error
+    assert last.error is not None and "no such token" in str(last.error)
     assert "no such token" in caplog.text
     assert len(feed.news["good"]) == 2
     feed.step({g: 7})

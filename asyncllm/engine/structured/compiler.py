@@ -18,14 +18,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cache
 
 import orjson
-from llguidance import LLExecutor, LLMatcher, LLParserLimits
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from asyncllm.engine.structured.constraint import GrammarConstraint
+from asyncllm.engine.structured.constraint import GrammarConstraint, is_dead_end
 from asyncllm.engine.structured.grammar_text import grammar_text
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.errors import InvalidRequestError, QueueFullError, one_line
+from asyncllm.formats.lark_text import noted_terminals
 from asyncllm.structured_outputs import PARAM, StructuredOutputsParams
 
 STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
@@ -43,7 +45,10 @@ MAX_ERROR_CHARS = 400
 # has several lexers, as far as they are made quickly.
 MAX_LEXERS_SECONDS = 0.05
 
+# What a complaint quotes, and where that stands. Of a schema, and of all but a client's own
+# grammar, the text around it is ours.
 _QUOTED_LINE = re.compile(r"\n\s*\d+ \| ")
+_PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 
 # The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -56,6 +61,7 @@ class CompiledGrammar:
     matchers: list[LLMatcher]
     executor: LLExecutor
     eos_ids: tuple[int, ...]
+    param: str
     num_constraints: int = 0
 
     def constraint(self, ignore_eos: bool) -> GrammarConstraint:
@@ -64,7 +70,9 @@ class CompiledGrammar:
         self.num_constraints += 1
         matcher = self.matchers[lexer]
         ignored_ends = self.eos_ids if ignore_eos else ()
-        return GrammarConstraint(matcher.deep_copy(), id(matcher), self.executor, ignored_ends)
+        return GrammarConstraint(
+            matcher.deep_copy(), id(matcher), self.executor, self.param, ignored_ends
+        )
 
 
 class GrammarCompiler:
@@ -185,7 +193,8 @@ class GrammarCompiler:
             _begin(vocabulary, grammar_text(bare, vocabulary.special_ids), bare)
         text = grammar_text(params, vocabulary.special_ids)
         matcher = _begin(vocabulary, text, params)
-        return CompiledGrammar([matcher], executor, vocabulary.eos_ids), text
+        _check_noted_terminals(text, params)
+        return CompiledGrammar([matcher], executor, vocabulary.eos_ids, params.param), text
 
     def _add_lexers(self, grammar: CompiledGrammar, text: str) -> None:
         """As many as threads fill masks: there is no use for more."""
@@ -213,9 +222,9 @@ class GrammarCompiler:
         if waiting:
             return QueueFullError("other grammars are being compiled; try again later")
         return InvalidRequestError(
-            f"{PARAM}.{params.kind} did not compile within "
+            f"{params.param} did not compile within "
             f"{STRUCTURED_OUTPUT_COMPILE_SECONDS:g} s: it is too complex",
-            f"{PARAM}.{params.kind}",
+            params.param,
         )
 
 
@@ -226,8 +235,24 @@ def _begin(vocabulary: Vocabulary, text: str, params: StructuredOutputsParams) -
     probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
     forced = probe.compute_ff_tokens()
     if probe.is_error() or not probe.consume_tokens(forced[:1]):
-        raise _refusal(params, probe.get_error())
+        raise _refusal(params, probe.get_error().removesuffix("<non-verbose/>"))
     return matcher
+
+
+def _check_noted_terminals(text: str, params: StructuredOutputsParams) -> None:
+    """Raises `InvalidRequestError` where one matches nothing: a text that came to it could not go
+    on. What is too large to be looked at here shows there."""
+    for grammar in orjson.loads(text)["grammars"]:
+        for note, body in noted_terminals(grammar["lark_grammar"]):
+            probe = LLMatcher(_bytes(), f"start: T\nT: {body}\n", log_level=0, limits=_LIMITS)
+            probe.compute_bitmask()
+            if is_dead_end(probe.get_error()):
+                raise InvalidRequestError(f"{params.param}: no text satisfies {note}", params.param)
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def _num_fill_threads() -> int:
@@ -258,16 +283,16 @@ def _key(params: StructuredOutputsParams) -> bytes:
 
 
 def _refusal(params: StructuredOutputsParams, complaint: str) -> InvalidRequestError:
-    param = f"{PARAM}.{params.kind}"
+    param = params.param
     if "oneOf constraints are not supported" in complaint:
         complaint = (
             "the keyword 'oneOf' cannot be enforced where options may overlap: use 'anyOf', or "
             "give the options a required property with different constants"
         )
-    elif not complaint or "NoExtensionBias" in complaint:
+    elif not complaint or is_dead_end(complaint):
         complaint = "no text satisfies it"
-    elif params.kind != "grammar":  # the lines that it quotes are ours
-        complaint = _QUOTED_LINE.split(complaint)[0]
+    elif params.kind != "grammar" or "JSON schema" in complaint:
+        complaint = _PLACE.sub("", _QUOTED_LINE.split(complaint)[0])
     return InvalidRequestError(
         f"{param}: {one_line(ValueError(complaint)):.{MAX_ERROR_CHARS}}", param
     )

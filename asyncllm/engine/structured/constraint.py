@@ -2,7 +2,8 @@
 
 The text may end only where the grammar may, and must where nothing else may come. Where the
 library gives up (one of its limits, or a state from which nothing leads on) it would say "end
-here"; that is an error here, so that no text passes for complete that is not.
+here"; that is an error here, so that no text passes for complete that is not. It is the grammar's,
+and so the client's: an `InvalidRequestError`, which comes late.
 """
 
 from __future__ import annotations
@@ -12,35 +13,41 @@ from collections.abc import Collection
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-from asyncllm.errors import RequestFailedError, one_line
+from asyncllm.errors import InvalidRequestError, RequestFailedError, one_line
+
+_PANIC = "panic:"  # the library's own fault
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # ours: a mask allows what may come
 
 
 class GrammarConstraint:
     """`lexer`: a number for the lexer that its matcher shares with others.
+    `param`: the field that asked for it.
     `ignored_ends`: tokens that end the text, to come only where nothing else may.
     """
 
-    __slots__ = ("_executor", "_ignored_ends", "_lexer", "_matcher")
+    __slots__ = ("_executor", "_ignored_ends", "_lexer", "_matcher", "_param")
 
     def __init__(
         self,
         matcher: LLMatcher,
         lexer: int,
         executor: LLExecutor,
+        param: str,
         ignored_ends: Collection[int] = (),
     ) -> None:
         self._matcher = matcher
         self._lexer = lexer
         self._executor = executor
+        self._param = param
         self._ignored_ends = ignored_ends
 
     def accept(self, token_id: int) -> None:
-        """Raises `ValueError` for a token that was not allowed."""
+        """Raises `ValueError` for a token that was not allowed, else as `fill` does."""
         if not self._matcher.consume_token(token_id):
             raise self._refusal([token_id])
 
     def fill(self, bitmask: np.ndarray) -> None:
-        """Raises `RequestFailedError` where the grammar cannot be followed any further."""
+        """Raises `InvalidRequestError` where the grammar cannot be followed any further."""
         self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
         if (error := self._seal(bitmask)) is not None:
             raise error
@@ -83,16 +90,33 @@ class GrammarConstraint:
     def _seal(self, bitmask: np.ndarray) -> Exception | None:
         """What is ours to change in a mask that the library filled; or why it could not."""
         if self._matcher.is_error():
-            return RequestFailedError(f"structured output: {self._complaint()}")
+            return self._end()
         if self._ignored_ends:
             _clear_unless_last(bitmask, self._ignored_ends)
         return None
 
+    def _end(self) -> Exception:
+        """Why it ends before its text may."""
+        complaint = self._complaint()
+        if complaint.startswith(_PANIC):
+            return RequestFailedError(f"structured output: {complaint}")
+        if is_dead_end(complaint):
+            complaint = "the text came to a place from where nothing satisfies it"
+        return InvalidRequestError(f"{self._param}: {complaint}", self._param)
+
     def _refusal(self, token_ids: list[int]) -> Exception:
+        if _NOT_ALLOWED not in self._complaint():
+            return self._end()
         return ValueError(f"token {', '.join(map(str, token_ids))}: {self._complaint()}")
 
     def _complaint(self) -> str:
-        return f"{one_line(ValueError(self._matcher.get_error())):.300}"
+        complaint = self._matcher.get_error().replace("<non-verbose/>", "")
+        return f"{one_line(ValueError(complaint)):.300}"
+
+
+def is_dead_end(complaint: str) -> bool:
+    """Whether the library says that no text leads on."""
+    return complaint.startswith("NoExtensionBias")
 
 
 def _by_lexer(constraints: list[GrammarConstraint]) -> list[int]:

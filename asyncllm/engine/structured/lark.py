@@ -29,7 +29,7 @@ class LarkBuilder(LarkText):
 
     def regex(self, pattern: str) -> str:
         body = llguidance.regex_to_lark(pattern, "").replace("\n", "\\n")
-        return self.rule(f"/{body}/")
+        return self.terminal(f"/{body}/", f"the regex {pattern!r:.100}")
 
     def lark(self, grammar: str) -> str:
         """The start of a client's own grammar."""

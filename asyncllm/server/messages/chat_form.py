@@ -21,7 +21,6 @@ from asyncllm.server.protocol import ChatRequest, JsonSchema, JsonSchemaFormat
 FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
-    "structured_outputs": "output_config",
     "reasoning_effort": "output_config",
     "thinking_token_budget": "thinking",
     "max_completion_tokens": "max_tokens",

@@ -51,7 +51,8 @@ async def _answer(
     http: web.Request, request: MessagesRequest, chat: ChatRequest, cut_off: StopReason
 ) -> web.StreamResponse:
     service, request_id = http.app[SERVICE], new_request_id()
-    call = await prepared(http, partial(message_call, chat, service, f"msg_{uuid.uuid4().hex}"))
+    name = f"msg_{uuid.uuid4().hex}"
+    call = await prepared(http, partial(message_call, chat, service, name, FIELD_NAMES))
     hides_thinking = request.thinking is not None and request.thinking.display == "omitted"
     view = MessageView(call, hides_thinking, cut_off)
     if request.stream:

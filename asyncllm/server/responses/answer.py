@@ -15,6 +15,7 @@ from asyncllm.server.logprobs import TokenNames, chat_logprobs
 from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.usage import Usage
 
+_FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 _ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
@@ -65,7 +66,7 @@ class ResponseView:
         return self.body("completed", output, completed_at=int(time.time()), **fields)
 
     def failed(self, error: ApiError, output: list[dict[str, Any]]) -> dict[str, Any]:
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = _FAILURE_CODES.get(error.status, "server_error")
         return self.body("failed", output, error={"code": code, "message": error.message})
 
     def item_id(self, part: AnswerPart) -> str:

@@ -39,7 +39,8 @@ INCLUDABLE = frozenset(
 )
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 16, 64, 512
 
-_FIELD_NAMES = {
+# chat request's field -> this API's, for errors
+FIELD_NAMES = {
     "messages": "input",
     "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -49,13 +50,6 @@ _FIELD_NAMES = {
     "verbosity": "text",
     "logprobs": "top_logprobs",
 }
-
-
-def field_names(request: ResponsesRequest) -> dict[str, str]:
-    """The chat request's fields in this API's words, for errors."""
-    if request.structured_outputs is not None:
-        return _FIELD_NAMES
-    return {**_FIELD_NAMES, "structured_outputs": "text"}
 
 
 def prompt_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:

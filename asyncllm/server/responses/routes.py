@@ -26,7 +26,7 @@ from asyncllm.server.message_call import (
 )
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.responses.answer import ResponseView
-from asyncllm.server.responses.chat_form import chat_request, field_names, prompt_request
+from asyncllm.server.responses.chat_form import FIELD_NAMES, chat_request, prompt_request
 from asyncllm.server.responses.items import Item, read_items
 from asyncllm.server.responses.protocol import ResponsesRequest
 from asyncllm.server.responses.references import References, names_kept_items
@@ -48,12 +48,11 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     unique = uuid.uuid4().hex
     is_large = names_kept_items(request)
     items, chat = await prepared(http, partial(_read, http, request, unique), is_large)
-    with named_as(field_names(request)):
+    with named_as(FIELD_NAMES):
         if request.truncation == "auto":
             await drop_oldest_turns(chat, service)
-        call = await prepared(
-            http, partial(message_call, chat, service, f"resp_{unique}"), is_large
-        )
+        make_call = partial(message_call, chat, service, f"resp_{unique}", FIELD_NAMES)
+        call = await prepared(http, make_call, is_large)
         view = ResponseView(request, call, service.token_names(request))
         keep = partial(_keep, http, request, items)
         if request.stream:
@@ -71,7 +70,7 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     def read() -> TextPrompt:
         items = read_items(request.input, "", _references(http).find)
         chat = prompt_request(request, _items_before(http, request) + items)
-        with named_as(field_names(request)):
+        with named_as(FIELD_NAMES):
             return prompt_of(chat, service)
 
     prompt = await prepared(http, read, names_kept_items(request))

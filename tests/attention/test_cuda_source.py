@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.models.layers import cuda_source
-
-SOURCE = cuda_source.FOLDER / "few_rows.cu"
+from asyncllm.attention import cuda_source
+from asyncllm.models.persistent_decode import SOURCE
 
 # A "compiler" that makes an empty library of any C compiler's; it notes that it ran.
 COMPILER = """#!/bin/sh
@@ -46,7 +45,7 @@ def test_compiled_once_for_a_source_and_an_architecture(
     cuda_source.load(source, (9, 0))
     assert loaded[0] == loaded[1] and Path(loaded[0]).exists()
     calls = (compiler / "calls").read_text().splitlines()
-    assert len(calls) == 1 and "-arch=sm_90" in calls[0]
+    assert len(calls) == 1 and "code=sm_90a" in calls[0]
     cuda_source.load(source, (10, 0))
     source.write_text("// two")
     cuda_source.load(source, (9, 0))
@@ -110,4 +109,4 @@ def test_without_a_home_there_is_no_library(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
     assert cuda_source.load(SOURCE, (9, 0)) is None
-    assert "few_rows.cu is not used" in caplog.text
+    assert f"{SOURCE.name} is not used" in caplog.text

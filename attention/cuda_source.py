@@ -15,12 +15,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 logger = logging.getLogger("asyncllm")
 
-FOLDER = Path(__file__).parent.parent / "cuda"
+DEVICE_FOLDER = Path(__file__).parent / "cuda"  # of what all sources include
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 COMPILE_SECONDS = 120
 MAX_ERROR_CHARS = 2000
@@ -41,11 +42,23 @@ def load(
         return None
 
 
+def begin_loading(
+    source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
+) -> Callable[[], ctypes.CDLL | None]:
+    """`load`, by a thread from now on; to call what this returns is to wait for its result."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-nvcc")
+    loading = thread.submit(load, source, capability, definitions)
+    thread.shutdown(wait=False)
+    return loading.result
+
+
 def _load(
     source: Path, capability: tuple[int, int], definitions: Sequence[str]
 ) -> ctypes.CDLL | None:
-    flags = (*FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *definitions)
-    headers = sorted(source.parent.rglob("*.cuh"))  # any of them may be included
+    card = f"{capability[0]}{capability[1]}a"  # a: all that it has
+    flags = (*FLAGS, f"-gencode=arch=compute_{card},code=sm_{card}", *definitions)
+    folders = {source.parent, DEVICE_FOLDER}
+    headers = sorted({header for folder in folders for header in folder.rglob("*.cuh")})
     texts = [file.read_bytes() for file in (source, *headers)]
     key = hashlib.sha256(b"\0".join([*texts, *map(str.encode, flags)]))
     library = cache_folder() / f"{source.stem}-{key.hexdigest()[:16]}.so"

@@ -1,0 +1,133 @@
+"""Decode attention whose warps all read equally much, by a CUDA kernel of our own.
+
+A step of many rows reads its keys and values and does little else, so what counts is how much is on
+its way from memory at any time, and that nobody is left with more than others. The kernel,
+balanced_decode.cu, takes the tiles of all rows as one list and shares it out evenly; it finds the
+shares from the lengths on the device, so there is no plan, and a captured graph replays as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from asyncllm.attention import cuda_source
+from asyncllm.attention.base import AttendRows, AttentionLayer
+from asyncllm.attention.kv_cache import KVCache
+
+SOURCE = Path(__file__).parent / "cuda" / "balanced_decode.cu"
+CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 8  # query heads of one KV head
+LEAST_ROWS = 48  # of a step: XQA's shares are finer, and with fewer rows faster (docs/LOG.md)
+MAX_ROWS = 2048
+WARPS = 8  # of a block
+TILE = 16  # tokens
+
+# Args, blocks, stream -> cudaError_t
+Launch = Callable[[object, int, int], int]
+
+_pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Args(ctypes.Structure):
+    """The kernel's, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("q", "cache", "tables", "lengths", "out")),
+        *((name, _pointer) for name in ("partial", "weights", "counts")),
+        *((name, _int64) for name in ("page_stride", "kv_stride")),
+        *((name, _int32) for name in ("rows", "kv_heads", "table_stride")),
+        ("scale", _float),
+    )
+
+
+def definitions(layer: AttentionLayer, block_size: int) -> tuple[str, ...]:
+    """What the source is compiled with for such layers and pages of so many tokens."""
+    group = layer.num_heads // layer.num_kv_heads
+    sizes = {"HEAD_DIM": layer.head_dim, "GROUP_SIZE": group, "BLOCK_SIZE": block_size}
+    return tuple(f"-D{name}={size}" for name, size in sizes.items())
+
+
+def supports(layer: AttentionLayer, cache: KVCache) -> bool:
+    return (
+        cache.layers[0].dtype is torch.bfloat16
+        and layer.window is None
+        and layer.head_dim in HEAD_DIMS
+        and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
+        and cache.block_size % TILE == 0
+    )
+
+
+def begin_loading(layers: Sequence[AttentionLayer], cache: KVCache) -> Callable[[], Launch | None]:
+    """The kernel for these layers, compiled meanwhile where no start did it before; the result
+    waits for that. None where shapes, device or compiler do not do it."""
+    capability = torch.cuda.get_device_capability(cache.layers[0].device)
+    if capability not in CAPABILITIES or not all(supports(layer, cache) for layer in layers):
+        return lambda: None
+    flags = definitions(layers[0], cache.block_size)
+    loading = cuda_source.begin_loading(SOURCE, capability, flags)
+
+    def wait() -> Launch | None:
+        library = loading()
+        if library is None:
+            return None
+        launch = library.asyncllm_balanced_decode
+        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        return launch
+
+    return wait
+
+
+class BalancedDecode:
+    """For steps of at most MAX_ROWS rows, on layers of one shape that it `supports`."""
+
+    def __init__(
+        self, cache: KVCache, layer: AttentionLayer, launch: Launch, num_blocks: int
+    ) -> None:
+        """`num_blocks`: one for each multiprocessor."""
+        self._cache = cache
+        self._launch = launch
+        self._num_blocks = num_blocks
+        device = cache.layers[0].device
+        kv_heads = layer.num_kv_heads
+        # A share and KV head leave two parts at most: of their first row and of their last.
+        parts = (WARPS * num_blocks // kv_heads, kv_heads, 2, layer.num_heads // kv_heads)
+        self._partial = torch.empty((*parts, layer.head_dim), dtype=torch.float32, device=device)
+        self._weights = torch.empty((*parts, 2), dtype=torch.float32, device=device)
+        self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
+
+    def bind(
+        self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
+    ) -> AttendRows:
+        """q, out [rows, heads, head_dim], contiguous; lengths of 32 bits [rows, 1]. Capturable."""
+        num_rows = len(q)
+        assert num_rows <= len(self._counts)
+        assert q.is_contiguous() and out.is_contiguous() and block_tables.stride(1) == 1
+        pages = self._cache.layers[0]
+        args = Args(
+            q=q.data_ptr(),
+            tables=block_tables.data_ptr(),
+            lengths=lengths.data_ptr(),
+            out=out.data_ptr(),
+            partial=self._partial.data_ptr(),
+            weights=self._weights.data_ptr(),
+            counts=self._counts.data_ptr(),
+            page_stride=pages.stride(0),
+            kv_stride=pages.stride(1),
+            rows=num_rows,
+            kv_heads=pages.shape[3],
+            table_stride=block_tables.stride(0),
+        )
+        stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+
+        def call(layer: AttentionLayer) -> None:
+            args.cache = self._cache.layers[layer.index].data_ptr()
+            args.scale = layer.scale
+            if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
+                raise RuntimeError(f"balanced_decode: CUDA error {error}")
+
+        return call

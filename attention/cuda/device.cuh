@@ -1,0 +1,254 @@
+// What our kernels use of a CUDA device, by names of our own. tests/cuda/emulator.h has the same
+// names for a CPU, so that a kernel which is written in them can be run and checked there.
+#pragma once
+
+#ifndef ASYNCLLM_EMULATED
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace {
+
+#define thread_index() static_cast<int>(threadIdx.x)
+#define block_index() static_cast<int>(blockIdx.x)
+#define num_blocks() static_cast<int>(gridDim.x)
+
+__device__ __forceinline__ unsigned char* shared_memory() {
+    extern __shared__ uint4 memory[];
+    return reinterpret_cast<unsigned char*>(memory);
+}
+
+__device__ __forceinline__ void sync_block() { __syncthreads(); }
+// The block's first threads alone.
+__device__ __forceinline__ void sync_first(int num_threads) {
+    asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory");
+}
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+__device__ __forceinline__ float add_across(float x, int step) {
+    return x + __shfl_xor_sync(~0u, x, step);
+}
+
+__device__ __forceinline__ float most_across(float x, int step) {
+    return fmaxf(x, __shfl_xor_sync(~0u, x, step));
+}
+
+__device__ __forceinline__ int from_lane(int x, int lane) { return __shfl_sync(~0u, x, lane); }
+// In how many lanes of the warp.
+__device__ __forceinline__ int count_lanes(bool is_one) {
+    return __popc(__ballot_sync(~0u, is_one));
+}
+
+__device__ __forceinline__ void prefetch(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// 16 bytes to shared memory; complete once `wait_copies` says so of their group.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(from)
+                 : "memory");
+}
+// `bytes`: 16, or 0 for zeros.
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, int bytes) {
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void end_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int LATER>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+// A word in shared memory by which some threads tell others of copies. It has turns: one ends when a
+// thread has arrived and the bytes it expects have come.
+using Signal = uint64_t;
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void open_signal(Signal& signal) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&signal)) : "memory");
+}
+// Before `sync_block`, after which all may use them.
+__device__ __forceinline__ void show_signals() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(Signal& signal) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&signal)) : "memory");
+}
+// Arrives, too.
+__device__ __forceinline__ void expect_bytes(Signal& signal, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&signal)),
+                 "r"(bytes)
+                 : "memory");
+}
+// Until the latest turn of this parity has ended; that before the first is of parity 1.
+__device__ __forceinline__ void wait_signal(Signal& signal, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
+        ::"r"(shared_address(&signal)), "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&signal))
+        : "memory");
+}
+// By all threads of four warps.
+template <int NUM>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(NUM));
+}
+template <int NUM>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NUM));
+}
+
+// What other blocks wrote during this kernel: past the first cache, which may hold the old, and in
+// this place of the program.
+__device__ __forceinline__ uint4 load_fresh(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t load_fresh_pair(const void* p) {
+    uint32_t v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_fresh_float(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint16_t load_fresh_half(const void* p) {
+    uint16_t v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_constant(const void* p) {
+    return __ldg(static_cast<const uint4*>(p));
+}
+
+__device__ __forceinline__ uint4 load_shared(const void* p) {
+    return *static_cast<const uint4*>(p);
+}
+// In this place of the program.
+__device__ __forceinline__ uint4 load_shared_here(const void* p) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)) : "memory");
+    return v;
+}
+
+// By one thread between two `sync_block`: who sees the sum sees what its block wrote before.
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+// The same, and the block then sees what those wrote whose sums it saw.
+__device__ __forceinline__ uint32_t add_and_see(uint32_t* p, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(value) : "memory");
+    return old;
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+
+// c [16, 8] += a [16, 16] times b [16, 8].
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four matrices of 8 x 8 numbers, transposed: lane i gives a row of 16 bytes, of matrix i / 8; of
+// matrix x, y, z and w it gets row i / 4, columns i % 4 * 2 and the next.
+__device__ __forceinline__ uint4 load_transposed(const void* row) {
+    uint4 v;
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
+    return v;
+}
+// A matrix of 8 x 8 numbers in a warp: lane i has row i / 4, columns i % 4 * 2 and the next.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+// Programmatic launch: the kernel after this one may start, the one before it has ended.
+__device__ __forceinline__ void start_kernel_after() {
+    asm volatile("griddepcontrol.launch_dependents;");
+}
+__device__ __forceinline__ void wait_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t to_pair(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
+__device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
+
+// A kernel that waits for the one before it itself (`wait_kernel_before`). Returns a cudaError_t.
+template <typename Args>
+int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_blocks,
+                 int num_threads, int shared_bytes, void* stream) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = num_blocks;
+    config.blockDim = num_threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+}  // namespace
+#endif
+
+namespace {
+
+__device__ __forceinline__ float low(uint32_t pair) { return bits_to_float(pair << 16); }
+__device__ __forceinline__ float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
+__device__ __forceinline__ uint16_t to_half(float x) {
+    return static_cast<uint16_t>(to_pair(x, 0) & 0xffff);
+}
+__device__ __forceinline__ float from_half(uint16_t half) {
+    return bits_to_float(static_cast<uint32_t>(half) << 16);
+}
+// Address arithmetic in bf16 elements.
+__device__ __forceinline__ const uint16_t* at(const void* base, int64_t element) {
+    return static_cast<const uint16_t*>(base) + element;
+}
+__device__ __forceinline__ uint16_t* at(void* base, int64_t element) {
+    return static_cast<uint16_t*>(base) + element;
+}
+
+}  // namespace

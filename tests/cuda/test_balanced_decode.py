@@ -1,0 +1,139 @@
+"""Balanced decode attention, its CUDA source run on the CPU (emulator.h), against the reference."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.attention.balanced_decode import SOURCE, BalancedDecode, definitions, supports
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.kv_cache import KVCache
+from tests.cuda.emulated import compile_for_cpu
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+MAX_LEN = 640
+PAGES = MAX_LEN // BLOCK_SIZE
+MAX_ROWS = 40
+# By name: query heads, KV heads, head_dim, page.
+SHAPES = {
+    "gqa": (16, 8, 128, 16),
+    "mha-64": (4, 4, 64, 16),
+    "mqa-8-large-pages": (8, 1, 128, 32),
+    "odd": (9, 3, 64, 16),  # a block's warps are no multiple of the heads
+}
+LENGTHS = {
+    "one": [1],
+    "tile": [16],
+    "beyond": [17],
+    "long": [640],
+    "uneven": [1, 300, 16, 15, 640, 2],
+    "many": [*range(1, 33), 500, 1, 1, 1],  # rows that a lane looks up alone
+    "fewer tiles than shares": [20, 3],
+}
+Compiled = Callable[[tuple[str, ...]], Any]
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The source by its definitions, each compiled once."""
+    folder = tmp_path_factory.mktemp("emulated")
+
+    @cache
+    def function(flags: tuple[str, ...]) -> Any:
+        made = folder / f"{'-'.join(flags)}.so"
+        return compile_for_cpu(SOURCE, "asyncllm_balanced_decode", flags, made)
+
+    return function
+
+
+class Case:
+    def __init__(self, shape: str, compiled: Compiled, num_blocks: int) -> None:
+        heads, kv_heads, head_dim, block_size = SHAPES[shape]
+        torch.manual_seed(0)
+        self.layer = AttentionLayer(1, heads, kv_heads, head_dim, head_dim**-0.5)
+        self.cache = KVCache(
+            num_layers=2, num_pages=MAX_ROWS * PAGES + 1, block_size=block_size,
+            num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16, device=CPU,
+        )  # fmt: skip
+        self.cache.layers[1].normal_()
+        assert supports(self.layer, self.cache)
+        self._function = compiled(definitions(self.layer, block_size))
+        self._seed = 0
+        self.decode = BalancedDecode(self.cache, self.layer, self._launch, num_blocks)
+        pages = MAX_LEN // block_size
+        self.tables = (1 + torch.randperm(MAX_ROWS * pages)).int().view(MAX_ROWS, pages)
+
+    def _launch(self, args: object, num_blocks: int, stream: int) -> int:
+        self._seed += 1
+        return int(self._function(args, num_blocks, self._seed))
+
+    def poison_the_unseen(self, lengths: list[int]) -> None:
+        """What a row does not see may be anything."""
+        keep = torch.zeros(self.cache.layers[1].shape[0], self.cache.block_size, dtype=torch.bool)
+        for row, length in enumerate(lengths):
+            tokens = torch.arange(length)
+            keep[
+                self.tables[row, tokens // self.cache.block_size].long(), tokens % keep.shape[1]
+            ] = True
+        self.cache.layers[1].masked_fill_(~keep[:, None, :, None, None], torch.nan)
+
+    def ours(self, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        out = torch.full_like(q, torch.nan)
+        rows = torch.tensor(lengths, dtype=torch.int32).unsqueeze(1)
+        self.decode.bind(q, self.tables[: len(q)], rows, out)(self.layer)
+        return out
+
+    def expected(self, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """In float64: [rows, heads, head_dim]."""
+        outs = []
+        group = self.layer.num_heads // self.layer.num_kv_heads
+        for row, length in enumerate(lengths):
+            pages = self.cache.layers[1][self.tables[row].long()].double()
+            keys, values = (
+                pages[:, i].flatten(0, 1)[:length].repeat_interleave(group, 1) for i in range(2)
+            )
+            scores = torch.einsum("hd,lhd->hl", q[row].double(), keys) * self.layer.scale
+            outs.append(torch.einsum("hl,lhd->hd", scores.softmax(1), values))
+        return torch.stack(outs)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference(shape: str, name: str, compiled: Compiled) -> None:
+    case = Case(shape, compiled, num_blocks=3)
+    lengths = LENGTHS[name]
+    case.poison_the_unseen(lengths)
+    q = torch.randn(len(lengths), case.layer.num_heads, case.layer.head_dim).bfloat16()
+    expected = case.expected(q, lengths)
+    for _ in range(2):  # the second time with what the first left in its counters
+        error = (case.ours(q, lengths).double() - expected).norm() / expected.norm()
+        assert error < 0.01
+
+
+def test_the_order_of_threads_changes_nothing(compiled: Compiled) -> None:
+    """One launch after another, each with its own order: bit for bit the same."""
+    case = Case("gqa", compiled, num_blocks=3)
+    q = torch.randn(6, 16, 128).bfloat16()
+    first = case.ours(q, LENGTHS["uneven"])
+    for _ in range(4):
+        assert torch.equal(case.ours(q, LENGTHS["uneven"]), first)
+
+
+def test_a_greater_score_comes_late(compiled: Compiled) -> None:
+    """Scores that grow from tile to tile: all that was summed before shrinks each time."""
+    case = Case("gqa", compiled, num_blocks=1)
+    lengths = [640]
+    keys = case.cache.layers[1][case.tables[0].long(), 0]
+    keys *= torch.linspace(0.1, 8, len(keys))[:, None, None, None]
+    case.cache.layers[1][case.tables[0].long(), 0] = keys
+    q = torch.randn(1, 16, 128).bfloat16()
+    expected = case.expected(q, lengths)
+    assert (case.ours(q, lengths).double() - expected).norm() < 0.01 * expected.norm()

@@ -1,0 +1,100 @@
+"""Balanced decode attention against float32, and captured; needs a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncllm.attention.balanced_decode import BalancedDecode, begin_loading
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.kv_cache import KVCache
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+MAX_LEN = 4096
+MAX_ROWS = 300
+NUM_PAGES = 30000
+# query heads, KV heads, head_dim, page
+SHAPES = [(32, 8, 128, 16), (16, 8, 128, 16), (32, 8, 64, 16), (9, 3, 64, 16), (8, 1, 128, 32)]
+
+
+class Case:
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+        torch.manual_seed(0)
+        self.layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5)
+        self.cache = KVCache(
+            num_layers=1, num_pages=NUM_PAGES, block_size=block_size, num_kv_heads=kv_heads,
+            head_dim=head_dim, dtype=torch.bfloat16, device=CUDA,
+        )  # fmt: skip
+        self.cache.layers[0].normal_()
+        launch = begin_loading([self.layer], self.cache)()
+        if launch is None:
+            pytest.skip("no balanced decode on this device")
+        num_sms = torch.cuda.get_device_properties(CUDA).multi_processor_count
+        self.decode = BalancedDecode(self.cache, self.layer, launch, num_sms)
+        self.tables = torch.randint(
+            1, NUM_PAGES, (MAX_ROWS, MAX_LEN // block_size), dtype=torch.int32, device=CUDA
+        )
+
+    def q(self, num_rows: int) -> torch.Tensor:
+        shape = (num_rows, self.layer.num_heads, self.layer.head_dim)
+        return torch.randn(shape, dtype=torch.bfloat16, device=CUDA)
+
+    def enqueue(self, q: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+        self.decode.bind(q, self.tables[: len(q)], lengths.unsqueeze(1), out)(self.layer)
+
+    def expected(self, q: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        group = self.layer.num_heads // self.layer.num_kv_heads
+        outs = []
+        for row, length in enumerate(lengths.tolist()):
+            pages = self.cache.layers[0][self.tables[row].long()].float()
+            keys, values = (
+                pages[:, i].flatten(0, 1)[:length].repeat_interleave(group, 1) for i in range(2)
+            )
+            scores = torch.einsum("hd,lhd->hl", q[row].float(), keys) * self.layer.scale
+            outs.append(torch.einsum("hl,lhd->hd", scores.softmax(1), values))
+        return torch.stack(outs)
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert ours.isfinite().all()
+    rows = (ours.float() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert rows.max() < 0.02  # bf16 output, and bf16 softmax weights
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 300])
+def test_equals_float32(shape: tuple[int, int, int, int], num_rows: int) -> None:
+    case = Case(*shape)
+    for most in (1, 17, 640, MAX_LEN):
+        lengths = torch.randint(1, most + 1, (num_rows,), dtype=torch.int32, device=CUDA)
+        lengths[num_rows // 2] = most
+        q = case.q(num_rows)
+        out = torch.full_like(q, torch.nan)
+        case.enqueue(q, lengths, out)
+        assert_near(out, case.expected(q, lengths))
+
+
+def test_a_captured_launch_takes_other_lengths() -> None:
+    """And gives the same each time, bit for bit: a launch leaves its counters at zero."""
+    case = Case(32, 8, 128, 16)
+    q, lengths = case.q(64), torch.ones(64, dtype=torch.int32, device=CUDA)
+    out = torch.empty_like(q)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        case.enqueue(q, lengths, out)
+        with torch.cuda.graph(graph, stream=stream):
+            case.enqueue(q, lengths, out)
+    for most in (40, 700, MAX_LEN):
+        lengths.random_(1, most)
+        torch.cuda.synchronize()
+        results = []
+        for _ in range(20):
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append(out.clone())
+        assert_near(out, case.expected(q, lengths))
+        assert all(torch.equal(result, results[0]) for result in results)
