@@ -19,7 +19,14 @@ from asyncllm.commands import bench, chat, complete, doctor, kernels, run_batch
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.flags import add_flags, field_names, normalise, pick, read_config_file
+from asyncllm.server.flags import (
+    FlagParser,
+    add_flags,
+    field_names,
+    normalise,
+    pick,
+    read_config_file,
+)
 from asyncllm.server.listener import Listener
 from asyncllm.server.log_format import set_up_logging
 
@@ -30,6 +37,10 @@ CLIENTS: dict[str, Any] = {"chat": chat, "complete": complete}  # of a running s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # Threads of a CPU's products that wait spinning take the cores from those that they wait for:
+    # on a machine that has other work too, a token then takes 10 to 20 times as long. OpenMP reads
+    # it when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser, flags = _parsers()
     given = vars(parser.parse_args(normalise(sys.argv[1:] if argv is None else argv)))
     command = given.pop("command")
@@ -66,33 +77,27 @@ def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[Engine
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """The command line's parser, and one of the flags alone, for config files."""
-    flags = argparse.ArgumentParser(prog="asyncllm serve", add_help=False, allow_abbrev=False)
+    flags = FlagParser(prog="asyncllm serve", add_help=False)
     add_flags(flags, EngineArgs)
     add_flags(flags, ServerArgs)
-    engine_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    engine_flags = FlagParser(add_help=False)
     add_flags(engine_flags, EngineArgs)
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="asyncllm",
         description="An LLM engine and OpenAI-compatible server in one asyncio process.",
     )
     parser.add_argument("--version", action="version", version=version("asyncllm"))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve", parents=[flags], help="serve a model over HTTP", allow_abbrev=False
-    )
+    serve = commands.add_parser("serve", parents=[flags], help="serve a model over HTTP")
     _add_model(serve)
-    batch = commands.add_parser(
-        "run-batch", parents=[flags], help=run_batch.HELP, allow_abbrev=False
-    )
+    batch = commands.add_parser("run-batch", parents=[flags], help=run_batch.HELP)
     run_batch.add_arguments(batch)
     _add_model(batch)
     for name, module in CLIENTS.items():
-        client = commands.add_parser(name, help=module.HELP, allow_abbrev=False)
+        client = commands.add_parser(name, help=module.HELP)
         module.add_arguments(client)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name, parents=[engine_flags], help=module.HELP, allow_abbrev=False
-        )
+        command = commands.add_parser(name, parents=[engine_flags], help=module.HELP)
         module.add_arguments(command)
         _add_model(command)
     return parser, flags

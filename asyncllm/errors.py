@@ -37,6 +37,10 @@ class EngineDeadError(RuntimeError):
     """The engine stopped, closed or failed, and takes no more work."""
 
 
+class EngineNotStartedError(EngineDeadError):
+    """The engine takes no work yet: nobody has started it, or its model is being loaded."""
+
+
 class ModelLoadError(RuntimeError):
     """A model folder that cannot be loaded; the message names the file and the key."""
 

@@ -82,7 +82,8 @@ def resolve_model_path(name: str) -> Path:
     path = BUILTIN_MODELS.get(name) or Path(name).expanduser()
     if not path.is_dir():
         raise ModelLoadError(
-            f"model {name!r} is neither a folder nor built in ({', '.join(BUILTIN_MODELS)})"
+            f"model {name!r} is neither a folder nor built in ({', '.join(BUILTIN_MODELS)}); "
+            "nothing is downloaded here: give the folder of a Hugging Face model"
         )
     return path.resolve()
 

@@ -42,7 +42,7 @@ def require_finite(param: str, value: object) -> None:
 
 
 def check_strings(param: str, texts: list[str], most: int, most_chars: int) -> None:
-    require(len(texts) <= most, param, f"{len(texts)} strings", f"at most {most} strings")
+    require(len(texts) <= most, param, len(texts), f"at most {most} strings")
     for text in texts:
         is_good = isinstance(text, str) and 0 < len(text) <= most_chars
         require(is_good, param, text, f"strings of 1 to {most_chars} characters")
@@ -50,7 +50,7 @@ def check_strings(param: str, texts: list[str], most: int, most_chars: int) -> N
 
 def check_token_ids(param: str, ids: list[int] | None, most: int) -> None:
     ids = ids or []
-    require(len(ids) <= most, param, f"{len(ids)} ids", f"at most {most} ids")
+    require(len(ids) <= most, param, len(ids), f"at most {most} ids")
     if set(map(type, ids)) - {int}:  # a list may be as long as a vocabulary: no loop over the good
         for token_id in ids:
             require_int(param, token_id)

@@ -54,7 +54,7 @@ def time_step(worker: Worker, num_tokens: int, num_decodes: int) -> tuple[float,
         torch.cuda._sleep(SLEEP_CYCLES)
         start.record()
         began = time.perf_counter()
-        forward.run(slots, CONTEXT + 1, prefills, tensors)
+        forward.run(slots, CONTEXT + 1, prefills, tensors, forward.graph_of(num_decodes, prefills))
         host.append((time.perf_counter() - began) * 1e6)
         end.record()
         end.synchronize()

@@ -40,10 +40,12 @@ class ApiClient:
         """The first name of /models. Raises `AnswerError`."""
         try:
             async with self._session.get(f"{self._url}/models") as response:
+                if response.status == 404:
+                    raise AnswerError(f"there is no {response.url}: must its URL end in /v1?")
                 await _check(response)
                 return str(orjson.loads(await response.read())["data"][0]["id"])
         except aiohttp.ClientError as error:
-            raise AnswerError(f"{self._url}: {error}") from error
+            raise self._unreached(error) from error
         except (ValueError, LookupError, TypeError) as error:
             raise AnswerError(f"{self._url}/models: no list of models") from error
 
@@ -59,8 +61,15 @@ class ApiClient:
                         return
                     yield _parse(data)
         except aiohttp.ClientError as error:
-            raise AnswerError(f"{self._url}: {error}") from error
+            raise self._unreached(error) from error
         raise AnswerError("the stream ended before the answer did")
+
+    def _unreached(self, error: aiohttp.ClientError) -> AnswerError:
+        if isinstance(error, aiohttp.InvalidURL):
+            return AnswerError(f"{self._url!r} is no URL such as http://127.0.0.1:8000/v1")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return AnswerError(f"no server at {self._url}: {error.strerror or error.os_error}")
+        return AnswerError(f"{self._url}: {error}")
 
 
 async def read_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

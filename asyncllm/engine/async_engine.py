@@ -22,7 +22,7 @@ from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.errors import EngineDeadError
+from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
@@ -119,6 +119,8 @@ class AsyncLLMEngine:
         Raises, when awaited or iterated, `InvalidRequestError` (a ValueError naming the field),
         `QueueFullError`, `EngineDeadError`, `RequestFailedError`.
         """
+        if sampling_params is not None:
+            check_sampling_params(sampling_params)
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         submitted = False
 
@@ -225,6 +227,7 @@ class AsyncLLMEngine:
             "host_pages": worker.memory.num_host_pages,
             "decode_graphs": worker.num_graphs,
             "decode_graphs_to_follow": worker.num_pending_graphs,
+            "decode_ways": worker.decode_ways or None,
             "seconds": {name: round(seconds, 3) for name, seconds in worker.phases.items()},
         }
 
@@ -274,7 +277,13 @@ class AsyncLLMEngine:
 
     def _running(self) -> EngineCore:
         if self._core is None:
-            raise EngineDeadError(
-                "the engine is closed" if self._closed else "the engine is not started"
-            )
+            if self._closed:
+                raise EngineDeadError("the engine is closed")
+            raise EngineNotStartedError("the engine is not started")
         return self._core
+
+
+def check_sampling_params(params: object) -> None:
+    """Raises `TypeError` for what is none: a dict of its fields, say."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from asyncllm.types import StepCost
 
 CHUNK_KNEES = 2.0
-# A 16-bit weight is two bytes and two operations a token, so a card's knee is its FLOP/s by its B/s:
+# A 16-bit weight is two bytes and two operations a token, so a knee is a card's FLOP/s by its B/s:
 # by data sheets 153 on an A100, 206 on an H200, 295 on an H100 (where the 8B measured 267).
 LEAST_KNEE_TOKENS = 128
 LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens disturbs nobody

@@ -17,8 +17,9 @@ from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
-from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.async_engine import AsyncLLMEngine, check_sampling_params
 from asyncllm.engine.text.prompt import PromptInput
+from asyncllm.errors import EngineDeadError
 from asyncllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -131,6 +132,8 @@ class LLM:
     ) -> list[RequestOutput]:
         default = self.engine.input_processor.default_params({})
         every_params = _one_each("sampling_params", params or default, len(prompts))
+        for given in every_params:
+            check_sampling_params(given)
         every_priority = _one_each("priority", priority, len(prompts))
         done: dict[int, RequestOutput] = {}
         room = asyncio.Semaphore(self.engine.config.max_queued_requests)
@@ -171,6 +174,9 @@ class LLM:
         return BeamSearchOutput(beams)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDeadError("this LLM is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -77,13 +77,6 @@ class Scheduler:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def requests(self) -> list[Request]:
-        """The live requests, oldest first; a copy."""
-        return list(self._requests.values())
-
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def add(self, request: Request) -> None:
         """Queue a request. With n > 1 its first sequence computes the prompt for all."""
         assert request.request_id not in self._requests, f"request {request.request_id} twice"

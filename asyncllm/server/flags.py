@@ -12,12 +12,38 @@ import dataclasses
 import json
 import types
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """What is wrong is said in two lines: the usage, with all flags, would push it off the screen.
+
+    Flags are not abbreviated: an abbreviation may mean another one in the next version.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """There are no others: a command's parser says so itself, as it knows which are like it."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [word for word in unknown if word.startswith("-")]
+            self.error(f"unrecognized arguments: {', '.join(map(self._shown, flags or unknown))}")
+        return namespace, unknown
+
+    def _shown(self, word: str) -> str:
+        near = get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
+        return f"{word} (did you mean {near[0]}?)" if near else word
 
 
 def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
@@ -52,7 +78,9 @@ def read_config_file(path: str, known: set[str]) -> list[str]:
     """A YAML mapping as the flags it stands for. Raises `ValueError` naming file and key."""
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
     if content is None:
         return []

@@ -142,6 +142,8 @@ def _announce(engine: AsyncLLMEngine, listener: Listener, clock: _Clock) -> None
         "command_to_ready": round(total, 3),
     }
     for name, value in startup.items():
+        if value is None:  # a chunk without a bound, as on a CPU
+            continue
         if isinstance(value, dict):
             value = ", ".join(f"{part} {number}" for part, number in value.items())
         print(f"{name.replace('_', ' '):24}{value}")

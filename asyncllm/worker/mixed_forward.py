@@ -8,6 +8,7 @@ the attention between them. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,25 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.prefill_graphs import PrefillGraphs, TokenBuffers, forward
 from asyncllm.models.base import CausalLM
 from asyncllm.worker.device_state import DeviceState
+
+EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
+
+
+class StepGraph(NamedTuple):
+    """What a step with prefills replays. `is_whole`: it is one graph, attention and all."""
+
+    num_tokens: int
+    is_whole: bool
+
+
+def duration_key(num_tokens: int, graph: StepGraph | None) -> int:
+    """What such a step's duration goes by: its (padded) tokens, negative where it is one graph.
+
+    Decodes alone, which go on, have 0.
+    """
+    if graph is None:
+        return -(-num_tokens // EAGER_SIZE) * EAGER_SIZE
+    return -graph.num_tokens if graph.is_whole else graph.num_tokens
 
 
 class MixedForward:
@@ -31,16 +51,15 @@ class MixedForward:
         self._dtype = cache.layers[0].dtype
         self.graphs: PrefillGraphs | None = None
 
-    def graph_size(self, num_tokens: int) -> int | None:
-        """Tokens of the graph that a step of `num_tokens` runs in; None: it runs eagerly."""
-        return self.graphs.size_for(num_tokens) if self.graphs is not None else None
-
-    def is_whole(self, num_decodes: int, prefills: PrefillRows) -> bool:
-        """Whether such a step is one graph."""
-        size = self.graph_size(num_decodes + prefills.num_tokens)
+    def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
+        """What such a step runs in; None: it runs eagerly."""
+        size = None
+        if self.graphs is not None:
+            size = self.graphs.size_for(num_decodes + prefills.num_tokens)
         if self.graphs is None or size is None:
-            return False
-        return num_decodes == 0 and prefills.is_fresh and self.graphs.has_whole(size)
+            return None
+        is_whole = num_decodes == 0 and prefills.is_fresh and self.graphs.has_whole(size)
+        return StepGraph(size, is_whole)
 
     def run(
         self,
@@ -48,15 +67,17 @@ class MixedForward:
         max_decode_len: int,
         prefills: PrefillRows,
         tensors: Mapping[str, torch.Tensor],
+        graph: StepGraph | None,
     ) -> torch.Tensor:
         """Hidden states [tokens or more, hidden_size], until the next step: decodes, prefills.
 
         decode_slots: int32 [decodes]. tensors: the step's uploaded `prefill_*` and `write_slots`.
+        graph: its `graph_of`.
         """
         num_tokens = len(decode_slots) + prefills.num_tokens
-        size, graphs = self.graph_size(num_tokens), self.graphs
-        if graphs is not None and size is not None:
-            tokens = graphs.buffers(size)
+        graphs = self.graphs
+        if graphs is not None and graph is not None:
+            tokens = graphs.buffers(graph.num_tokens)
             tokens.write_slots[num_tokens:].zero_()  # stale elsewhere is harmless
         else:
             tokens = self._new_buffers(num_tokens)
@@ -64,12 +85,13 @@ class MixedForward:
         if len(decode_slots):
             decodes = self._fill_decodes(decode_slots, max_decode_len, tokens)
         self._fill_prefills(tensors, len(decode_slots), num_tokens, tokens)
-        if graphs is None or size is None:
+        if graphs is None or graph is None:
             attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
             return forward(self._model, self._attention, tokens, attend_rows)
-        if self.is_whole(len(decode_slots), prefills):
-            return graphs.replay_whole(size)
-        return graphs.replay(size, self._attention.mixed(decodes, prefills, tokens.q, tokens.out))
+        if graph.is_whole:
+            return graphs.replay_whole(graph.num_tokens)
+        attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
+        return graphs.replay(graph.num_tokens, attend_rows)
 
     def _new_buffers(self, num_tokens: int) -> TokenBuffers:
         layer = self._model.attention_layers[0]

@@ -17,12 +17,11 @@ from asyncllm.attention.base import AttentionBackend, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.models.persistent_decode import MAX_ROWS, PersistentDecode
 from asyncllm.types import NO_MASKS, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.mixed_forward import MixedForward
+from asyncllm.worker.mixed_forward import MixedForward, StepGraph, duration_key
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
 from asyncllm.worker.slot_rows import GatherSlots
@@ -36,8 +35,9 @@ from asyncllm.worker.warm_up import WarmUp
 from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
+# token ids int32 [rows], rows, prompt lens where the model uses them -> logits [rows, V]
+DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
-EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,6 @@ class ModelRunner:
         self._staging = Staging(device)
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
-        self.persistent_decode: PersistentDecode | None = None  # for steps of few rows
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
         self.warm_up = WarmUp(model, cache, self.mixed_forward, state, sampler, masks)
@@ -113,10 +112,13 @@ class ModelRunner:
         The plan's effects are as if it were done already.
         """
         inputs = self._builder.build(plan)
-        size = self._size(inputs)
+        graph = self._graph_of(inputs)
+        size = 0 if inputs.prefills is None else duration_key(plan.num_tokens, graph)
         if not plan.needs_host:
-            return self._executor.submit(lambda: self._sample(inputs, self._forward(inputs)), size)
-        begun = self._executor.begin(lambda: self._forward(inputs), size)
+            return self._executor.submit(
+                lambda: self._sample(inputs, self._forward(inputs, graph)), size
+            )
+        begun = self._executor.begin(lambda: self._forward(inputs, graph), size)
 
         def end(masks: TokenMasks) -> LaunchedStep:
             later = self._builder.build_sampling(inputs)  # now: the tokens will move on
@@ -124,17 +126,11 @@ class ModelRunner:
 
         return HostStep(end)
 
-    def _size(self, inputs: StepInputs) -> int:
-        """What a step's duration goes by: its (padded) tokens, negative where it is one graph, 0
-        for decodes only, which go on."""
-        prefills, num_tokens = inputs.prefills, inputs.plan.num_tokens
-        if prefills is None:
-            return 0
-        size = self.mixed_forward.graph_size(num_tokens)
-        if size is None:
-            return -(-num_tokens // EAGER_SIZE) * EAGER_SIZE
-        num_decodes = num_tokens - prefills.num_tokens
-        return -size if self.mixed_forward.is_whole(num_decodes, prefills) else size
+    def _graph_of(self, inputs: StepInputs) -> StepGraph | None:
+        """Of a step with prefills."""
+        if inputs.prefills is None:
+            return None
+        return self.mixed_forward.graph_of(len(inputs.plan.decodes), inputs.prefills)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -147,14 +143,14 @@ class ModelRunner:
 
     # --- on the stream -----------------------------------------------------------------------
 
-    def _forward(self, inputs: StepInputs) -> Forwarded | None:
+    def _forward(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded | None:
         """None for swaps alone."""
         plan = inputs.plan
         self._cache.swap_out(plan.swap_out)
         self._cache.copy_pages(plan.page_copies)
         self._cache.swap_in(plan.swap_in)
         if inputs.prefills is not None:
-            return self._mixed_step(inputs)
+            return self._mixed_step(inputs, graph)
         return self._decode_only(inputs) if plan.decodes else None
 
     def _sample(
@@ -207,36 +203,42 @@ class ModelRunner:
         return Forwarded(logits, slots, None, tokens, tensors, [])
 
     def decode_step(
-        self, slots: torch.Tensor, max_len: int | None = None
+        self,
+        slots: torch.Tensor,
+        max_len: int | None = None,
+        forward: DecodeForward | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each of `slots` int32 [rows], from and to the device state. Capturable.
 
         Returns plainly sampled tokens int32 [rows] and logits [rows, V]. `max_len`: the longest
-        context, for backends that want it on the host; None under capture.
+        context, for backends that want it on the host; None under capture. `forward`: by other
+        kernels than the layers'.
         """
-        state, model = self._state, self._model
+        state = self._state
         rows = self._gather_slots(state, slots)
         decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
-        prompt_lens = state.prompt_lens[slots] if model.uses_prompt_lens else None
-        if self.persistent_decode is not None and len(slots) <= MAX_ROWS:
-            logits = self.persistent_decode.forward(rows.last_tokens, decodes, prompt_lens)
-        else:
-            attend = self._attention.decode(decodes)
-            hidden = model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
-            logits = model.compute_logits(hidden)
+        prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
+        logits = (forward or self._layers)(rows.last_tokens, decodes, prompt_lens)
         return self._sampler.plain(logits, slots, rows.next_positions), logits
 
-    def _mixed_step(self, inputs: StepInputs) -> Forwarded:
+    def _layers(
+        self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
+    ) -> torch.Tensor:
+        attend = self._attention.decode(rows)
+        hidden = self._model.forward(token_ids, rows.positions, prompt_lens, attend)
+        return self._model.compute_logits(hidden)
+
+    def _mixed_step(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         assert inputs.prefills is not None
-        num_tokens = inputs.plan.num_tokens
-        self.work.ran("mixed", num_tokens, self.mixed_forward.graph_size(num_tokens))
+        num_padded = None if graph is None else graph.num_tokens
+        self.work.ran("mixed", inputs.plan.num_tokens, num_padded)
         tensors = self._staging.upload(inputs.arrays)
         # Prefills read nothing of the slots: without decodes they need not wait for the changes.
         if inputs.plan.decodes:
             self._state.apply(tensors)
         hidden = self.mixed_forward.run(
-            tensors["decode_slots"], inputs.max_decode_len, inputs.prefills, tensors
+            tensors["decode_slots"], inputs.max_decode_len, inputs.prefills, tensors, graph
         )
         if not inputs.plan.decodes:
             self._state.apply(tensors)

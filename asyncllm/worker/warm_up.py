@@ -57,6 +57,7 @@ class WarmUp:
                 "prefill_prompt_lens": tokens + num_tokens,
                 "write_slots": tokens,
             },
+            self._mixed_forward.graph_of(0, prefills),
         )
         logits = self._model.compute_logits(hidden[num_tokens - 1 : num_tokens])
         self._sampler.plain(logits, tokens[:1], tokens[:1])  # of the padding slot

@@ -103,10 +103,13 @@ def test_complete(url: str) -> None:
     [
         (["--api-key", "wrong"], "no valid API key"),
         (["--model-name", "other"], "'other' does not exist"),
-        (["--url", "http://127.0.0.1:1/v1"], "http://127.0.0.1:1/v1: "),
+        (["--url", "http://127.0.0.1:1/v1"], "no server at http://127.0.0.1:1/v1: Conn"),
+        (["--url", "nonsense"], "'nonsense' is no URL such as http://127.0.0.1:8000/v1"),
+        (["--url", "{url}/v2"], "/v2/models: must its URL end in /v1?"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_1(url: str, words: list[str], message: str) -> None:
+    words = [word.format(url=url) for word in words]
     code, out, errors = run("chat", "--url", url, "-q", "Hi", *words)
     assert (code, out) == (1, "")
     assert errors.startswith("asyncllm: error: ") and message in errors

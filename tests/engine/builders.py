@@ -82,3 +82,8 @@ def run_step(scheduler: Scheduler, token_id: int = 7) -> StepPlan:
     finish(scheduler, plan, token_id)
     assert plan is not None
     return plan
+
+
+def scheduled_requests(scheduler: Scheduler) -> dict[str, Request]:
+    """By their ids, oldest first; a copy."""
+    return dict(scheduler._requests)

@@ -34,7 +34,7 @@ from asyncllm.types import (
     TokenUpdate,
 )
 from tests.engine.automaton import Automaton
-from tests.engine.builders import make_request
+from tests.engine.builders import make_request, scheduled_requests
 from tests.engine.fake_device import VOCAB_SIZE, FakeDevice, FakeLaunched
 from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone, search_alone
 
@@ -180,7 +180,7 @@ class World:
                 self._note_finish(seq)
         self._check_sequences()
         work = sum(self._work(request) for request in self.requests)
-        for request in self.scheduler.requests():
+        for request in scheduled_requests(self.scheduler).values():
             age = self.num_steps - self.steps_at_add[request.request_id]
             assert age <= 4 * work, f"{request.request_id} has waited for {age} steps"
 
@@ -321,7 +321,7 @@ class World:
     def _abort_one(self) -> None:
         """Abort a request that has a sequence in a random one of the states there are now."""
         by_state: dict[str, Request] = {}
-        for request in self.scheduler.requests():
+        for request in scheduled_requests(self.scheduler).values():
             by_state |= {self._state(s): request for s in request.sequences}
         by_state.pop("finished", None)
         if by_state:
@@ -329,7 +329,7 @@ class World:
             self.seen.update({f"abort {self._state(s)}" for s in request.sequences})
             del self.seen["abort finished"]
             assert self.scheduler.abort(request.request_id) is request
-            assert not self.scheduler.has_request(request.request_id)
+            assert request.request_id not in scheduled_requests(self.scheduler)
 
     @staticmethod
     def _work(request: Request) -> int:

@@ -21,6 +21,7 @@ from asyncllm.engine import live_requests
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.types import TokenUpdate
+from tests.engine.builders import scheduled_requests
 from tests.engine.test_async_engine import (
     ENDLESS,
     GREEDY,
@@ -52,7 +53,7 @@ class FailingOutputs:
         core.live.outputs.process = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, updates: list[TokenUpdate], *rest: Any) -> Any:
-        if not self.core.live.scheduler.has_request(self.name):
+        if self.name not in scheduled_requests(self.core.live.scheduler):
             self.core.live.outputs.process = self.process  # type: ignore[method-assign]
             raise ArithmeticError("planted")
         return self.process(updates, *rest)
@@ -68,7 +69,7 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParam
             longer = asyncio.create_task(outcome(engine, "longer", ENDLESS))
             await until(lambda: engine.stats().num_running)
             ending = asyncio.create_task(outcome(engine, "ends", params))
-            await until(lambda: core_of(engine).live.scheduler.has_request("ends"))
+            await until(lambda: "ends" in scheduled_requests(core_of(engine).live.scheduler))
             FailingOutputs(core_of(engine), "ends")
             for request in (longer, ending):
                 with pytest.raises(RequestFailedError, match="planted"):
@@ -202,7 +203,7 @@ def test_while_the_device_is_asked_requests_come_and_go(
             with pytest.raises(InvalidRequestError, match="in use"):
                 await outcome(engine, "stays", SHORT)
             new = asyncio.create_task(outcome(engine, "new", SHORT))
-            await until(lambda: core.live.scheduler.has_request("new"))
+            await until(lambda: "new" in scheduled_requests(core.live.scheduler))
             go.set()
             for request in (stays, new):
                 if lost:

@@ -7,10 +7,11 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from asyncllm import LLM, InvalidRequestError, SamplingParams
+from asyncllm import LLM, EngineDeadError, InvalidRequestError, SamplingParams
 from tests.waiting import PATIENCE_SECONDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -62,6 +63,21 @@ def test_a_refused_prompt_ends_the_call_and_nothing_else(llm: LLM) -> None:
         llm.generate(["fine", [10**9]], GREEDY, use_tqdm=False)
     assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished
     llm.engine.check_idle()
+
+
+def test_what_is_no_sampling_params_says_so(llm: LLM) -> None:
+    wrong: Any = {"max_tokens": 2}
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got dict"):
+        llm.generate("a", wrong, use_tqdm=False)
+    with pytest.raises(TypeError, match="got dict"):
+        llm.engine.generate("a", wrong)
+
+
+def test_a_closed_llm_says_so() -> None:
+    llm = LLM("tiny", num_gpu_blocks_override=8, swap_space=0)
+    llm.close()
+    with pytest.raises(EngineDeadError, match="this LLM is closed"):
+        llm.generate("a")
 
 
 def test_works_where_a_loop_is_running_already(llm: LLM) -> None:

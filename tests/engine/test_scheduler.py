@@ -28,7 +28,7 @@ from asyncllm.types import (
     SwapCost,
     TokenLogprobs,
 )
-from tests.engine.builders import finish, make_request, make_scheduler, run_step
+from tests.engine.builders import finish, make_request, make_scheduler, run_step, scheduled_requests
 
 
 def decoding(plan: StepPlan | None) -> list[str]:
@@ -670,12 +670,12 @@ def test_an_abort_in_every_state_leaves_nothing() -> None:
     assert younger.status is SequenceStatus.SWAPPED
     add(scheduler, make_request(3, range(5), n=2))
     assert scheduler.num_requests == 3
-    assert [request.request_id for request in scheduler.requests()] == ["r1", "r2", "r3"]
+    assert list(scheduled_requests(scheduler)) == ["r1", "r2", "r3"]
     for request_id in ("r2", "r3", "r1"):  # swapped; waiting and not forked; running
         request = scheduler.abort(request_id)
         assert request is not None and request.finished
         assert {seq.finish_reason for seq in request.sequences} == {FinishReason.ABORT}
-        assert not scheduler.has_request(request_id)
+        assert request_id not in scheduled_requests(scheduler)
         scheduler.check_integrity()
     scheduler.check_empty()
 

@@ -64,7 +64,7 @@ class FakeGraphs:
         self.pending = PendingCaptures([self._capture] * count)
 
     def _capture(self) -> None:
-        self.captured_while_live.append(bool(self._engine._running().live.scheduler.requests()))
+        self.captured_while_live.append(bool(self._engine._running().live.scheduler.num_requests))
         if not self.pending:
             self.all_captured.set()
 

@@ -30,6 +30,7 @@ from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.errors import (
     ContextLengthError,
     EngineDeadError,
+    EngineNotStartedError,
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
@@ -183,7 +184,8 @@ class FakeEngine:
         cache_salt: str | None = None,
     ) -> FakeRequest:
         if self.unhealthy is not None:
-            raise EngineDeadError(self.unhealthy)
+            is_loading = self.unhealthy == "loading"
+            raise (EngineNotStartedError if is_loading else EngineDeadError)(self.unhealthy)
         if len(self.live) >= self.max_queued:
             raise QueueFullError(f"{self.max_queued} requests are waiting")
         text, ids = self._tokenise(prompt)

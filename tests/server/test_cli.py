@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -108,6 +109,57 @@ def test_what_cannot_be_parsed(words: list[str], capsys: pytest.CaptureFixture[s
         cli.main(words)
     assert end.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["serve", "--prot", "1"],
+            "asyncllm serve: error: unrecognized arguments: --prot (did you mean --port?)",
+        ),
+        (
+            ["serve", "--max_model_length=4", "--xyzzy", "5"],
+            "--max-model-length=4 (did you mean --max-model-len?), --xyzzy\n",
+        ),
+        (["serve", "a", "b"], "asyncllm serve: error: unrecognized arguments: b\n"),
+        (
+            ["chat", "--ulr", "x"],
+            "asyncllm chat: error: unrecognized arguments: --ulr (did you mean --url?)",
+        ),
+        (["serve", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3' (choose from "),
+        (
+            ["serve", "--config", "/nowhere.yaml"],
+            "error: /nowhere.yaml: No such file or directory\n",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_two_lines(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    error = capsys.readouterr().err
+    assert said in error
+    _, where = error.splitlines()
+    assert where.startswith("See 'asyncllm") and where.endswith("--help'.")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_products_do_not_spin_unless_asked_to(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    assert cli.main([]) == 2
+    assert os.environ["OMP_WAIT_POLICY"] == expected
+
+
+def test_the_command_imports_no_torch_before_it_is_read() -> None:
+    """OpenMP reads how its threads are to wait when torch is imported."""
+    code = "import sys; import asyncllm.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,7 +108,9 @@ def test_health_says_loading_until_the_model_is_there() -> None:
             status, body = await health()
             assert status == 503 and "loading" in body
             async with session.post(url + CHAT, json={"messages": HELLO}) as response:
-                assert response.status == 503
+                assert response.status == 503 and response.headers["Retry-After"]
+                error = (await response.json())["error"]
+            assert error["message"] == "the model is still loading"
             engine.loaded.set()
             while (await health())[0] != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)

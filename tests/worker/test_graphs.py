@@ -16,6 +16,7 @@ from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import EngineArgs
+from asyncllm.engine import engine_core
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
@@ -163,17 +164,20 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
     slots = pages.repeat(lens).astype(np.int64) * 16 + positions
     tokens = torch.arange(start + 1, start + num_tokens + 1, dtype=torch.int32)
-    hidden = ours.runner.mixed_forward.run(
+    prefills = PrefillRows(
+        ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
+    )
+    forward = ours.runner.mixed_forward
+    hidden = forward.run(
         tokens[:0],
         0,
-        PrefillRows(
-            ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
-        ),
+        prefills,
         {
             "prefill_tokens": tokens,
             "prefill_positions": torch.from_numpy(positions.astype(np.int32)),
             "write_slots": torch.from_numpy(slots),
         },
+        forward.graph_of(0, prefills),
     )
     return hidden[:num_tokens].clone()
 
@@ -210,14 +214,14 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_later_capture_writes_to_no_page_that_was_used() -> None:
+def test_a_later_capture_writes_to_no_page_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots of the last step are another's, or nobody's, when the engine is idle."""
+    monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
     args = ARGS | {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
     prompts: Any = [{"prompt_token_ids": list(range(11, n))} for n in (60, 30)]
     params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
     with LLM("tiny", **args) as llm:
         ours = llm.engine._running().worker
-        ours._pending.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         pages = [layer[1:].clone() for layer in ours.runner._cache.layers]
         assert ours.runner.graphs is not None

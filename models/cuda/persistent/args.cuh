@@ -10,21 +10,24 @@
 
 namespace {
 
-constexpr int WARPS = 8;
-constexpr int THREADS = WARPS * 32;
+constexpr int WARPS = 8;            // that work; as many more feed them weights
+constexpr int THREADS = WARPS * 32;  // that work
 constexpr int MAX_ROWS = 8;
 constexpr int UNIT = 8;             // outputs of a unit
-constexpr int SLICE = 128;          // columns of a slice
+constexpr int SLICE = 256;          // columns of a slice
+constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 // Stages of a warp that are asked for or not yet used: all the shared memory there is.
-constexpr int DEPTH = GROUP_SIZE <= 4 ? 12 : 10;
+constexpr int DEPTH = GROUP_SIZE <= 4 ? 6 : 5;
+// Registers of a thread; 128 on average is all there are.
+constexpr int WORKER_REGISTERS = 216, FEEDER_REGISTERS = 40;
 constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
 constexpr int TOKEN_LANES = HEAD_DIM / 8;      // that hold one token's key
 constexpr int WARP_TOKENS = 32 / TOKEN_LANES;  // that a warp takes at a time
 constexpr int TILE = WARPS * WARP_TOKENS;      // that a block takes at a time
 // Tiles of which a lane's tokens are on their way; more heads leave fewer registers.
-constexpr int AHEAD = GROUP_SIZE <= 4 ? 3 : GROUP_SIZE == 5 ? 2 : 1;
+constexpr int AHEAD = GROUP_SIZE <= 4 ? 6 : GROUP_SIZE == 5 ? 2 : 1;
 constexpr int MERGED = 16;           // shares that a thread takes at a time
 constexpr int HALF = HEAD_DIM / 2;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -51,7 +54,7 @@ struct Args {
     void* logits;                 // [rows, vocab]
     float* partial;               // [rows, heads, MAX_SPLITS, HEAD_DIM]
     float* partial_lse;           // [rows, heads, MAX_SPLITS]
-    uint32_t* counts;             // [rows, kv_heads], zero; left zero
+    uint32_t* counts;             // [rows, kv_heads]
     uint32_t* barrier;            // one word, zero at first
     uint32_t* stuck;              // set where blocks waited for ever
     const int32_t* block_tables;  // [rows, table_stride]
@@ -62,5 +65,7 @@ struct Args {
     int32_t num_layers, rows, hidden, heads, kv_heads, intermediate, vocab;
     float eps, head_eps, scale;   // of the norms; of the heads' norms; of q times k
 };
+
+__device__ __forceinline__ void sync_workers() { sync_first(THREADS); }
 
 }  // namespace

@@ -16,7 +16,7 @@ struct Barrier {
         : word(args.barrier), stuck(args.stuck), turned(load_acquire(args.barrier) & TOP) {}
 
     __device__ __forceinline__ void arrive() {
-        sync_block();
+        sync_workers();
         turned ^= TOP;
         const uint32_t step = block_index() == 0 ? TOP - (num_blocks() - 1) : 1;
         if (thread_index() == 0) add_release(word, step);
@@ -30,14 +30,21 @@ struct Barrier {
             }
             if (polls == MAX_POLLS) *stuck = gave_up = 1;
         }
-        sync_block();
+        sync_workers();
     }
 
-    __device__ __forceinline__ void meet() {
-        arrive();
-        wait();
+    // At the end. What a block computed that had given up waiting may be wrong, in all rows: each
+    // gets a NaN among the block's own logits, and fails by it. The word itself is right again,
+    // since every block has arrived at every barrier.
+    __device__ __forceinline__ void spoil(const Args& args) const {
+        sync_workers();  // the logits are written
+        if (!gave_up) return;
+        const int column = block_index() * UNIT;
+        for (int row = 0; row < args.rows; row++)
+            *at(args.logits, static_cast<int64_t>(row) * args.vocab + column) = NAN_HALF;
     }
 
+    static constexpr uint16_t NAN_HALF = 0x7fff;
     static constexpr uint32_t TOP = 0x80000000u;
     static constexpr int MAX_POLLS = 1 << 24;  // seconds: one never came, and the kernel must end
 };
