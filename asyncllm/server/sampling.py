@@ -123,16 +123,11 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        raise renamed(error, _client_name(request, error.param)) from error
+        raise renamed(error, client_name(request, error.param)) from error
 
 
-def structure_param(request: GenerationRequest, params: SamplingParams) -> str | None:
-    """The field that asked for the answer's structure."""
-    wanted = params.structured_outputs
-    return None if wanted is None else _client_name(request, wanted.param)
-
-
-def _client_name(request: GenerationRequest, param: str | None) -> str | None:
+def client_name(request: GenerationRequest, param: str | None) -> str | None:
+    """The request's own field for the engine's `param`."""
     if param is not None and param.startswith(STRUCTURE_PARAM):
         if request.structured_outputs is not None:
             return param
