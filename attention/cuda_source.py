@@ -55,7 +55,8 @@ def begin_loading(
 def _load(
     source: Path, capability: tuple[int, int], definitions: Sequence[str]
 ) -> ctypes.CDLL | None:
-    flags = (*FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *definitions)
+    card = f"{capability[0]}{capability[1]}a"  # a: all that it has
+    flags = (*FLAGS, f"-gencode=arch=compute_{card},code=sm_{card}", *definitions)
     folders = {source.parent, DEVICE_FOLDER}
     headers = sorted({header for folder in folders for header in folder.rglob("*.cuh")})
     texts = [file.read_bytes() for file in (source, *headers)]

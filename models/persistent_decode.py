@@ -30,7 +30,7 @@ MAX_SPLITS = 32  # shares of one sequence's attention
 MAX_LAYERS = 128
 HEAD_DIMS = (64, 128)
 CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
-COLUMNS = 128  # of a product's columns a multiple
+COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
 
 # Args, blocks, stream -> cudaError_t

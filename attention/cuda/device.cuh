@@ -21,6 +21,10 @@ __device__ __forceinline__ unsigned char* shared_memory() {
 }
 
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
+// The block's first threads alone.
+__device__ __forceinline__ void sync_first(int num_threads) {
+    asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory");
+}
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ float add_across(float x, int step) {
     return x + __shfl_xor_sync(~0u, x, step);
@@ -61,6 +65,53 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
+// A word in shared memory by which some threads tell others of copies. It has turns: one ends when a
+// thread has arrived and the bytes it expects have come.
+using Signal = uint64_t;
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void open_signal(Signal& signal) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&signal)) : "memory");
+}
+// Before `sync_block`, after which all may use them.
+__device__ __forceinline__ void show_signals() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(Signal& signal) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&signal)) : "memory");
+}
+// Arrives, too.
+__device__ __forceinline__ void expect_bytes(Signal& signal, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&signal)),
+                 "r"(bytes)
+                 : "memory");
+}
+// Until the latest turn of this parity has ended; that before the first is of parity 1.
+__device__ __forceinline__ void wait_signal(Signal& signal, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
+        ::"r"(shared_address(&signal)), "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&signal))
+        : "memory");
+}
+// By all threads of four warps.
+template <int NUM>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(NUM));
+}
+template <int NUM>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NUM));
+}
+
 // What other blocks wrote during this kernel: past the first cache, which may hold the old, and in
 // this place of the program.
 __device__ __forceinline__ uint4 load_fresh(const void* p) {
@@ -90,6 +141,13 @@ __device__ __forceinline__ uint4 load_constant(const void* p) {
 
 __device__ __forceinline__ uint4 load_shared(const void* p) {
     return *static_cast<const uint4*>(p);
+}
+// In this place of the program.
+__device__ __forceinline__ uint4 load_shared_here(const void* p) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)) : "memory");
+    return v;
 }
 
 // By one thread between two `sync_block`: who sees the sum sees what its block wrote before.

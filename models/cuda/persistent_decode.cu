@@ -2,14 +2,15 @@
 // persistent_decode.py.
 //
 // One block per multiprocessor stays for the whole step. Weights depend on nothing that the step
-// computes, so each warp asks for its own, in the order in which it will need them, DEPTH stages
-// ahead of their use and across every barrier: memory goes on being read while blocks wait for each
-// other, for the attention, and for the last of them to end.
+// computes, so each warp has a feeder, a warp that does nothing but ask for its weights, in the order
+// in which they will be needed, DEPTH stages ahead of their use and across every barrier: memory
+// goes on being read while blocks wait for each other, for the attention, and for the last of them
+// to end. A warp that asked for its own would stop asking where it waits (docs/LOG.md).
 //
-//   stage     8 rows x 128 columns of a weight matrix, by 4 cp.async of 16 bytes per lane. One warp
-//             asks for it and the same warp uses it, so that no other warp ever waits for it.
-//   slice     128 columns of a product; a block's warps share out the slices of all of its units
-//   unit      8 outputs of a product (8 gates and their 8 ups); blocks share out the units
+//   stage     8 rows x 256 columns of a weight matrix, by a bulk copy per row
+//   slice     256 columns of a product; a set of warps shares out the slices of its units
+//   unit      8 outputs of a product (8 gates and their 8 ups); blocks share out the units, and in a
+//             block its sets of warps, of which there are several where slices are few
 //   group     up to 4 stages of one slice, whose units take the same piece of x
 //
 // Products use the tensor cores with the weights of two stages as the 16 rows and the batch as the
@@ -21,21 +22,36 @@
 
 namespace {
 
-__global__ void __launch_bounds__(THREADS, 1) persistent_decode(const Args args) {
-    Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
-    const int thread = thread_index(), lane = thread % 32;
-    const Lane me = {thread / 32, lane, lane / 4, lane % 4};
-    Barrier barrier(args);
+// What all of a block's threads find in its shared memory.
+__device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
+    const int thread = thread_index();
 #pragma unroll 1
-    for (int i = thread; i < args.num_layers; i += THREADS) shared.layers[i] = args.layers[i];
+    for (int i = thread; i < args.num_layers; i += 2 * THREADS) shared.layers[i] = args.layers[i];
     if (thread <= HEAD) shared.shapes[thread] = shape_of(args, thread);
+    if (thread < WARPS * DEPTH) {
+        open_signal((&shared.full[0][0])[thread]);
+        open_signal((&shared.empty[0][0])[thread]);
+    }
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
         shared.num_work = args.rows * args.kv_heads * count_splits(args);
     }
+    show_signals();
     sync_block();
+}
+
+__global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args args) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+    const int thread = thread_index(), lane = thread % 32;
+    prepare(args, shared);
+    if (thread >= THREADS) {
+        give_registers<FEEDER_REGISTERS>();
+        return feed(args, shared, (thread - THREADS) / 32, lane);
+    }
+    take_registers<WORKER_REGISTERS>();
+    const Lane me = {thread / 32, lane, lane / 4, lane % 4};
+    Barrier barrier(args);
     Ring ring;
-    ring.start(args, shared, me);
     plan_share(args, block_index(), shared);
     for (int i = 0; i < args.num_layers; i++) {
         const Layer& layer = shared.layers[i];
@@ -60,7 +76,6 @@ __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const Args args)
         barrier.meet();
     }
     product<HEAD>(args, {args.residual, args.final_norm, nullptr, args.logits}, shared, ring, me);
-    wait_copies<0>();
 }
 
 int shared_bytes(const Args& args) {
@@ -69,7 +84,7 @@ int shared_bytes(const Args& args) {
 
 }  // namespace
 
-// Returns a cudaError_t. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM of 128,
+// Returns a cudaError_t. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM of 256,
 // vocab of 8. Blocks must all be on the device at once, hence the cooperative launch.
 // `args` is untyped because a function that names a type of the unnamed namespace is not exported.
 #ifndef ASYNCLLM_EMULATED
@@ -81,7 +96,7 @@ extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void
     if (error != cudaSuccess) return error;
     cudaLaunchConfig_t config = {};
     config.gridDim = num_blocks;
-    config.blockDim = THREADS;
+    config.blockDim = 2 * THREADS;
     config.dynamicSmemBytes = bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attribute;
@@ -95,7 +110,7 @@ extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void
 extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
     const Args& given = *static_cast<const Args*>(args);
     const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
-    emulator::launch(num_blocks, THREADS, shared_bytes(given), seed,
+    emulator::launch(num_blocks, 2 * THREADS, shared_bytes(given), seed,
                      [&given] { persistent_decode(given); });
     return 0;
 }

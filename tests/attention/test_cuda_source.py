@@ -45,7 +45,7 @@ def test_compiled_once_for_a_source_and_an_architecture(
     cuda_source.load(source, (9, 0))
     assert loaded[0] == loaded[1] and Path(loaded[0]).exists()
     calls = (compiler / "calls").read_text().splitlines()
-    assert len(calls) == 1 and "-arch=sm_90" in calls[0]
+    assert len(calls) == 1 and "code=sm_90a" in calls[0]
     cuda_source.load(source, (10, 0))
     source.write_text("// two")
     cuda_source.load(source, (9, 0))

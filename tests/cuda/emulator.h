@@ -48,10 +48,19 @@ struct Meeting {
     unsigned char slots[2][WARP][64];
 };
 
+// An asynchronous copy that comes when it likes, and its signal.
+struct BulkCopy {
+    void* to;
+    const void* from;
+    int bytes;
+    uint64_t* signal;
+};
+
 struct Block {
     int index;
     std::vector<unsigned char> memory;
-    Meeting whole;
+    Meeting whole, first;
+    std::vector<BulkCopy> on_the_way;
     std::vector<Meeting> warps;
 };
 
@@ -171,6 +180,9 @@ inline unsigned char* shared_memory() { return emulator::current->block->memory.
 inline void sync_block() {
     emulator::meet(emulator::current->block->whole, emulator::num_threads, emulator::WARP, 0);
 }
+inline void sync_first(int num_threads) {
+    emulator::meet(emulator::current->block->first, num_threads, emulator::WARP, 0);
+}
 inline void sync_warp() { emulator::meet_warp(0); }
 inline float add_across(float x, int step) {
     const int lane = thread_index() % emulator::WARP;
@@ -213,10 +225,69 @@ void wait_copies() {
     }
 }
 
+// One thread arrives in a turn; `bytes` that have come before they are expected count as negative.
+using Signal = uint64_t;
+namespace emulator {
+struct SignalState {
+    int16_t parity, is_open;  // is_open: nobody has arrived in this turn
+    int32_t bytes;
+};
+inline void change(Signal& signal, bool arrives, int bytes) {
+    SignalState state;
+    std::memcpy(&state, &signal, 8);
+    if (arrives && !state.is_open) {
+        std::fprintf(stderr, "a signal was given twice in a turn\n");
+        std::_Exit(3);
+    }
+    if (arrives) state.is_open = 0;
+    state.bytes += bytes;
+    if (!state.is_open && state.bytes == 0) state = {static_cast<int16_t>(!state.parity), 1, 0};
+    std::memcpy(&signal, &state, 8);
+    idle_polls = 0;
+}
+// Some copy of the block comes.
+inline void receive() {
+    auto& copies = current->block->on_the_way;
+    if (copies.empty()) return;
+    std::swap(copies[shuffle() % copies.size()], copies.back());
+    const BulkCopy copy = copies.back();
+    copies.pop_back();
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    change(*copy.signal, false, -copy.bytes);
+}
+}  // namespace emulator
+inline void open_signal(Signal& signal) {
+    const emulator::SignalState state = {0, 1, 0};
+    std::memcpy(&signal, &state, 8);
+}
+inline void show_signals() {}
+inline void arrive(Signal& signal) { emulator::change(signal, true, 0); }
+inline void expect_bytes(Signal& signal, int bytes) { emulator::change(signal, true, bytes); }
+inline void wait_signal(Signal& signal, uint32_t parity) {
+    for (;;) {
+        emulator::SignalState state;
+        std::memcpy(&state, &signal, 8);
+        if (static_cast<uint32_t>(state.parity) != parity) return;
+        emulator::receive();
+        emulator::poll();
+    }
+}
+inline void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
+        std::abort();
+    emulator::current->block->on_the_way.push_back({to, from, bytes, &signal});
+    while (emulator::shuffle() % 4 == 0) emulator::receive();
+}
+template <int NUM>
+void give_registers() {}
+template <int NUM>
+void take_registers() {}
+
 inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint32_t load_fresh_pair(const void* p) { return *static_cast<const uint32_t*>(p); }
 inline float load_fresh_float(const float* p) { return *p; }
 inline uint16_t load_fresh_half(const void* p) { return *static_cast<const uint16_t*>(p); }
+inline uint4 load_shared_here(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint4 load_shared(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint4 load_constant(const void* p) { return *static_cast<const uint4*>(p); }
 

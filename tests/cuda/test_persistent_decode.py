@@ -40,7 +40,7 @@ VOCAB_SIZE = 264
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
-    "intermediate_size": 384,
+    "intermediate_size": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": MAX_LEN,
@@ -53,11 +53,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SHAPE | {"max_position_embeddings": 128}, num_key_value_heads=2, rope_parameters=DYNAMIC
     ),
     "llama-mqa-128": LlamaConfig(
-        **SHAPE | {"hidden_size": 128}, num_key_value_heads=1, head_dim=128, attention_bias=True
+        **SHAPE, num_key_value_heads=1, head_dim=128, attention_bias=True
     ),
     # More columns than warps take at once, more outputs than a block takes at once.
     "llama-wide": LlamaConfig(
-        **SHAPE | {"hidden_size": 1152, "intermediate_size": 1408, "num_hidden_layers": 1},
+        **SHAPE | {"hidden_size": 1280, "intermediate_size": 1536, "num_hidden_layers": 1},
         num_key_value_heads=2,
         head_dim=64,
         mlp_bias=True,
@@ -171,7 +171,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         ("qwen2", [500], 24),  # more shares than some products have units
         ("llama-dynamic", [130, 60], 7),
         ("llama-mqa-128", [90, 333], 9),
-        ("llama-wide", [75, 7], 6),
+        ("llama-wide", [115, 120, 166, 97, 53, 24, 124, 7], 6),
     ],
 )
 def test_equals_the_layers(

@@ -10,15 +10,18 @@
 
 namespace {
 
-constexpr int WARPS = 8;
-constexpr int THREADS = WARPS * 32;
+constexpr int WARPS = 8;            // that work; as many more feed them weights
+constexpr int THREADS = WARPS * 32;  // that work
 constexpr int MAX_ROWS = 8;
 constexpr int UNIT = 8;             // outputs of a unit
-constexpr int SLICE = 128;          // columns of a slice
+constexpr int SLICE = 256;          // columns of a slice
+constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 // Stages of a warp that are asked for or not yet used: all the shared memory there is.
-constexpr int DEPTH = GROUP_SIZE <= 4 ? 12 : 10;
+constexpr int DEPTH = GROUP_SIZE <= 4 ? 6 : 5;
+// Registers of a thread; 128 on average is all there are.
+constexpr int WORKER_REGISTERS = 216, FEEDER_REGISTERS = 40;
 constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
 constexpr int TOKEN_LANES = HEAD_DIM / 8;      // that hold one token's key
 constexpr int WARP_TOKENS = 32 / TOKEN_LANES;  // that a warp takes at a time
@@ -62,5 +65,7 @@ struct Args {
     int32_t num_layers, rows, hidden, heads, kv_heads, intermediate, vocab;
     float eps, head_eps, scale;   // of the norms; of the heads' norms; of q times k
 };
+
+__device__ __forceinline__ void sync_workers() { sync_first(THREADS); }
 
 }  // namespace

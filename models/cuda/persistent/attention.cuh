@@ -60,9 +60,9 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer, 
                                           Shared& shared, const Lane& me) {
     auto& own = shared.attention;
     load_heads(args, layer, share, shared, me);
-    sync_block();
+    sync_workers();
     attend_tokens(args, layer, share, shared, me);
-    sync_block();
+    sync_workers();
     const int64_t head = static_cast<int64_t>(share.row) * args.heads + share.kv_head * GROUP_SIZE;
     uint16_t* out = at(args.attended, head * HEAD_DIM);
     for (int i = thread_index(); i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
@@ -78,9 +78,9 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer, 
     }
     if (share.num_active == 1) return;
     uint32_t* count = args.counts + share.row * args.kv_heads + share.kv_head;
-    sync_block();
+    sync_workers();
     if (thread_index() == 0) own.arrived = add_and_see(count, 1);
-    sync_block();
+    sync_workers();
     if (own.arrived != static_cast<uint32_t>(share.num_active - 1)) return;
     if (thread_index() == 0) *count = 0;  // for the next layer
     merge_shares(args, head * MAX_SPLITS, share.num_active, out);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void attention(const Args& args, const Layer& layer, 
     const int num_work = shared.num_work;
     if (num_work > num_blocks()) {  // the plan of the start is another's now
         plan_share(args, work, shared);
-        sync_block();
+        sync_workers();
     }
     Share share = open_share(args, layer, shared, me);
     barrier.wait();
@@ -101,9 +101,9 @@ __device__ __forceinline__ void attention(const Args& args, const Layer& layer, 
         if (share.num_active > 0) run_share(args, layer, share, shared, me);
         work += num_blocks();
         if (work >= num_work) break;
-        sync_block();  // before the next share's q
+        sync_workers();  // before the next share's q
         plan_share(args, work, shared);
-        sync_block();
+        sync_workers();
         share = open_share(args, layer, shared, me);
     }
 }

@@ -16,7 +16,7 @@ struct Barrier {
         : word(args.barrier), stuck(args.stuck), turned(load_acquire(args.barrier) & TOP) {}
 
     __device__ __forceinline__ void arrive() {
-        sync_block();
+        sync_workers();
         turned ^= TOP;
         const uint32_t step = block_index() == 0 ? TOP - (num_blocks() - 1) : 1;
         if (thread_index() == 0) add_release(word, step);
@@ -30,7 +30,7 @@ struct Barrier {
             }
             if (polls == MAX_POLLS) *stuck = gave_up = 1;
         }
-        sync_block();
+        sync_workers();
     }
 
     __device__ __forceinline__ void meet() {

@@ -6,37 +6,41 @@
 
 namespace {
 
-// A lane's share of one slice of x: of its row, 8 columns of each 32.
+// A lane's share of one slice of x: of its row, 8 columns of each 32. And of the norm's weights: for
+// row i of the lanes' 8, what all need of the i-th 32 columns.
 template <bool NORM>
 struct Piece {
     uint4 values[SLICE / 32];
-    uint4 norm[NORM ? SLICE / 32 : 1];
+    uint4 norm;
 
     __device__ __forceinline__ void load(const void* x, const void* norm_weight, int size, int rows,
                                          int slice, const Lane& me) {
+        static_assert(SLICE / 32 == 8);
+        if (NORM) norm = load_constant(at(norm_weight, slice * SLICE + me.lane * 8));
 #pragma unroll
         for (int i = 0; i < SLICE / 32; i++) {
             const int column = slice * SLICE + i * 32 + me.quad * 8;
             values[i] = {0, 0, 0, 0};
             if (me.row < rows)
                 values[i] = load_fresh(at(x, static_cast<int64_t>(me.row) * size + column));
-            if (NORM) norm[i] = load_constant(at(norm_weight, column));
         }
     }
 
-    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, float& squares) {
+    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, int lane,
+                                                     float& squares) {
+        by = static_cast<uint32_t>(from_lane(static_cast<int>(by), lane));
         squares += low(pair) * low(pair) + high(pair) * high(pair);
         return to_pair(low(pair) * low(by), high(pair) * high(by));
     }
 
     // Times the norm's weights, rounded as everywhere; the factor of a row comes at the end.
-    __device__ __forceinline__ void weigh(float& squares) {
+    __device__ __forceinline__ void weigh(float& squares, const Lane& me) {
 #pragma unroll
         for (int i = 0; i < (NORM ? SLICE / 32 : 0); i++) {
             uint4& v = values[i];
-            const uint4& w = norm[i];
-            v = {weigh(v.x, w.x, squares), weigh(v.y, w.y, squares), weigh(v.z, w.z, squares),
-                 weigh(v.w, w.w, squares)};
+            const int lane = i * 4 + me.quad;
+            v = {weigh(v.x, norm.x, lane, squares), weigh(v.y, norm.y, lane, squares),
+                 weigh(v.z, norm.z, lane, squares), weigh(v.w, norm.w, lane, squares)};
         }
     }
 };
@@ -55,29 +59,34 @@ struct Output {
     int unit, row, column;
     uint16_t bias[PARTS], residual;  // as read: to make them floats is to wait for them
 
-    __device__ __forceinline__ Output(const Args& args, const Operands& operands,
-                                      const Shape& shape, int first_unit, int num_stages) {
+    // `first_unit`: the group's, of those of its set.
+    __device__ __forceinline__ void open(const Args& args, const Operands& operands,
+                                         const Shape& shape, int set, int first_unit) {
         const int thread = thread_index();
         unit = thread / (MAX_ROWS * UNIT);
         row = thread / UNIT % MAX_ROWS;
-        column = (block_index() + (first_unit + unit) * num_blocks()) * UNIT + thread % UNIT;
+        const int own = set + (first_unit + unit) * shape.num_sets;
+        column = (block_index() + own * num_blocks()) * UNIT + thread % UNIT;
         to = nullptr;
-        if (unit * PARTS >= num_stages || row >= args.rows) return;
+        if (unit >= GROUP_STAGES / PARTS || own >= shape.num_own || row >= args.rows) return;
         to = at(operands.out, static_cast<int64_t>(row) * shape.features + column);
         if (ADDS) residual = load_fresh_half(to);
         for (int part = 0; part < PARTS && operands.bias != nullptr; part++)
             bias[part] = *at(operands.bias, part * shape.features + column);
     }
 
-    // From the sums of all warps.
+    // From the sums of the set's warps.
     __device__ __forceinline__ void finish(const Args& args, const Operands& operands,
-                                           const Shape& shape, const Shared& shared,
+                                           const Shape& shape, const Shared& shared, int set,
                                            int buffer) const {
         if (to == nullptr) return;
+        const int warp = set * shape.split;
         float factor = 1;
         if (operands.norm != nullptr) {
             float squares = 0;
-            for (int w = 0; w < WARPS; w++) squares += shared.product.squares[w][row];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                if (w < shape.split) squares += shared.product.squares[warp + w][row];
             factor = inverse_root(squares * (1.0f / shape.size) + args.eps);
         }
         float result[PARTS];
@@ -85,7 +94,9 @@ struct Output {
             const int place
                 = (unit * PARTS + part) * MAX_ROWS * UNIT + thread_index() % (MAX_ROWS * UNIT);
             float sum = 0;
-            for (int w = 0; w < WARPS; w++) sum += shared.product.sums[buffer][w][place];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                if (w < shape.split) sum += shared.product.sums[buffer][warp + w][place];
             sum *= factor;
             if (operands.bias != nullptr) sum += from_half(bias[part]);
             result[part] = sum;
@@ -97,18 +108,35 @@ struct Output {
     }
 };
 
-// A lane's 16 bytes of each 32 columns of its row of a stage.
-struct Weights {
-    uint4 windows[SLICE / 32];
+// A lane's 16 bytes of 32 columns of its row of a stage.
+__device__ __forceinline__ uint4 load_window(const unsigned char* stage, int window,
+                                             const Lane& me) {
+    return load_shared_here(stage + me.row * SLICE * 2 + (window * 4 + me.quad) * 16);
+}
 
-    __device__ __forceinline__ void load(const unsigned char* stage, const Lane& me) {
+// Two stages times a slice of x. The loads are some windows ahead of their use, no more: registers
+// are scarce.
+__device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4 (&x)[SLICE / 32],
+                                         const unsigned char* upper, const unsigned char* lower,
+                                         const Lane& me) {
+    constexpr int LOADED = 3;
+    uint4 p[LOADED], q[LOADED];
 #pragma unroll
-        for (int i = 0; i < SLICE / 32; i++) {
-            const int chunk = (i * 4 + me.quad) ^ (me.row % 2 * 4);
-            windows[i] = *reinterpret_cast<const uint4*>(stage + (me.row * 16 + chunk) * 16);
+    for (int window = 0; window < LOADED; window++) {
+        p[window] = load_window(upper, window, me);
+        q[window] = load_window(lower, window, me);
+    }
+#pragma unroll
+    for (int window = 0; window < SLICE / 32; window++) {
+        const uint4 &v = x[window], &a = p[window % LOADED], &b = q[window % LOADED];
+        multiply_add(sums[0], a.x, b.x, a.y, b.y, v.x, v.y);
+        multiply_add(sums[1], a.z, b.z, a.w, b.w, v.z, v.w);
+        if (window + LOADED < SLICE / 32) {
+            p[window % LOADED] = load_window(upper, window + LOADED, me);
+            q[window % LOADED] = load_window(lower, window + LOADED, me);
         }
     }
-};
+}
 
 template <int KIND>
 __device__ __forceinline__ void product(const Args& args, const Operands& operands, Shared& shared,
@@ -117,53 +145,48 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
     constexpr int PARTS = KIND == GATE_UP ? 2 : 1;
     constexpr int GROUP_UNITS = GROUP_STAGES / PARTS;
     constexpr int PAIRS = GROUP_STAGES / 2;
-    constexpr int PIECES = NORM ? 1 : 3;  // of x on their way; a norm's weights take their room
+    constexpr int PIECES = 1;  // of x on their way
     const Shape shape = shared.shapes[KIND];
-    const int num_slices = shape.size / SLICE;
-    const int num_own_slices = (num_slices - me.warp + WARPS - 1) / WARPS;
+    const int num_units = shape.units_of(me.warp), num_slices = shape.slices_of(me.warp);
     Piece<NORM> ahead[PIECES];
-    const auto ask = [&](Piece<NORM>& piece, int own_slice) {
-        const int slice = me.warp + own_slice * WARPS;
+    const auto ask = [&](Piece<NORM>& piece, int index) {
+        const int slice = me.warp % shape.split + index * shape.split;
         piece.load(operands.x, operands.norm, shape.size, args.rows, slice, me);
     };
 #pragma unroll
     for (int i = 0; i < PIECES; i++)
-        if (shape.num_own > 0 && i < num_own_slices) ask(ahead[i], i);
+        if (num_units > 0 && i < num_slices) ask(ahead[i], i);
     int buffer = 0;
-    for (int unit = 0; unit < shape.num_own; unit += GROUP_UNITS, buffer ^= 1) {
-        const int left = (shape.num_own - unit) * PARTS;
+    for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += GROUP_UNITS, buffer ^= 1) {
+        const int left = (num_units - unit) * PARTS;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
-        const bool is_last = unit + GROUP_UNITS >= shape.num_own;
+        const bool is_last = unit + GROUP_UNITS >= num_units;
         float sums[PAIRS][2][4] = {};  // two each, so that an addition need not wait for the last
         float squares = 0;
-        const Output<KIND> output(args, operands, shape, unit, num_stages);
-        for (int first = 0; first < num_own_slices; first += PIECES) {
+        Output<KIND> outputs[MAX_SETS];
+#pragma unroll
+        for (int set = 0; set < MAX_SETS; set++) {
+            outputs[set].to = nullptr;
+            if (set < shape.num_sets) outputs[set].open(args, operands, shape, set, unit);
+        }
+        for (int first = 0; num_stages > 0 && first < num_slices; first += PIECES) {
 #pragma unroll
             for (int i = 0; i < PIECES; i++) {
-                if (first + i >= num_own_slices) break;
+                if (first + i >= num_slices) break;
                 Piece<NORM> x = ahead[i];
-                if (first + i + PIECES < num_own_slices)
+                x.weigh(squares, me);
+                if (first + i + PIECES < num_slices)
                     ask(ahead[i], first + i + PIECES);
                 else if (!is_last)
                     ask(ahead[i], i);  // of the next group
-                x.weigh(squares);
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; pair++) {
                     if (2 * pair >= num_stages) break;
-                    Weights a = {}, b = {};
-                    a.load(ring.next(shared, me), me);
-                    ring.ask_ahead(args, shared, me);
-                    if (2 * pair + 1 < num_stages) {
-                        b.load(ring.next(shared, me), me);
-                        ring.ask_ahead(args, shared, me);
-                    }
-#pragma unroll
-                    for (int window = 0; window < SLICE / 32; window++) {
-                        const uint4 &v = x.values[window], &p = a.windows[window],
-                                    &q = b.windows[window];
-                        multiply_add(sums[pair][0], p.x, q.x, p.y, q.y, v.x, v.y);
-                        multiply_add(sums[pair][1], p.z, q.z, p.w, q.w, v.z, v.w);
-                    }
+                    const bool is_whole = 2 * pair + 1 < num_stages;
+                    const unsigned char* upper = ring.next(shared, me);
+                    const unsigned char* lower = is_whole ? ring.next(shared, me) : upper;
+                    multiply(sums[pair], x.values, upper, lower, me);
+                    ring.give_back(shared, me);
                 }
             }
         }
@@ -180,8 +203,10 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
             if (me.quad == 0) shared.product.squares[me.warp][me.row] = squares;
         }
         // One is enough: a buffer is written again after the next, which all reach done with it.
-        sync_block();
-        output.finish(args, operands, shape, shared, buffer);
+        sync_workers();
+#pragma unroll
+        for (int set = 0; set < MAX_SETS; set++)
+            outputs[set].finish(args, operands, shape, shared, set, buffer);
     }
 }
 

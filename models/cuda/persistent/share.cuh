@@ -59,7 +59,7 @@ __device__ __forceinline__ Pairs load_pairs(const void* head, int lane) {
     return {load_fresh_pair(at(head, place)), load_fresh_pair(at(head, HALF + place))};
 }
 
-// Shares by shapes and positions alone. By all threads, between two `sync_block`.
+// Shares by shapes and positions alone. By all threads, between two `sync_workers`.
 __device__ __forceinline__ void plan_share(const Args& args, int work, Shared& shared) {
     auto& plan = shared.plan;
     const int thread = thread_index();

@@ -7,19 +7,33 @@ namespace {
 
 struct Shape {
     int size, num_units, features;
-    int gated;    // 1: a unit has two stages, 0: one
-    int num_own;  // units of this block: block_index(), then every num_blocks()th
+    int gated;     // 1: a unit has two stages, 0: one
+    int num_own;   // units of this block: block_index(), then every num_blocks()th
+    int split;     // warps that share the slices of a unit: a set
+    int num_sets;  // which take turns at the block's units
+
+    __device__ __forceinline__ int num_slices() const { return size / SLICE; }
+    // Units of a warp's set, and slices of the warp.
+    __device__ __forceinline__ int units_of(int warp) const {
+        const int set = warp / split;
+        return set < num_sets ? (num_own - set + num_sets - 1) / num_sets : 0;
+    }
+    __device__ __forceinline__ int slices_of(int warp) const {
+        return (num_slices() - warp % split + split - 1) / split;
+    }
 };
 
 __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
     const int q_size = args.heads * HEAD_DIM, kv_size = args.kv_heads * HEAD_DIM;
-    Shape shape = {args.hidden, 0, 0, kind == GATE_UP, 0};
+    Shape shape = {args.hidden, 0, 0, kind == GATE_UP, 0, WARPS, 0};
     shape.features = kind == QKV ? q_size + 2 * kv_size
         : kind == GATE_UP ? args.intermediate : kind == HEAD ? args.vocab : args.hidden;
     if (kind == OUTPUT) shape.size = q_size;
     if (kind == DOWN) shape.size = args.intermediate;
     shape.num_units = shape.features / UNIT;
     shape.num_own = (shape.num_units - block_index() + num_blocks() - 1) / num_blocks();
+    while (shape.split > shape.num_slices()) shape.split /= 2;
+    shape.num_sets = WARPS / shape.split < MAX_SETS ? WARPS / shape.split : MAX_SETS;
     return shape;
 }
 
@@ -27,6 +41,7 @@ constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row
 
 struct Shared {
     unsigned char ring[WARPS][DEPTH][STAGE_BYTES];
+    Signal full[WARPS][DEPTH], empty[WARPS][DEPTH];
     union {
         struct {
             float sums[2][WARPS][SUMS];    // two groups take turns

@@ -1,25 +1,27 @@
-// A warp's weights on their way from memory: it asks for them in the order in which it will need
-// them, whatever the step waits for meanwhile.
+// A warp's weights on their way from memory. Another warp, its feeder, asks for them in the order in
+// which they will be needed, whatever the step waits for meanwhile.
 #pragma once
 
 #include "shared.cuh"
 
 namespace {
 
-// The next stage that a warp asks for. A block's warps walk the same units, each its own slices.
+// The next stage that a warp will need.
 struct Cursor {
-    int product, unit, slice, stage;  // unit counts the block's own
+    int product, unit, slice, stage;  // unit counts the set's own
     int num_stages;                   // of the group
+    int num_units;                    // of the set
     Shape shape;
     const void* weight;
 
     __device__ __forceinline__ void open(const Args& args, const Shared& shared, int warp) {
         for (; product <= 4 * args.num_layers; product++) {
             shape = shared.shapes[product == 4 * args.num_layers ? HEAD : product % 4];
-            if (shape.num_own > 0 && warp < shape.size / SLICE) {
+            num_units = shape.units_of(warp);
+            if (num_units > 0) {
                 weight = shared.layers[product / 4].weights[product % 4];
                 unit = stage = 0;
-                slice = warp;
+                slice = warp % shape.split;
                 count_stages();
                 return;
             }
@@ -27,69 +29,66 @@ struct Cursor {
     }
 
     __device__ __forceinline__ void count_stages() {
-        const int left = (shape.num_own - unit) << shape.gated;
+        const int left = (num_units - unit) << shape.gated;
         num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
     }
 
     __device__ __forceinline__ void advance(const Args& args, const Shared& shared, int warp) {
         if (++stage < num_stages) return;
         stage = 0;
-        if ((slice += WARPS) < shape.size / SLICE) return;
-        slice = warp;
+        if ((slice += shape.split) < shape.num_slices()) return;
+        slice = warp % shape.split;
         unit += GROUP_STAGES >> shape.gated;
-        if (unit < shape.num_own) return count_stages();
+        if (unit < num_units) return count_stages();
         product++;
         open(args, shared, warp);
     }
+
+    // Where a row of the stage begins: each of its outputs is one.
+    __device__ __forceinline__ const void* row(int index, int warp) const {
+        const int own = warp / shape.split + (unit + (stage >> shape.gated)) * shape.num_sets;
+        const int part = stage & shape.gated;
+        const int first = part * shape.features + (block_index() + own * num_blocks()) * UNIT;
+        return at(weight, static_cast<int64_t>(first + index) * shape.size + slice * SLICE);
+    }
 };
 
-// A warp's stages on their way. Slots of a stage: row r, 16-byte chunk c at r * 16 + (c ^ swap(r)),
-// so that neither a row's copies nor 4 chunks of 2 rows read at once meet in a bank.
+// A feeder's whole life.
+__device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp, int lane) {
+    Cursor cursor = {};
+    cursor.open(args, shared, warp);
+    int slot = 0;
+    uint32_t turn = 0;
+    for (; cursor.product <= 4 * args.num_layers; cursor.advance(args, shared, warp)) {
+        Signal& full = shared.full[warp][slot];
+        wait_signal(shared.empty[warp][slot], turn ^ 1);
+        if (lane == 0) expect_bytes(full, STAGE_BYTES);
+        sync_warp();
+        if (lane < UNIT)
+            copy_bulk(shared.ring[warp][slot] + lane * SLICE * 2, cursor.row(lane, warp), SLICE * 2,
+                      full);
+        if (++slot == DEPTH) slot = 0, turn ^= 1;
+    }
+}
+
+// A warp's stages as it uses them.
 struct Ring {
-    Cursor cursor;
-    int slot;  // of the next stage to use
+    int slot = 0, used = 0;  // the next to use, the next to give back
+    uint32_t turn = 0;
 
-    __device__ __forceinline__ void start(const Args& args, Shared& shared, const Lane& me) {
-        cursor.product = 0;
-        cursor.open(args, shared, me.warp);
-        slot = 0;
-        for (int i = 0; i < DEPTH - 1; i++) ask(args, shared, me, i);
-    }
-
-    __device__ __forceinline__ void ask(const Args& args, Shared& shared, const Lane& me, int to) {
-        if (cursor.product <= 4 * args.num_layers) {
-            const Shape& shape = cursor.shape;
-            const int own = cursor.unit + (cursor.stage >> shape.gated);
-            const int part = cursor.stage & shape.gated;
-            const int first
-                = part * shape.features + (block_index() + own * num_blocks()) * UNIT;
-            const int chunk = me.lane % 16;
-            unsigned char* stage = shared.ring[me.warp][to];
-#pragma unroll
-            for (int i = 0; i < UNIT / 2; i++) {
-                const int row = 2 * i + me.lane / 16;
-                const int column = cursor.slice * SLICE + chunk * 8;
-                const auto place = static_cast<int64_t>(first + row) * shape.size + column;
-                copy_async(stage + (row * 16 + (chunk ^ (row % 2 * 4))) * 16,
-                           at(cursor.weight, place));
-            }
-            cursor.advance(args, shared, me.warp);
-        }
-        end_copies();  // an empty group too, so that groups and stages count alike
-    }
-
-    // The next stage, complete.
+    // The next stage, complete: UNIT rows of SLICE columns.
     __device__ __forceinline__ const unsigned char* next(Shared& shared, const Lane& me) {
-        wait_copies<DEPTH - 2>();
-        sync_warp();  // all lanes' copies have come, and all have read the stage before
+        wait_signal(shared.full[me.warp][slot], turn);
         const unsigned char* stage = shared.ring[me.warp][slot];
-        slot = slot == DEPTH - 1 ? 0 : slot + 1;
+        if (++slot == DEPTH) slot = 0, turn ^= 1;
         return stage;
     }
 
-    // After `next`: the stage before it makes room for the one that is DEPTH - 1 ahead of it.
-    __device__ __forceinline__ void ask_ahead(const Args& args, Shared& shared, const Lane& me) {
-        ask(args, shared, me, slot < 2 ? slot + DEPTH - 2 : slot - 2);
+    // All lanes have read the stages so far.
+    __device__ __forceinline__ void give_back(Shared& shared, const Lane& me) {
+        sync_warp();
+        for (; used != slot; used = used == DEPTH - 1 ? 0 : used + 1)
+            if (me.lane == 0) arrive(shared.empty[me.warp][used]);
     }
 };
 
