@@ -22,7 +22,7 @@ import torch
 from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
-from asyncllm.worker.token_masks import ApplyMasks, RowMasks, apply_masks_torch
+from asyncllm.worker.token_masks import ApplyMasks, RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
 FORBIDDING = Feature.ALLOWED | Feature.EDIT | Feature.PROCESS  # may leave a row no token
@@ -118,7 +118,10 @@ class Sampler:
         if empty is not None:
             tokens.masked_fill_(empty, NO_TOKEN_LEFT)
         if "forced_rows" in edits:
-            tokens.index_put_((edits["forced_rows"],), edits["forced_tokens"].int())
+            rows, forced = edits["forced_rows"], edits["forced_tokens"].int()
+            if masks is not None:  # a grammar that knows no such token goes first
+                forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
+            tokens.index_put_((rows,), forced)
         tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)

@@ -52,9 +52,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-dynamic": LlamaConfig(
         **SHAPE | {"max_position_embeddings": 128}, num_key_value_heads=2, rope_parameters=DYNAMIC
     ),
-    "llama-mqa-128": LlamaConfig(
-        **SHAPE, num_key_value_heads=1, head_dim=128, attention_bias=True
-    ),
+    "llama-mqa-128": LlamaConfig(**SHAPE, num_key_value_heads=1, head_dim=128, attention_bias=True),
     # More columns than warps take at once, more outputs than a block takes at once.
     "llama-wide": LlamaConfig(
         **SHAPE | {"hidden_size": 1280, "intermediate_size": 1536, "num_hidden_layers": 1},
