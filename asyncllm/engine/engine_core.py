@@ -24,12 +24,7 @@ from asyncllm.engine.constraints import constrain
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
-from asyncllm.engine.non_finite import (
-    evict,
-    has_rows_without_token,
-    no_token_left,
-    requests_with,
-)
+from asyncllm.engine.non_finite import end_without_token
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
@@ -41,7 +36,7 @@ from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN, Request, StepPlan, StepResult
+from asyncllm.types import Request, StepPlan, StepResult
 from asyncllm.worker.model_runner import HostStep
 from asyncllm.worker.worker import Worker
 
@@ -201,19 +196,11 @@ class EngineCore:
         self.watchdog.step_done()
         self._untold = step = self.clock.finished(plan)
         self._plan_time.finished(step)
-        if has_rows_without_token(result):
-            self._end_without_token(plan, result)
+        end_without_token(plan, result, self.live, self.worker)
         for row, error in result.failures.items():
             self.live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self.live.take(plan, result)
         self.clock.host.finish += time.monotonic() - start
-
-    def _end_without_token(self, plan: StepPlan, result: StepResult) -> None:
-        if bad := requests_with(NON_FINITE_TOKEN, plan, result):
-            self.worker.clear_pages(evict(self.live.scheduler, bad))
-            self.live.fail(bad, "its logits are not finite")
-        for request in requests_with(NO_TOKEN_LEFT, plan, result):
-            self.live.end(request, no_token_left(request))
 
     def tell(self) -> None:
         """Tell clients and observers of the step that was finished, if they were not told yet."""

@@ -8,18 +8,37 @@ zeroed. Where a request forbids every token itself nothing is wrong with its pag
 
 from __future__ import annotations
 
+from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.errors import InvalidRequestError, RequestFailedError
-from asyncllm.types import FinishReason, Request, SequenceStatus, StepPlan, StepResult
+from asyncllm.types import (
+    NO_TOKEN_LEFT,
+    NON_FINITE_TOKEN,
+    FinishReason,
+    Request,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+)
+from asyncllm.worker.worker import Worker
 
 FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of blame
 
 
-def has_rows_without_token(result: StepResult) -> bool:
-    return min(result.token_ids, default=0) < 0
+def end_without_token(
+    plan: StepPlan, result: StepResult, live: LiveRequests, worker: Worker
+) -> None:
+    """Each with the reason. Cheap where every row has a token."""
+    if min(result.token_ids, default=0) >= 0:
+        return
+    if bad := _requests_with(NON_FINITE_TOKEN, plan, result):
+        worker.clear_pages(_evict(live.scheduler, bad))
+        live.fail(bad, "its logits are not finite")
+    for request in _requests_with(NO_TOKEN_LEFT, plan, result):
+        live.end(request, _no_token_left(request))
 
 
-def requests_with(token_id: int, plan: StepPlan, result: StepResult) -> list[Request]:
+def _requests_with(token_id: int, plan: StepPlan, result: StepResult) -> list[Request]:
     """Live requests of which a row came back as `token_id`."""
     rows = zip(plan.sampled, result.token_ids, strict=True)
     found = {
@@ -30,7 +49,7 @@ def requests_with(token_id: int, plan: StepPlan, result: StepResult) -> list[Req
     return list(found.values())
 
 
-def no_token_left(request: Request) -> Exception:
+def _no_token_left(request: Request) -> Exception:
     """Blames the fields by which the request forbids tokens, if any; else a processor did."""
     what = "no token is left that may come next"
     given = [name for name in FORBIDDING if getattr(request.sampling_params, name)]
@@ -39,7 +58,7 @@ def no_token_left(request: Request) -> Exception:
     return InvalidRequestError(f"{' and '.join(given)}: {what}", given[0])
 
 
-def evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
+def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
     """End them in the scheduler. Returns the pages to zero before anything else is launched."""
     blocks = scheduler.blocks
     pages = {
