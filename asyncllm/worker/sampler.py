@@ -21,13 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.types import NON_FINITE_TOKEN
+from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
-from asyncllm.worker.token_masks import ApplyMasks, RowMasks, apply_masks_torch
+from asyncllm.worker.token_masks import ApplyMasks, RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
 NOTHING = float("-inf")
+FORBIDDING = Feature.ALLOWED | Feature.EDIT | Feature.PROCESS  # may leave a row no token
 
 # (state, logits [rows, V], slots int32 [rows], positions int32 [rows] or None, masks or None)
 # -> int32 [rows], sampled plainly by the slots' parameters; the slots have moved on to them.
@@ -79,18 +80,26 @@ class Sampler:
         masks: RowMasks | None = None,
         process: Process | None = None,
     ) -> torch.Tensor:
-        """int32 [rows], with every feature that any row of the step asks for."""
+        """int32 [rows], with every feature that any row of the step asks for.
+
+        NON_FINITE_TOKEN for a row with a NaN or +inf, NO_TOKEN_LEFT where all are forbidden.
+        """
         state = self._state
         logits = logits.to(torch.float32, copy=True)
         if process is not None:
             process(logits)
         bad = _rows_not_finite(logits)  # before edits hide it
         self._edit(logits, slots, features, edits, masks)
+        empty = logits.amax(dim=1) == NOTHING if features & FORBIDDING else None
         tokens = self._sample_slots(state, logits, slots, positions, None)
+        if empty is not None:
+            tokens.masked_fill_(empty, NO_TOKEN_LEFT)
         if "forced_rows" in edits:
             rows, forced = edits["forced_rows"], edits["forced_tokens"].int()
+            if masks is not None:  # a grammar that knows no such token goes first
+                forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
             tokens.index_put_((rows,), forced)
-            state.last_tokens.index_put_((slots[rows],), forced)
+            state.last_tokens.index_put_((slots[rows],), forced.clamp(min=0))
         tokens.masked_fill_(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)
