@@ -29,7 +29,8 @@ from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 
 PADDING_SLOT = 0
-NON_FINITE_TOKEN = -1  # the device's word for a row whose logits are NaN, infinite or all masked
+NON_FINITE_TOKEN = -1  # the device's word for a row whose logits are NaN or infinite
+NO_TOKEN_LEFT = -2  # and for one all of whose tokens its own request forbids
 PADDING_PAGE = 0
 
 

@@ -24,7 +24,7 @@ from asyncllm.engine.constraints import constrain
 from asyncllm.engine.input_processor import InputProcessor, PromptInput
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
-from asyncllm.engine.non_finite import evict, non_finite_requests
+from asyncllm.engine.non_finite import end_without_token
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
@@ -196,9 +196,7 @@ class EngineCore:
         self.watchdog.step_done()
         self._untold = step = self.clock.finished(plan)
         self._plan_time.finished(step)
-        if bad := non_finite_requests(plan, result):
-            self.worker.clear_pages(evict(self.live.scheduler, bad))
-            self.live.fail(bad, "its logits are not finite")
+        end_without_token(plan, result, self.live, self.worker)
         for row, error in result.failures.items():
             self.live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self.live.take(plan, result)

@@ -4,7 +4,7 @@
     ends     by its tokens, its text or its search   take, then tell; jump
              by its client                           abort
              by waiting too long                     expire
-             by an error, its own or the engine's    fail, fail_sequence, restart
+             by an error, its own or the engine's    end, fail, fail_sequence, restart
 
 Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither,
 but that the outputs have what ended in `take` until `tell`; admission knows those that wait for
@@ -170,16 +170,15 @@ class LiveRequests:
         """End those that have waited too long. `now`: monotonic seconds."""
         limit = f"max_queue_seconds ({self.admission.max_seconds:g})"
         for request in self.admission.late(now):
-            self._fail(
-                request, QueueFullError(f"request {request.request_id}: waited over {limit}")
-            )
+            self.end(request, QueueFullError(f"request {request.request_id}: waited over {limit}"))
 
     def fail(self, requests: list[Request], message: str) -> None:
         """End those that are live with an error of the engine's."""
         for request in requests:
-            self._fail(request, RequestFailedError(f"request {request.request_id}: {message}"))
+            self.end(request, RequestFailedError(f"request {request.request_id}: {message}"))
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def end(self, request: Request, error: Exception) -> None:
+        """With an error that is told as it is; nothing where it is not live."""
         self.scheduler.abort(request.request_id, FinishReason.ERROR)
         self.admission.leave(request)
         self.outputs.fail(request, error, time.monotonic())
@@ -190,7 +189,7 @@ class LiveRequests:
         if seq.status is SequenceStatus.FINISHED:
             return
         if isinstance(error, InvalidRequestError):  # it asked for what cannot be: nothing is broken
-            self._fail(request, error.with_traceback(None))
+            self.end(request, error.with_traceback(None))
         else:
             logger.error("request %s: %s", request.request_id, what, exc_info=error)
             self.fail([request], f"{what}: {type(error).__name__}: {error}")

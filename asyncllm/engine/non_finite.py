@@ -1,14 +1,18 @@
-"""Requests whose logits are NaN or infinite: who they are, and how they leave.
+"""Requests whose row came back without a token: who they are, and how they leave.
 
-Attention multiplies what it masks by 0, and 0 times NaN is NaN: a page with their keys would hurt
-its next owner, and their published blocks all who share them. So they leave with the whole prefix
-cache, and the pages that nobody else holds are to be zeroed.
+Logits that are NaN or infinite: attention multiplies what it masks by 0, and 0 times NaN is NaN, so
+a page with their keys would hurt its next owner, and their published blocks all who share them.
+Such requests leave with the whole prefix cache, and the pages that nobody else holds are to be
+zeroed. Where a request forbids every token itself nothing is wrong with its pages.
 """
 
 from __future__ import annotations
 
+from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.errors import InvalidRequestError, RequestFailedError
 from asyncllm.types import (
+    NO_TOKEN_LEFT,
     NON_FINITE_TOKEN,
     FinishReason,
     Request,
@@ -16,22 +20,45 @@ from asyncllm.types import (
     StepPlan,
     StepResult,
 )
+from asyncllm.worker.worker import Worker
+
+FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of blame
 
 
-def non_finite_requests(plan: StepPlan, result: StepResult) -> list[Request]:
-    """Live requests of which a row came back as NON_FINITE_TOKEN; cheap where there is none."""
+def end_without_token(
+    plan: StepPlan, result: StepResult, live: LiveRequests, worker: Worker
+) -> None:
+    """Each with the reason. Cheap where every row has a token."""
     if min(result.token_ids, default=0) >= 0:
-        return []
+        return
+    if bad := _requests_with(NON_FINITE_TOKEN, plan, result):
+        worker.clear_pages(_evict(live.scheduler, bad))
+        live.fail(bad, "its logits are not finite")
+    for request in _requests_with(NO_TOKEN_LEFT, plan, result):
+        live.end(request, _no_token_left(request))
+
+
+def _requests_with(token_id: int, plan: StepPlan, result: StepResult) -> list[Request]:
+    """Live requests of which a row came back as `token_id`."""
     rows = zip(plan.sampled, result.token_ids, strict=True)
     found = {
         seq.request.request_id: seq.request
-        for seq, token_id in rows
-        if token_id == NON_FINITE_TOKEN and seq.status is not SequenceStatus.FINISHED
+        for seq, token in rows
+        if token == token_id and seq.status is not SequenceStatus.FINISHED
     }
     return list(found.values())
 
 
-def evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
+def _no_token_left(request: Request) -> Exception:
+    """Blames the fields by which the request forbids tokens, if any; else a processor did."""
+    what = "no token is left that may come next"
+    given = [name for name in FORBIDDING if getattr(request.sampling_params, name)]
+    if not given:
+        return RequestFailedError(f"request {request.request_id}: {what}")
+    return InvalidRequestError(f"{' and '.join(given)}: {what}", given[0])
+
+
+def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
     """End them in the scheduler. Returns the pages to zero before anything else is launched."""
     blocks = scheduler.blocks
     pages = {

@@ -6,7 +6,7 @@
 
 Reasoning is open from the start marker, in the prompt or in the output, to the end marker; all its
 parts in one answer share the budget. Where a marker is several tokens, only the ids that its text
-encodes to by itself are recognised.
+encodes to by itself are recognised. A grammar that knows no end of reasoning is not broken by one.
 """
 
 from __future__ import annotations

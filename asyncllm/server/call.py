@@ -22,8 +22,7 @@ class Call:
     new_parser      makes a choice's parser; None where all of a choice is content
     wants_outputs   each delta comes as an output, with its token ids, never as text alone
     shows_cached    its usage says how many prompt tokens the prefix cache had
-    structure_param the client's field that asked for the answer's structure, if any did: what is
-                    wrong with that may show in the middle of the answer
+    client_name     what the client calls a field of the engine's: some errors come late
     """
 
     id: str
@@ -36,7 +35,7 @@ class Call:
     return_token_ids: bool = False
     wants_outputs: bool = False
     shows_cached: bool = True
-    structure_param: str | None = None
+    client_name: Callable[[str | None], str | None] = lambda name: name
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

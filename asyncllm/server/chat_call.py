@@ -5,12 +5,14 @@ Every API that speaks in messages (chat, responses, Anthropic's) comes through h
 
 from __future__ import annotations
 
+from functools import partial
+
 from asyncllm.server.answer_reading import answer_reading
 from asyncllm.server.call import Call, new_id
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.refusals import refuse_unsupported
-from asyncllm.server.sampling import chat_params, structure_param, wants_outputs
+from asyncllm.server.sampling import chat_params, client_name, wants_outputs
 from asyncllm.server.service import Service
 from asyncllm.server.tool_use import tool_use
 
@@ -34,5 +36,5 @@ def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
-        structure_param=structure_param(request, params),
+        client_name=partial(client_name, request),
     )

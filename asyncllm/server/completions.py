@@ -19,10 +19,10 @@ from asyncllm.server.prompts import completion_prompts
 from asyncllm.server.protocol import CompletionRequest
 from asyncllm.server.refusals import refuse_unsupported
 from asyncllm.server.sampling import (
+    client_name,
     client_named,
     completion_params,
     prompt_only,
-    structure_param,
     wants_outputs,
 )
 from asyncllm.server.service import (
@@ -79,7 +79,7 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
-        structure_param=structure_param(request, params),
+        client_name=partial(client_name, request),
     )
     if call.num_sequences > MAX_CHOICES:
         prompts, each = len(call.prompts), call.params.num_sequences

@@ -74,7 +74,9 @@ class Generation:
             try:
                 await self._add(request_id, index)
             except InvalidRequestError as error:
-                raise self._named(error) from error
+                if (error.param or "").startswith(PARAM):  # others are named by who catches them
+                    raise self._named(error) from error
+                raise
 
     async def _add(self, request_id: str, index: int) -> None:
         call = self.call
@@ -139,10 +141,8 @@ class Generation:
         return internal_error("the engine failed to finish this request")
 
     def _named(self, error: InvalidRequestError) -> InvalidRequestError:
-        """Where it blames the answer's structure, it names the client's own field for that."""
-        if error.param is None or not error.param.startswith(PARAM):
-            return error
-        return renamed(error, self.call.structure_param)
+        """With the client's own name of the field."""
+        return renamed(error, self.call.client_name(error.param))
 
     def _receive_text(self, index: int, text: str, num_tokens: int) -> None:
         if self._is_over or self.error is not None:

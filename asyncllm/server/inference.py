@@ -118,7 +118,7 @@ def _call(request: GenerateRequest, service: Service) -> Call:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         wants_outputs=True,
-        structure_param=_structure_param(params),
+        client_name=_client_name,
     )
 
 
@@ -142,11 +142,6 @@ def _client_name(param: str | None) -> str | None:
     if param is not None and param.partition(".")[0] in _PARAM_NAMES:
         return f"sampling_params.{param}"
     return "token_ids" if param in ("prompt", "prompt_token_ids") else param
-
-
-def _structure_param(params: SamplingParams) -> str | None:
-    wanted = params.structured_outputs
-    return None if wanted is None else _client_name(wanted.param)
 
 
 def _names(service: Service) -> TokenNames:

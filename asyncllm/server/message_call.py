@@ -34,8 +34,12 @@ def message_call(
         call = chat_call(request, service)
     except InvalidRequestError as error:
         raise client_named(error, request) from error
-    param = call.structure_param
-    return replace(call, id=call_id, structure_param=param and names.get(param, param))
+
+    def own_name(param: str | None) -> str | None:
+        name = call.client_name(param)
+        return name and names.get(name, name)
+
+    return replace(call, id=call_id, client_name=own_name)
 
 
 async def answer_parts(service: Service, call: Call) -> PartsCollector:

@@ -117,16 +117,11 @@ def prompt_only(request: CompletionRequest) -> bool:
 
 def client_named(error: InvalidRequestError, request: GenerationRequest) -> InvalidRequestError:
     """An error of the engine's validators, naming the field as the client spelt it."""
-    return renamed(error, _client_name(request, error.param))
+    return renamed(error, client_name(request, error.param))
 
 
-def structure_param(request: GenerationRequest, params: SamplingParams) -> str | None:
-    """The field that asked for the answer's structure."""
-    wanted = params.structured_outputs
-    return None if wanted is None else _client_name(request, wanted.param)
-
-
-def _client_name(request: GenerationRequest, param: str | None) -> str | None:
+def client_name(request: GenerationRequest, param: str | None) -> str | None:
+    """The request's own field for the engine's `param`."""
     if param is not None and param.startswith(STRUCTURE_PARAM):
         if request.structured_outputs is not None:
             return param

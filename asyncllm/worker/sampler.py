@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.types import NON_FINITE_TOKEN
+from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_sampling import Feature
-from asyncllm.worker.token_masks import ApplyMasks, RowMasks, apply_masks_torch
+from asyncllm.worker.token_masks import ApplyMasks, RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
+FORBIDDING = Feature.ALLOWED | Feature.EDIT | Feature.PROCESS  # may leave a row no token
 
 # (logits [rows, V] any float dtype, temperatures, seeds, positions [rows]) -> int32 [rows]
 PlainSample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -87,7 +88,10 @@ class Sampler:
         masks: RowMasks | None = None,
         process: Process | None = None,
     ) -> torch.Tensor:
-        """int32 [rows], with every feature that any row of the step asks for."""
+        """int32 [rows], with every feature that any row of the step asks for.
+
+        NON_FINITE_TOKEN for a row with a NaN or +inf, NO_TOKEN_LEFT where all are forbidden.
+        """
         state = self._state
         if positions is None:
             positions = state.positions[slots]
@@ -98,6 +102,10 @@ class Sampler:
         bad = _rows_not_finite(logits)
         logits.masked_fill_(bad.unsqueeze(1), 0.0)
         self._edit(logits, slots, features, edits, masks)
+        empty = None
+        if features & FORBIDDING:
+            empty = logits.amax(dim=1) == float("-inf")
+            logits.masked_fill_(empty.unsqueeze(1), 0.0)
         temperatures = state.temperatures[slots]
         if features & Feature.FILTER:
             # The same scaled values decide the filter and the draw; greedy rows pass unchanged.
@@ -107,8 +115,13 @@ class Sampler:
             logits = torch.where(random.unsqueeze(1), filtered, logits)
             temperatures = random.float()
         tokens = self._plain(logits, temperatures, state.seeds[slots], positions)
+        if empty is not None:
+            tokens.masked_fill_(empty, NO_TOKEN_LEFT)
         if "forced_rows" in edits:
-            tokens.index_put_((edits["forced_rows"],), edits["forced_tokens"].int())
+            rows, forced = edits["forced_rows"], edits["forced_tokens"].int()
+            if masks is not None:  # a grammar that knows no such token goes first
+                forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
+            tokens.index_put_((rows,), forced)
         tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)

@@ -93,6 +93,13 @@ class _Words:
         self.bits = self.words[self.num_header :].view(num_rows, num_words)
 
 
+def allows(masks: RowMasks, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """bool [pairs]: whether each token may come in its row, as far as masks go."""
+    places = masks.of_row[rows]
+    words = masks.bits[places.clamp(min=0).long(), (tokens // 32).long()]
+    return (places < 0) | (words >> tokens % 32 & 1).bool()
+
+
 def apply_masks_torch(logits: torch.Tensor, masks: RowMasks) -> None:
     """The reference `ApplyMasks`: -inf where the bit of a token is not set."""
     is_masked = masks.of_row >= 0

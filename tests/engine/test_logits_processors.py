@@ -143,7 +143,7 @@ def nothing_left(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         (bad_type, "TypeError: it must return a tensor, not NoneType"),
         (bad_shape, "ValueError: it must return logits"),
         (not_a_number, "not finite"),
-        (nothing_left, "not finite"),
+        (nothing_left, "no token is left"),
     ],
 )
 def test_one_that_fails_ends_its_own_request(

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from asyncllm import AsyncLLMEngine, RequestFailedError, RequestOutput, SamplingParams
+from asyncllm import (
+    AsyncLLMEngine,
+    InvalidRequestError,
+    RequestFailedError,
+    RequestOutput,
+    SamplingParams,
+)
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.sampler import plain_sample_torch
 
@@ -98,3 +105,36 @@ def test_the_sampler_says_which_rows_are_not_finite() -> None:
         ).tolist()
         assert tokens[1:4] == [NON_FINITE_TOKEN] * 3
         assert tokens[0] in (0, 1, 2) and tokens[4] == 1
+
+
+FORBIDDEN: list[tuple[SamplingParams, str]] = [
+    (SamplingParams(allowed_token_ids=[9], stop_token_ids=[9], min_tokens=3), "allowed_token_ids"),
+    (SamplingParams(allowed_token_ids=[9], stop_token_ids=[9], min_tokens=3, top_p=0.9, top_k=5,
+                    temperature=0), "allowed_token_ids"),
+    (SamplingParams(allowed_token_ids=[9], bad_words=["WORD"], n=2), "allowed_token_ids"),
+    (SamplingParams(allowed_token_ids=[9], bad_words=["WORDWORD"], max_tokens=4),
+     "allowed_token_ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
+def test_who_forbids_every_token_is_told_so_and_costs_nobody_the_cache(
+    async_scheduling: bool,
+) -> None:
+    async def test() -> None:
+        async with poisoned(async_scheduling=async_scheduling) as engine:
+            word = engine.tokenizer.decode([9])
+            expected = await outcome(engine, GOOD[0], GREEDY)
+            for params, param in FORBIDDEN:
+                words = [text.replace("WORD", word) for text in params.bad_words or ()]
+                params = replace(params, bad_words=words or None)
+                beside = asyncio.create_task(outcome(engine, GOOD[1], GREEDY))
+                with pytest.raises(InvalidRequestError, match="no token is left") as found:
+                    await engine.generate(BAD, params)
+                assert found.value.param == param
+                assert isinstance(await beside, list)
+            again = await engine.generate(GOOD[0], GREEDY)
+            assert again.num_cached_tokens == 16 and again.outputs[0].token_ids == expected
+            engine.check_idle()
+
+    asyncio.run(test())

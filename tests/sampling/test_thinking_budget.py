@@ -187,6 +187,24 @@ def test_a_grammar_takes_over_where_the_reasoning_was_cut() -> None:
     run(main())
 
 
+def test_a_grammar_without_reasoning_is_not_broken_by_its_end() -> None:
+    """The prompt has opened reasoning, and the grammar holds from the first token on."""
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **ENGINE) as engine:
+            prompt = f"{rendered(engine)}<think>"
+            grammar = StructuredOutputsParams(choice=["yes it is", "no it is not"])
+            for budget in (0, 2):
+                beside = think(engine, prompt, budget)
+                held = think(engine, prompt, budget, structured_outputs=grammar)
+                plain, output = await asyncio.gather(beside, held)
+                assert output.outputs[0].text.removesuffix("<|im_end|>") in grammar.choice
+                assert "</think>" in plain.outputs[0].text
+            engine.check_idle()
+
+    run(main())
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_forked_and_beside_others_it_is_the_same(mode: str) -> None:
     async def main() -> None:

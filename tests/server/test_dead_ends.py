@@ -66,9 +66,9 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
         GENERATE,
         {
             "token_ids": list(b"<dead end>"),
-            "sampling_params": {"structured_outputs": {"regex": "a+"}},
+            "sampling_params": {"structured_outputs": {"grammar": "start: /a+/"}},
         },
-        "sampling_params.structured_outputs.regex",
+        "sampling_params.structured_outputs.grammar",
     ),
     (
         RESPONSES,
@@ -89,8 +89,8 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         RESPONSES,
-        {"input": "<dead end>", "structured_outputs": {"regex": "a+"}},
-        "structured_outputs.regex",
+        {"input": "<dead end>", "structured_outputs": {"grammar": "start: /a+/"}},
+        "structured_outputs.grammar",
     ),
     (
         MESSAGES,
@@ -174,6 +174,27 @@ def test_the_engine_says_so_and_others_go_on() -> None:
                 assert said["message"] == error["message"]
             status, answer = await beside
             assert (status, answer["choices"]) == (200, expected[1]["choices"])
+
+    run(test())
+
+
+FORBIDS: dict[str, Any] = {"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 3}
+
+
+def test_who_forbids_every_token_gets_a_400_too() -> None:
+    asked = [
+        (CHAT, {"messages": HELLO, **FORBIDS, "top_p": 0.9}, "allowed_token_ids"),
+        (COMPLETIONS, {"prompt": ["Hi", "you"], **FORBIDS}, "allowed_token_ids"),
+        (GENERATE, {"token_ids": [5, 6], "sampling_params": FORBIDS},
+         "sampling_params.allowed_token_ids"),
+    ]  # fmt: skip
+
+    async def test() -> None:
+        async with serving(AsyncLLMEngine("tiny", **SMALL)) as server:
+            for path, body, param in asked:
+                status, answer = await server.post(path, body)
+                assert (status, answer["error"]["param"]) == (400, param)
+                assert answer["error"]["type"] == "invalid_request_error"
 
     run(test())
 

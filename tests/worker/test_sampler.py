@@ -11,6 +11,7 @@ import torch
 from asyncllm import SamplingParams
 from asyncllm.outputs import RequestMetrics
 from asyncllm.types import (
+    NO_TOKEN_LEFT,
     NON_FINITE_TOKEN,
     DecodeBatch,
     Request,
@@ -262,6 +263,34 @@ def test_masked_rows_sampled_plainly_are_those_of_the_full_way(in_slots: bool) -
     assert torch.equal(our_state[1][1:], positions)
     assert ours[[7, 8, 10]].tolist() == [NON_FINITE_TOKEN] * 3
     assert ours[9] >= 0 and ours[11] == 9, "what a mask allows is possible whatever forbids it"
+
+
+def test_a_row_that_forbids_every_token_says_so_and_never_reaches_the_filters() -> None:
+    """Filters may search for ever in a row of -inf; its neighbours sample as without it."""
+    random = {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.01}
+    params = [
+        SamplingParams(**random, seed=1),
+        SamplingParams(**random, seed=2, allowed_token_ids=[7], min_tokens=2),
+        SamplingParams(**random, seed=3, allowed_token_ids=[4, 5]),
+        SamplingParams(temperature=0, allowed_token_ids=[7], min_tokens=2),
+    ]
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(4))
+    rig = Rig(*params)
+
+    def filtered(scaled: torch.Tensor, *limits: torch.Tensor) -> torch.Tensor:
+        assert scaled.isfinite().any(dim=1).all()
+        return top_k_top_p_torch(scaled, *limits)
+
+    rig.sampler._top_k_top_p = filtered
+    tokens = rig.sample(logits)
+    alone = Rig(params[0], params[2]).sample(logits[[0, 2]])
+    assert tokens == [alone[0], NO_TOKEN_LEFT, alone[1], NO_TOKEN_LEFT]
+    assert rig.state.last_tokens[2] == rig.state.last_tokens[4] == 0
+
+
+def test_a_poisoned_row_is_not_said_to_have_forbidden_its_tokens() -> None:
+    rig = Rig(SamplingParams(allowed_token_ids=[7], min_tokens=2))
+    assert rig.sample(torch.full((1, VOCAB), float("nan"))) == [NON_FINITE_TOKEN]
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

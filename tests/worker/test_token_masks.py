@@ -11,6 +11,7 @@ from asyncllm.worker.token_masks import (
     NO_MASK,
     RowMasks,
     TokenMaskBuffer,
+    allows,
     apply_masks_torch,
 )
 
@@ -33,8 +34,12 @@ def test_masked_rows_keep_what_is_allowed_and_others_everything(vocab_size: int)
     expected = logits.clone()
     rows = [4, 0, 3]
     expected[rows] = expected[rows].masked_fill(torch.from_numpy(~allowed), -INF)
-    apply_masks_torch(logits, buffer.upload(np.array(rows, np.int32), 6))
+    masks = buffer.upload(np.array(rows, np.int32), 6)
+    apply_masks_torch(logits, masks)
     assert torch.equal(logits, expected)
+    pairs = torch.cartesian_prod(torch.arange(6), torch.arange(vocab_size))
+    asked = allows(masks, pairs[:, 0], pairs[:, 1].int())
+    assert torch.equal(asked.view(6, vocab_size), expected > -INF)
 
 
 def test_what_is_allowed_is_possible_whatever_else_forbids_it() -> None:
