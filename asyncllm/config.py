@@ -131,7 +131,10 @@ class EngineArgs:
         default=True, metadata={"help": "launch each step before the one before is known"}
     )
     attention_backend: AttentionBackendName = field(
-        default="auto", metadata={"help": "auto: FlashInfer on CUDA, torch on CPU"}
+        default="auto",
+        metadata={
+            "help": "auto: on CUDA FlashInfer, or by measurement our own kernels; torch on a CPU"
+        },
     )
     enforce_eager: bool = field(default=False, metadata={"help": "no CUDA graphs"})
     cuda_graph_sizes: list[int] | None = field(

@@ -52,22 +52,31 @@ def begin_loading(
     return loading.result
 
 
-def _load(
-    source: Path, capability: tuple[int, int], definitions: Sequence[str]
-) -> ctypes.CDLL | None:
-    card = f"{capability[0]}{capability[1]}a"  # a: all that it has
-    flags = (*FLAGS, f"-gencode=arch=compute_{card},code=sm_{card}", *definitions)
+def path_of(source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()) -> Path:
+    """Where `load` keeps its library, be it there or not."""
+    flags = _flags(capability, definitions)
     folders = {source.parent, DEVICE_FOLDER}
     headers = sorted({header for folder in folders for header in folder.rglob("*.cuh")})
     texts = [file.read_bytes() for file in (source, *headers)]
     key = hashlib.sha256(b"\0".join([*texts, *map(str.encode, flags)]))
-    library = cache_folder() / f"{source.stem}-{key.hexdigest()[:16]}.so"
+    return cache_folder() / f"{source.stem}-{key.hexdigest()[:16]}.so"
+
+
+def _flags(capability: tuple[int, int], definitions: Sequence[str]) -> tuple[str, ...]:
+    card = f"{capability[0]}{capability[1]}a"  # a: all that it has
+    return (*FLAGS, f"-gencode=arch=compute_{card},code=sm_{card}", *definitions)
+
+
+def _load(
+    source: Path, capability: tuple[int, int], definitions: Sequence[str]
+) -> ctypes.CDLL | None:
+    library = path_of(source, capability, definitions)
     if not library.exists():
         compiler = find_compiler()
         if compiler is None:
             logger.info("no nvcc: %s is not compiled, other kernels do its work", source.name)
             return None
-        if not _compile(compiler, source, flags, library):
+        if not _compile(compiler, source, _flags(capability, definitions), library):
             return None
     return ctypes.CDLL(str(library))
 

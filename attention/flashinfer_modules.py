@@ -9,10 +9,10 @@ The generators are FlashInfer's own surface, tested with 0.6.12.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from flashinfer.jit import env, gen_act_and_mul_module, gen_batch_prefill_module
@@ -26,6 +26,16 @@ from asyncllm.attention.flashinfer import xqa_supports
 from asyncllm.attention.flashinfer_prefill import prefill_backend
 
 PARALLEL_BUILDS = 4  # each runs its own compilers side by side
+
+
+class Buildable(Protocol):
+    """A library that can be compiled ahead: FlashInfer's or our own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_built(self) -> bool: ...
+    def build(self) -> Buildable: ...
 
 
 class Module:
@@ -64,7 +74,7 @@ def modules_for(
     return [Module(spec) for spec in specs]
 
 
-def build_all(modules: list[Module]) -> Iterator[Module]:
+def build_all(modules: Sequence[Buildable]) -> Iterator[Buildable]:
     """Compile, several at a time; yields each when it is there."""
     with ThreadPoolExecutor(PARALLEL_BUILDS, "asyncllm-build") as threads:
         for future in as_completed([threads.submit(module.build) for module in modules]):

@@ -78,34 +78,53 @@ def supports(model: DenseDecoder) -> bool:
     )
 
 
-def load_persistent_decode(model: CausalLM, cache: KVCache) -> PersistentDecode | None:
-    """For a model on a CUDA device; None where model, device or compiler do not do it.
+def flags_for(model: CausalLM, block_size: int, device: torch.device) -> tuple[str, ...] | None:
+    """What the source is compiled with; None where it is of no use to such a model or device."""
+    if device.type != "cuda" or not isinstance(model, DenseDecoder):
+        return None
+    if torch.cuda.get_device_capability(device) not in CAPABILITIES or not supports(model):
+        return None
+    # Every block writes logits, and says by them that it waited in vain.
+    if len(model.embed_tokens.weight) < FEATURES * num_blocks_on(device):
+        return None
+    return definitions(model.attention_layers[0], block_size)
 
-    Waits for the compiler where no start before has called it for such a model.
+
+def num_blocks_on(device: torch.device) -> int:
+    """That run at once: one per multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def begin_loading(
+    model: CausalLM, block_size: int, device: torch.device
+) -> Callable[[], Launch | None]:
+    """The kernel for a model that may still be without its weights, compiled meanwhile where no
+    start did it before; the result waits for that. None where model, device or compiler do not do
+    it.
     """
-    device = cache.layers[0].device
+    flags = flags_for(model, block_size, device)
+    if flags is None:
+        return lambda: None
     capability = torch.cuda.get_device_capability(device)
-    if capability not in CAPABILITIES or not isinstance(model, DenseDecoder):
-        return None
-    if not supports(model):
-        return None
-    flags = definitions(model.attention_layers[0], cache.block_size)
-    library = cuda_source.load(SOURCE, capability, flags)
-    if library is None:
-        return None
-    launch = library.asyncllm_persistent_decode
-    launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return PersistentDecode(model, cache, launch, num_sms)
+    loading = cuda_source.begin_loading(SOURCE, capability, flags)
+
+    def wait() -> Launch | None:
+        library = loading()
+        if library is None:
+            return None
+        launch = library.asyncllm_persistent_decode
+        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        return launch
+
+    return wait
 
 
 class PersistentDecode:
     """For one model, which it `supports`, and its KV cache. Steps must not overlap."""
 
-    def __init__(
-        self, model: DenseDecoder, cache: KVCache, launch: Launch, num_blocks: int
-    ) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, launch: Launch, num_blocks: int) -> None:
         """`launch`: the compiled kernel's; `num_blocks`: that are on the device at once."""
+        assert isinstance(model, DenseDecoder)
         self._model = model
         self._launch = launch
         self._num_blocks = num_blocks
@@ -133,14 +152,16 @@ class PersistentDecode:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a step gave up waiting for a block that never came. Waits for the device."""
+        """Whether any step so far waited in vain for a block. Waits for the device."""
         return bool(self._words[-1])
 
     def forward(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
     ) -> torch.Tensor:
         """Logits [rows, vocab_size] of int32 token_ids [rows] at `rows.positions`, whose keys and
-        values are written to their pages. Capturable. For at most MAX_ROWS rows."""
+        values are written to their pages. Capturable. For at most MAX_ROWS rows. Each row has a
+        NaN where a block waited in vain for another.
+        """
         num_rows = len(token_ids)
         assert num_rows <= MAX_ROWS
         residual = self._model.embed_tokens(token_ids)

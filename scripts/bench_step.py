@@ -2,7 +2,8 @@
 """Times single steps of an engine's worker on one CUDA device, kernel by kernel.
 
     scripts/bench_step.py --model DIR --batch 1,8,64 --context 640 --prefill 128,2048
-    ... --persistent    decode steps of up to 8 rows also by the one kernel of persistent_decode.py
+    ... --persistent    decode steps of up to 8 rows by the layers and by the one kernel of
+                        persistent_decode.py; without it by whichever the start finds quicker
 
 Decode steps are replays of the captured graphs, as the engine runs them; a prefill step is one
 prompt, launched as the engine launches it. Weights are made up. Beside the time stand the bytes
@@ -18,6 +19,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,15 @@ import torch
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.decode_ways import LAYERS
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.persistent_decode import MAX_ROWS, load_persistent_decode
+from asyncllm.models.persistent_decode import (
+    MAX_ROWS,
+    PersistentDecode,
+    begin_loading,
+    num_blocks_on,
+)
 from asyncllm.worker.worker import Worker
 
 REPEATS = 30
@@ -101,6 +109,7 @@ class Bench:
             self._worker.capture_one()
         self._runner = self._worker.runner
         self._state = self._runner._state
+        self._persistent: PersistentDecode | None = None
         self._context = context
         pages = -(-(context + 1) // config.block_size)
         available = self._worker.memory.num_pages
@@ -114,12 +123,14 @@ class Bench:
 
     def use_persistent_decode(self, batches: Sequence[int]) -> None:
         """From now on, for these."""
-        runner = self._runner
-        runner.persistent_decode = load_persistent_decode(runner._model, runner._cache)
-        if runner.persistent_decode is None:
+        runner, device = self._runner, self._state.positions.device
+        model, cache = runner._model, runner._cache
+        launch = begin_loading(model, cache.block_size, device)()
+        if launch is None:
             raise SystemExit("no persistent decode for this model on this device")
-        device = self._state.positions.device
-        graphs = DecodeGraphs(runner.decode_step, max(batches), GraphPool(), device)
+        self._persistent = PersistentDecode(model, cache, launch, num_blocks_on(device))
+        step = partial(runner.decode_step, forward=self._persistent.forward)
+        graphs = DecodeGraphs(step, max(batches), GraphPool(), device)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for batch in batches:
@@ -129,8 +140,7 @@ class Bench:
 
     @property
     def is_stuck(self) -> bool:
-        decode = self._runner.persistent_decode
-        return decode is not None and decode.is_stuck
+        return self._persistent is not None and self._persistent.is_stuck
 
     def logits(self, batch: int) -> torch.Tensor:
         """Of the step that `decode` times, [batch, V]."""
@@ -161,8 +171,9 @@ class Bench:
         ms = time_ms(work, prepare)
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
+        way = next(name for name, sizes in graphs.ways.items() if batch in sizes)
         return {
-            "step": step,
+            "step": step if way == LAYERS else f"{step} by {way}",
             "batch": batch,
             "context": self._context,
             "ms": round(ms, 4),
@@ -235,6 +246,8 @@ def main() -> None:
         cuda_graph_sizes=args.batch,
         gpu_memory_utilization=0.85,
         swap_space=0,
+        # A backend that is named is never exchanged for the one kernel.
+        attention_backend="flashinfer" if args.persistent else "auto",
     ).create_engine_config()
     with torch.inference_mode():
         bandwidth = measure_bandwidth()

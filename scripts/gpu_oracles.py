@@ -14,10 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from asyncllm.models.persistent_decode import CAPABILITIES, MAX_ROWS
+from asyncllm.worker.decode_choice import ONE_KERNEL
+from asyncllm.worker.decode_trial import DecodeTrial
 
 Args = dict[str, Any]
 Outcome = tuple[bool, str]  # whether it holds, and what was seen
@@ -193,6 +197,29 @@ def prompt_logprob_gap(ours: Answers, reference: Answers) -> float:
 
 
 @contextmanager
+def layers_lose() -> Iterator[None]:
+    """Every trial of ways to run a decode step, meanwhile: the last of the others wins."""
+
+    def trial(self: DecodeTrial, slots: torch.Tensor, replays: list[Any]) -> list[float]:
+        return [1.0 / (1 + place) for place in range(len(replays))]
+
+    with patch.object(DecodeTrial, "__call__", trial):
+        yield
+
+
+async def one_kernel_as_layers() -> Outcome:
+    if torch.cuda.get_device_capability() not in CAPABILITIES:
+        return True, "this card has no such kernel"
+    args = ROOMY | {"max_num_seqs": MAX_ROWS}
+    with layers_lose():
+        async with AsyncLLMEngine("tiny", **args) as engine:
+            ways = engine.startup["decode_ways"]
+            ours = Answers(await ask(engine, QUESTIONS, GREEDY), engine.stats())
+    ok, detail = equal(ours, await answer(GREEDY, args | {"attention_backend": "flashinfer"}))
+    return ok and ways.keys() == {ONE_KERNEL}, f"{detail}, by {ways}"
+
+
+@contextmanager
 def synchronisation_forbidden() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -253,6 +280,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("batched = alone", batched_as_alone),
     ("FlashInfer = torch", partial(backend_as_torch, "flashinfer")),
     ("flash-attn = torch", partial(backend_as_torch, "flash_attn", block_size=256)),
+    ("one kernel = layers", one_kernel_as_layers),
     ("no hidden synchronisation", no_synchronisation),
     ("no leak", no_leak),
 ]

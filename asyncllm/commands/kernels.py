@@ -1,9 +1,9 @@
 """`asyncllm kernels build|list MODEL`: the CUDA kernels of a model, made before the first start.
 
-FlashInfer's modules are compiled side by side into its own cache; then the engine starts once with
-made-up weights, which compiles the Triton kernels into Triton's. Both caches are keyed by version
-and architecture, and the next start finds everything there; Python's bytecode too, where an image
-was built without it.
+FlashInfer's modules and our own are compiled side by side, each into their own cache; then the
+engine starts once with made-up weights, which compiles the Triton kernels into Triton's. The caches
+are keyed by version and architecture, and the next start finds everything there; Python's bytecode
+too, where an image was built without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncllm.commands.bytecode import write_bytecode
 from asyncllm.config import EngineArgs, EngineConfig
 
 if TYPE_CHECKING:
-    from asyncllm.attention.flashinfer_modules import Module
+    from asyncllm.attention.flashinfer_modules import Buildable
 
 HELP = "make or list the CUDA kernels that a model needs"
 SMALL: dict[str, Any] = {"load_format": "dummy", "swap_space": 0.0, "skip_tokenizer_init": True}
@@ -60,21 +60,23 @@ def nothing_to_build(config: EngineConfig) -> str | None:
     return None
 
 
-def modules_of(config: EngineConfig) -> list[Module]:
-    """FlashInfer's modules for this model on the first CUDA device."""
+def modules_of(config: EngineConfig) -> list[Buildable]:
+    """FlashInfer's modules and ours for this model on the first CUDA device."""
     import torch
 
     from asyncllm.attention.flashinfer_modules import modules_for
+    from asyncllm.commands.own_kernels import own_kernels
     from asyncllm.models.layers.torch_ops import TorchOps
     from asyncllm.models.registry import build_model
 
     dtype = getattr(torch, config.dtype)
     model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
     capability = torch.cuda.get_device_capability()
-    return modules_for(model.attention_layers, dtype, config.block_size, capability)
+    modules = modules_for(model.attention_layers, dtype, config.block_size, capability)
+    return [*modules, *own_kernels(config, model, torch.device("cuda"))]
 
 
-def _build(missing: list[Module]) -> None:
+def _build(missing: list[Buildable]) -> None:
     from asyncllm.attention.flashinfer_modules import build_all
 
     start = time.perf_counter()
@@ -104,7 +106,7 @@ def _compile_triton(engine_args: EngineArgs) -> None:
     print(f"start: {startup['seconds']}\nFlashInfer's cache: {cache_folder()}")
 
 
-def modules_of_args(engine_args: EngineArgs) -> list[Module]:
+def modules_of_args(engine_args: EngineArgs) -> list[Buildable]:
     return modules_of(engine_args.create_engine_config())
 
 
@@ -130,6 +132,8 @@ def _triton_lines() -> Iterator[dict[str, int]]:
 def _print_folders() -> None:
     from triton import knobs
 
+    from asyncllm.attention import cuda_source
     from asyncllm.attention.flashinfer_modules import cache_folder
 
     print(f"FlashInfer's cache: {cache_folder()}\nTriton's cache: {knobs.cache.dir}")
+    print(f"our own: {cuda_source.cache_folder()}")

@@ -18,7 +18,6 @@ from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.models.persistent_decode import MAX_ROWS, PersistentDecode
 from asyncllm.types import NO_MASKS, PADDING_PAGE, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.decode_ends import DecodeEnds
 from asyncllm.worker.device_state import DeviceState
@@ -36,6 +35,8 @@ from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
+# token ids int32 [rows], rows, prompt lens where the model uses them -> logits [rows, V]
+DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.Tensor]
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
 
 
@@ -101,7 +102,6 @@ class ModelRunner:
         self._staging = Staging(device)
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
-        self.persistent_decode: PersistentDecode | None = None  # for steps of few rows
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
 
@@ -241,24 +241,30 @@ class ModelRunner:
         return Forwarded(logits, slots, None, tokens, tensors, [])
 
     def decode_step(
-        self, slots: torch.Tensor, max_len: int | None = None
+        self,
+        slots: torch.Tensor,
+        max_len: int | None = None,
+        forward: DecodeForward | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each of `slots` int32 [rows], from and to the device state. Capturable.
 
         Returns plainly sampled tokens int32 [rows] and logits [rows, V]. `max_len`: the longest
-        context, for backends that want it on the host; None under capture.
+        context, for backends that want it on the host; None under capture. `forward`: by other
+        kernels than the layers'.
         """
-        state, model = self._state, self._model
+        state = self._state
         rows = self._decode_ends.begin(state, slots)
         decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
-        prompt_lens = state.prompt_lens[slots] if model.uses_prompt_lens else None
-        if self.persistent_decode is not None and len(slots) <= MAX_ROWS:
-            logits = self.persistent_decode.forward(rows.last_tokens, decodes, prompt_lens)
-        else:
-            attend = self._attention.decode(decodes)
-            hidden = model.forward(rows.last_tokens, rows.positions, prompt_lens, attend)
-            logits = model.compute_logits(hidden)
+        prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
+        logits = (forward or self._layers)(rows.last_tokens, decodes, prompt_lens)
         return self._decode_ends.finish(state, slots, rows, logits), logits
+
+    def _layers(
+        self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
+    ) -> torch.Tensor:
+        attend = self._attention.decode(rows)
+        hidden = self._model.forward(token_ids, rows.positions, prompt_lens, attend)
+        return self._model.compute_logits(hidden)
 
     def _mixed_step(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""

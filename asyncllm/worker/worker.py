@@ -20,6 +20,7 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.decode_ways import Way
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
@@ -29,6 +30,8 @@ from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import StepCost, StepPlan, SwapCost
+from asyncllm.worker import decode_choice
+from asyncllm.worker.decode_trial import DecodeTrial
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernels import Kernels, make_executor, select_kernels
@@ -67,7 +70,9 @@ class Worker:
         with self._phase("kernels"):
             kernels = select_kernels(self.device, self._dtype)
         with self._phase("load"):
-            model = self._load_model(kernels)
+            model = self._build_model(kernels)
+            loading = decode_choice.begin_loading(config, model, self.device)
+            load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
             profile = profile_step(model, config, self.device, kernels.top_k_top_p)
             self.memory = plan_memory(config, page_bytes, profile, self.device)
@@ -85,7 +90,11 @@ class Worker:
             self._warm_up()
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
-            self._make_graphs(model, attention, cache)
+            pool = GraphPool()
+            self._make_prefill_graphs(model, attention, cache, pool)
+            with self._phase("decode_kernel"):
+                ways = decode_choice.other_ways(self.runner, model, cache, loading)
+            self._make_decode_graphs(state, pool, ways)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
@@ -96,6 +105,11 @@ class Worker:
     @property
     def num_graphs(self) -> int:
         return len(self.runner.graphs) if self.runner.graphs is not None else 0
+
+    @property
+    def decode_ways(self) -> dict[str, list[int]]:
+        """How decode steps are run -> the sizes captured so; empty where they are eager."""
+        return self.runner.graphs.ways if self.runner.graphs is not None else {}
 
     @property
     def prefill_graph_sizes(self) -> tuple[int, ...]:
@@ -113,7 +127,8 @@ class Worker:
 
     @torch.inference_mode()
     def capture_one(self) -> None:
-        """Capture one of the pending graphs; for moments without a step. Blocks for 10 to 20 ms."""
+        """Capture one of the pending graphs; for moments without a step. Blocks for 10 to 20 ms,
+        a few steps more where ways to run it are timed."""
         try:
             with self._on_stream():
                 self._pending.capture_one()
@@ -165,13 +180,11 @@ class Worker:
         )
         return HostPages(shape, self._dtype, self.device)
 
-    def _load_model(self, kernels: Kernels) -> CausalLM:
+    def _build_model(self, kernels: Kernels) -> CausalLM:
+        """Without its weights."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        model = build_model(config.model, self._dtype, self.device, kernels.ops, model_len)
-        path = config.model.path
-        load_weights(model, path, config.load_format, config.seed, self._progress)
-        return model
+        return build_model(config.model, self._dtype, self.device, kernels.ops, model_len)
 
     def _allocate_cache(self, host_pages: HostPages) -> KVCache:
         """Raises `ValueError` naming the flags where the memory is not there."""
@@ -238,20 +251,22 @@ class Worker:
         """Of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
 
-    def _make_graphs(self, model: CausalLM, attention: AttentionBackend, cache: KVCache) -> None:
-        """Of steps with prefills and of decode steps, in one pool."""
-        config = self._config
-        pool = GraphPool()
-        if config.prefill_graph_sizes:
-            sizes = config.prefill_graph_sizes
-            prefill = PrefillGraphs(
-                model, attention, cache, sizes[-1], pool, self._dtype, self.device
-            )
-            with self._phase("prefill_graphs"), self._on_stream():
-                self._capture(prefill.capture, sizes, "prefill")
-            self.runner.mixed_forward.graphs = prefill
-        sizes = config.cuda_graph_sizes
-        decode = DecodeGraphs(self.runner.decode_step, sizes[-1], pool, self.device)
+    def _make_prefill_graphs(
+        self, model: CausalLM, attention: AttentionBackend, cache: KVCache, pool: GraphPool
+    ) -> None:
+        sizes = self._config.prefill_graph_sizes
+        if not sizes:
+            return
+        prefill = PrefillGraphs(model, attention, cache, sizes[-1], pool, self._dtype, self.device)
+        with self._phase("prefill_graphs"), self._on_stream():
+            self._capture(prefill.capture, sizes, "prefill")
+        self.runner.mixed_forward.graphs = prefill
+
+    def _make_decode_graphs(self, state: DeviceState, pool: GraphPool, others: list[Way]) -> None:
+        """`others`: ways to run a step besides the layers."""
+        sizes, step = self._config.cuda_graph_sizes, self.runner.decode_step
+        trial = DecodeTrial(state, self._config.block_size, self.memory.num_pages)
+        decode = DecodeGraphs(step, sizes[-1], pool, self.device, others, trial)
         with self._phase("graphs"), self._on_stream():
             self._capture(decode.capture, sizes, "decode")
         self.runner.graphs = decode

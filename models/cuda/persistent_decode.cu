@@ -32,12 +32,32 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
         open_signal((&shared.full[0][0])[thread]);
         open_signal((&shared.empty[0][0])[thread]);
     }
+    if (block_index() == 0)  // a step that got stuck may have left others
+        for (int i = thread; i < args.rows * args.kv_heads; i += 2 * THREADS) args.counts[i] = 0;
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
+        shared.layers[args.num_layers].input_norm = args.final_norm;
         shared.num_work = args.rows * args.kv_heads * count_splits(args);
     }
     show_signals();
     sync_block();
+}
+
+__device__ __forceinline__ Operands operands_of(const Args& args, const Layer& layer, int kind) {
+    if (kind == HEAD) return {args.residual, args.final_norm, nullptr, args.logits, false};
+    const void* bias = layer.biases[kind];
+    if (kind == QKV) return {args.residual, layer.input_norm, bias, args.qkv, false};
+    if (kind == OUTPUT) return {args.attended, nullptr, bias, args.residual, true};
+    if (kind == GATE_UP) return {args.residual, layer.post_norm, bias, args.gated, false};
+    return {args.gated, nullptr, bias, args.residual, true};
+}
+
+// Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
+__device__ __forceinline__ void prefetch_norms(const Args& args, const Shared& shared, int index) {
+    const int column = (block_index() * THREADS + thread_index()) * 64;
+    if (column >= args.hidden) return;
+    prefetch(at(shared.layers[index].post_norm, column));
+    prefetch(at(shared.layers[index + 1].input_norm, column));
 }
 
 __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args args) {
@@ -53,29 +73,21 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     Barrier barrier(args);
     Ring ring;
     plan_share(args, block_index(), shared);
-    for (int i = 0; i < args.num_layers; i++) {
-        const Layer& layer = shared.layers[i];
-        // Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
-        const bool is_last = i + 1 == args.num_layers;
-        const void* next = is_last ? args.final_norm : shared.layers[i + 1].input_norm;
-        const int line = (block_index() * THREADS + thread) * 64;
-        if (line < args.hidden) prefetch(at(layer.post_norm, line)), prefetch(at(next, line));
-        product<QKV>(args, {args.residual, layer.input_norm, layer.biases[QKV], args.qkv}, shared,
-                     ring, me);
+#pragma unroll 1
+    for (int i = 0; i <= 4 * args.num_layers; i++) {
+        const Layer& layer = shared.layers[i / 4];
+        const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
+        if (kind == QKV) prefetch_norms(args, shared, i / 4);
+        product(args, operands_of(args, layer, kind), shared.shapes[kind], shared, ring, me);
+        if (kind == HEAD) break;
         barrier.arrive();
-        attention(args, layer, barrier, shared, me);
-        barrier.meet();
-        product<OUTPUT>(args, {args.attended, nullptr, layer.biases[OUTPUT], args.residual}, shared,
-                        ring, me);
-        barrier.meet();
-        product<GATE_UP>(args, {args.residual, layer.post_norm, layer.biases[GATE_UP], args.gated},
-                         shared, ring, me);
-        barrier.meet();
-        product<DOWN>(args, {args.gated, nullptr, layer.biases[DOWN], args.residual}, shared,
-                      ring, me);
-        barrier.meet();
+        if (kind == QKV) {
+            attention(args, layer, barrier, shared, me);
+            barrier.arrive();
+        }
+        barrier.wait();
     }
-    product<HEAD>(args, {args.residual, args.final_norm, nullptr, args.logits}, shared, ring, me);
+    barrier.spoil(args);
 }
 
 int shared_bytes(const Args& args) {
@@ -85,7 +97,8 @@ int shared_bytes(const Args& args) {
 }  // namespace
 
 // Returns a cudaError_t. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM of 256,
-// vocab of 8. Blocks must all be on the device at once, hence the cooperative launch.
+// vocab of 8, and it is at least 8 for each block. Blocks must all be on the device at once, hence
+// the cooperative launch.
 // `args` is untyped because a function that names a type of the unnamed namespace is not exported.
 #ifndef ASYNCLLM_EMULATED
 extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {

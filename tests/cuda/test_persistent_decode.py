@@ -5,6 +5,7 @@ Both see the same weights in bfloat16 and are measured by how far they are from 
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from asyncllm.attention import cuda_source
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
@@ -37,6 +39,7 @@ BLOCK_SIZE = 16
 MAX_LEN = 512
 PAGES = MAX_LEN // BLOCK_SIZE
 VOCAB_SIZE = 264
+FUNCTION = "asyncllm_persistent_decode"
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
@@ -74,7 +77,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, .
     def load(flags: tuple[str, ...]) -> Any:
         if flags not in libraries:
             libraries[flags] = compile_for_cpu(
-                SOURCE, "asyncllm_persistent_decode", flags, folder / f"{len(libraries)}.so"
+                SOURCE, FUNCTION, flags, folder / f"{len(libraries)}.so"
             )
         return libraries[flags]
 
@@ -204,6 +207,45 @@ def test_the_order_of_threads_does_not_matter(
     function = function_for(compiled, step.config)
     outcomes = [step.by_one_kernel(function, 12, seed)[0] for seed in range(3)]
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+
+
+def compile_impatient(folder: Path, flags: tuple[str, ...]) -> Any:
+    """The kernel with blocks that wait for others hardly at all."""
+    for sources in (SOURCE.parent, cuda_source.DEVICE_FOLDER):
+        shutil.copytree(sources, folder / sources.relative_to(SOURCE.parents[2]))
+    source = folder / SOURCE.relative_to(SOURCE.parents[2])
+    barrier = source.parent / "persistent" / "barrier.cuh"
+    text = barrier.read_text()
+    assert text.count("MAX_POLLS = 1 << 24") == 1
+    barrier.write_text(text.replace("MAX_POLLS = 1 << 24", "MAX_POLLS = 1"))
+    return compile_for_cpu(source, FUNCTION, flags, folder / "impatient.so")
+
+
+def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    step = case("qwen3", tmp_path, [90, 4])
+    model, cache = step.model(torch.bfloat16), step.cache(torch.bfloat16)
+    flags = definitions(model.attention_layers[0], BLOCK_SIZE)
+    patient, impatient = compiled(flags), compile_impatient(tmp_path, flags)
+    seeds = itertools.count()
+    function = impatient
+
+    def new() -> PersistentDecode:
+        return PersistentDecode(model, cache, lambda args, n, _: function(args, n, next(seeds)), 8)
+
+    def logits(decode: PersistentDecode) -> torch.Tensor:
+        return decode.forward(step.token_ids, step.rows, step.positions + 1)
+
+    decode = new()
+    assert logits(decode).isnan().any(dim=1).all()
+    assert decode.is_stuck
+    assert int(decode._words[-2]) in (0, -(1 << 31))  # the barrier: nobody is missing
+    decode._words[:-2] = 7  # as a share would leave it that others overtook
+    for layer, fresh in zip(cache.layers, step.cache(torch.bfloat16).layers, strict=True):
+        layer.copy_(fresh)
+    function = patient
+    assert torch.equal(logits(decode), logits(new()))
 
 
 def test_what_it_does_not_support(tmp_path: Path) -> None:

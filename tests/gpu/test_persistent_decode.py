@@ -14,7 +14,7 @@ from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.persistent_decode import PersistentDecode, load_persistent_decode
+from asyncllm.models.persistent_decode import PersistentDecode, begin_loading, num_blocks_on
 from asyncllm.models.registry import build_model
 
 pytestmark = [
@@ -75,10 +75,10 @@ class Model:
         for layer in self.cache.layers:
             layer.normal_()
         self._attention = FlashInferAttention(self.cache, model.attention_layers)
-        persistent = load_persistent_decode(model, self.cache)
-        if persistent is None:
+        launch = begin_loading(model, BLOCK_SIZE, device)()
+        if launch is None:
             pytest.skip("no persistent decode on this device")
-        self.persistent: PersistentDecode = persistent
+        self.persistent = PersistentDecode(model, self.cache, launch, num_blocks_on(device))
         self.tables = (1 + torch.randperm(8 * PAGES, device=device)).int().view(8, PAGES)
 
     def rows(self, positions: list[int]) -> tuple[torch.Tensor, DecodeRows]:

@@ -16,6 +16,7 @@ from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import EngineArgs
+from asyncllm.engine import engine_core
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
@@ -210,14 +211,14 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_later_capture_writes_to_no_page_that_was_used() -> None:
+def test_a_later_capture_writes_to_no_page_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots of the last step are another's, or nobody's, when the engine is idle."""
+    monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
     args = ARGS | {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
     prompts: Any = [{"prompt_token_ids": list(range(11, n))} for n in (60, 30)]
     params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
     with LLM("tiny", **args) as llm:
         ours = llm.engine._running().worker
-        ours._pending.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         pages = [layer[1:].clone() for layer in ours.runner._cache.layers]
         assert ours.runner.graphs is not None

@@ -54,7 +54,7 @@ struct Args {
     void* logits;                 // [rows, vocab]
     float* partial;               // [rows, heads, MAX_SPLITS, HEAD_DIM]
     float* partial_lse;           // [rows, heads, MAX_SPLITS]
-    uint32_t* counts;             // [rows, kv_heads], zero; left zero
+    uint32_t* counts;             // [rows, kv_heads]
     uint32_t* barrier;            // one word, zero at first
     uint32_t* stuck;              // set where blocks waited for ever
     const int32_t* block_tables;  // [rows, table_stride]

@@ -33,11 +33,18 @@ struct Barrier {
         sync_workers();
     }
 
-    __device__ __forceinline__ void meet() {
-        arrive();
-        wait();
+    // At the end. What a block computed that had given up waiting may be wrong, in all rows: each
+    // gets a NaN among the block's own logits, and fails by it. The word itself is right again,
+    // since every block has arrived at every barrier.
+    __device__ __forceinline__ void spoil(const Args& args) const {
+        sync_workers();  // the logits are written
+        if (!gave_up) return;
+        const int column = block_index() * UNIT;
+        for (int row = 0; row < args.rows; row++)
+            *at(args.logits, static_cast<int64_t>(row) * args.vocab + column) = NAN_HALF;
     }
 
+    static constexpr uint16_t NAN_HALF = 0x7fff;
     static constexpr uint32_t TOP = 0x80000000u;
     static constexpr int MAX_POLLS = 1 << 24;  // seconds: one never came, and the kernel must end
 };

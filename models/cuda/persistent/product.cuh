@@ -8,7 +8,6 @@ namespace {
 
 // A lane's share of one slice of x: of its row, 8 columns of each 32. And of the norm's weights: for
 // row i of the lanes' 8, what all need of the i-th 32 columns.
-template <bool NORM>
 struct Piece {
     uint4 values[SLICE / 32];
     uint4 norm;
@@ -16,7 +15,7 @@ struct Piece {
     __device__ __forceinline__ void load(const void* x, const void* norm_weight, int size, int rows,
                                          int slice, const Lane& me) {
         static_assert(SLICE / 32 == 8);
-        if (NORM) norm = load_constant(at(norm_weight, slice * SLICE + me.lane * 8));
+        if (norm_weight != nullptr) norm = load_constant(at(norm_weight, slice * SLICE + me.lane * 8));
 #pragma unroll
         for (int i = 0; i < SLICE / 32; i++) {
             const int column = slice * SLICE + i * 32 + me.quad * 8;
@@ -36,7 +35,7 @@ struct Piece {
     // Times the norm's weights, rounded as everywhere; the factor of a row comes at the end.
     __device__ __forceinline__ void weigh(float& squares, const Lane& me) {
 #pragma unroll
-        for (int i = 0; i < (NORM ? SLICE / 32 : 0); i++) {
+        for (int i = 0; i < SLICE / 32; i++) {
             uint4& v = values[i];
             const int lane = i * 4 + me.quad;
             v = {weigh(v.x, norm.x, lane, squares), weigh(v.y, norm.y, lane, squares),
@@ -46,18 +45,16 @@ struct Piece {
 };
 
 struct Operands {
-    const void *x, *norm, *bias;
+    const void *x, *norm, *bias;  // norm, bias: may be null
     void* out;
+    bool adds;  // to what is there
 };
 
 // A thread's output of a group: where it goes and what is added to it, known before the sums.
-template <int KIND>
 struct Output {
-    static constexpr bool ADDS = KIND == OUTPUT || KIND == DOWN;
-    static constexpr int PARTS = KIND == GATE_UP ? 2 : 1;
     uint16_t* to;  // null: this thread has none
     int unit, row, column;
-    uint16_t bias[PARTS], residual;  // as read: to make them floats is to wait for them
+    uint16_t bias[2], residual;  // as read: to make them floats is to wait for them
 
     // `first_unit`: the group's, of those of its set.
     __device__ __forceinline__ void open(const Args& args, const Operands& operands,
@@ -68,11 +65,14 @@ struct Output {
         const int own = set + (first_unit + unit) * shape.num_sets;
         column = (block_index() + own * num_blocks()) * UNIT + thread % UNIT;
         to = nullptr;
-        if (unit >= GROUP_STAGES / PARTS || own >= shape.num_own || row >= args.rows) return;
+        if (set >= shape.num_sets || unit >= GROUP_STAGES >> shape.gated || own >= shape.num_own
+            || row >= args.rows)
+            return;
         to = at(operands.out, static_cast<int64_t>(row) * shape.features + column);
-        if (ADDS) residual = load_fresh_half(to);
-        for (int part = 0; part < PARTS && operands.bias != nullptr; part++)
-            bias[part] = *at(operands.bias, part * shape.features + column);
+        if (operands.adds) residual = load_fresh_half(to);
+        if (operands.bias == nullptr) return;
+        bias[0] = *at(operands.bias, column);
+        if (shape.gated) bias[1] = *at(operands.bias, shape.features + column);
     }
 
     // From the sums of the set's warps.
@@ -80,31 +80,25 @@ struct Output {
                                            const Shape& shape, const Shared& shared, int set,
                                            int buffer) const {
         if (to == nullptr) return;
-        const int warp = set * shape.split;
-        float factor = 1;
+        const int warp = set * shape.split, stage = unit << shape.gated;
+        const int place = stage * MAX_ROWS * UNIT + thread_index() % (MAX_ROWS * UNIT);
+        const int next = shape.gated ? place + MAX_ROWS * UNIT : place;
+        float squares = 0, sum = 0, gated = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            if (w < shape.split) {
+                squares += shared.product.squares[warp + w][row];
+                sum += shared.product.sums[buffer][warp + w][place];
+                gated += shared.product.sums[buffer][warp + w][next];
+            }
         if (operands.norm != nullptr) {
-            float squares = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++)
-                if (w < shape.split) squares += shared.product.squares[warp + w][row];
-            factor = inverse_root(squares * (1.0f / shape.size) + args.eps);
+            const float factor = inverse_root(squares * (1.0f / shape.size) + args.eps);
+            sum *= factor, gated *= factor;
         }
-        float result[PARTS];
-        for (int part = 0; part < PARTS; part++) {
-            const int place
-                = (unit * PARTS + part) * MAX_ROWS * UNIT + thread_index() % (MAX_ROWS * UNIT);
-            float sum = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++)
-                if (w < shape.split) sum += shared.product.sums[buffer][warp + w][place];
-            sum *= factor;
-            if (operands.bias != nullptr) sum += from_half(bias[part]);
-            result[part] = sum;
-        }
-        float value = result[0];
-        if (PARTS == 2) value = value / (1 + power_of_2(-value * LOG2_E)) * result[PARTS - 1];
-        if (ADDS) value += from_half(residual);
-        *to = to_half(value);
+        if (operands.bias != nullptr) sum += from_half(bias[0]), gated += from_half(bias[1]);
+        if (shape.gated) sum = sum / (1 + power_of_2(-sum * LOG2_E)) * gated;
+        if (operands.adds) sum += from_half(residual);
+        *to = to_half(sum);
     }
 };
 
@@ -138,56 +132,42 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4 (&x)[S
     }
 }
 
-template <int KIND>
-__device__ __forceinline__ void product(const Args& args, const Operands& operands, Shared& shared,
-                                        Ring& ring, const Lane& me) {
-    constexpr bool NORM = KIND == QKV || KIND == GATE_UP || KIND == HEAD;
-    constexpr int PARTS = KIND == GATE_UP ? 2 : 1;
-    constexpr int GROUP_UNITS = GROUP_STAGES / PARTS;
+// All kinds by one piece of code: the kernel is a step's only one, and each kind's own would not fit
+// where instructions are kept (docs/LOG.md).
+__device__ __forceinline__ void product(const Args& args, const Operands& operands,
+                                        const Shape& shape, Shared& shared, Ring& ring,
+                                        const Lane& me) {
     constexpr int PAIRS = GROUP_STAGES / 2;
-    constexpr int PIECES = 1;  // of x on their way
-    const Shape shape = shared.shapes[KIND];
     const int num_units = shape.units_of(me.warp), num_slices = shape.slices_of(me.warp);
-    Piece<NORM> ahead[PIECES];
-    const auto ask = [&](Piece<NORM>& piece, int index) {
-        const int slice = me.warp % shape.split + index * shape.split;
-        piece.load(operands.x, operands.norm, shape.size, args.rows, slice, me);
-    };
-#pragma unroll
-    for (int i = 0; i < PIECES; i++)
-        if (num_units > 0 && i < num_slices) ask(ahead[i], i);
+    const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
-    for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += GROUP_UNITS, buffer ^= 1) {
-        const int left = (num_units - unit) * PARTS;
+    for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
+        const int left = (num_units - unit) << shape.gated;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
-        const bool is_last = unit + GROUP_UNITS >= num_units;
         float sums[PAIRS][2][4] = {};  // two each, so that an addition need not wait for the last
         float squares = 0;
-        Output<KIND> outputs[MAX_SETS];
+        Output outputs[MAX_SETS];
 #pragma unroll
-        for (int set = 0; set < MAX_SETS; set++) {
-            outputs[set].to = nullptr;
-            if (set < shape.num_sets) outputs[set].open(args, operands, shape, set, unit);
-        }
-        for (int first = 0; num_stages > 0 && first < num_slices; first += PIECES) {
+        for (int set = 0; set < MAX_SETS; set++) outputs[set].open(args, operands, shape, set, unit);
+        Piece ahead;
+        int index = -1;  // of the warp's slices; the next one is on its way while one is used
+#pragma unroll 1
+        for (; num_stages > 0 && index < num_slices; index++) {
+            Piece x = ahead;
+            if (index + 1 < num_slices) {
+                const int slice = me.warp % shape.split + (index + 1) * shape.split;
+                ahead.load(operands.x, operands.norm, shape.size, args.rows, slice, me);
+            }
+            if (index < 0) continue;
+            if (operands.norm != nullptr) x.weigh(squares, me);
 #pragma unroll
-            for (int i = 0; i < PIECES; i++) {
-                if (first + i >= num_slices) break;
-                Piece<NORM> x = ahead[i];
-                x.weigh(squares, me);
-                if (first + i + PIECES < num_slices)
-                    ask(ahead[i], first + i + PIECES);
-                else if (!is_last)
-                    ask(ahead[i], i);  // of the next group
-#pragma unroll
-                for (int pair = 0; pair < PAIRS; pair++) {
-                    if (2 * pair >= num_stages) break;
-                    const bool is_whole = 2 * pair + 1 < num_stages;
-                    const unsigned char* upper = ring.next(shared, me);
-                    const unsigned char* lower = is_whole ? ring.next(shared, me) : upper;
-                    multiply(sums[pair], x.values, upper, lower, me);
-                    ring.give_back(shared, me);
-                }
+            for (int pair = 0; pair < PAIRS; pair++) {
+                if (2 * pair >= num_stages) break;
+                const bool is_whole = 2 * pair + 1 < num_stages;
+                const unsigned char* upper = ring.next(shared, me);
+                const unsigned char* lower = is_whole ? ring.next(shared, me) : upper;
+                multiply(sums[pair], x.values, upper, lower, me);
+                ring.give_back(shared, me);
             }
         }
 #pragma unroll
@@ -198,7 +178,7 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
             to[0] = parts[0][i % 2 * 2] + parts[1][i % 2 * 2];
             to[UNIT] = parts[0][i % 2 * 2 + 1] + parts[1][i % 2 * 2 + 1];
         }
-        if (NORM && unit == 0) {
+        if (operands.norm != nullptr && unit == 0) {
             squares = add_across(add_across(squares, 1), 2);
             if (me.quad == 0) shared.product.squares[me.warp][me.row] = squares;
         }

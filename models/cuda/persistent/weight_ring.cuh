@@ -59,9 +59,14 @@ __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp,
     cursor.open(args, shared, warp);
     int slot = 0;
     uint32_t turn = 0;
+    bool has_begun = false;
     for (; cursor.product <= 4 * args.num_layers; cursor.advance(args, shared, warp)) {
         Signal& full = shared.full[warp][slot];
         wait_signal(shared.empty[warp][slot], turn ^ 1);
+        // One stage on its way and no more: what the workers ask for would have to queue behind them.
+        if (slot > 0) wait_signal(shared.full[warp][slot - 1], turn);
+        else if (has_begun) wait_signal(shared.full[warp][DEPTH - 1], turn ^ 1);
+        has_begun = true;
         if (lane == 0) expect_bytes(full, STAGE_BYTES);
         sync_warp();
         if (lane < UNIT)

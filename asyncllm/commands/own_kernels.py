@@ -1,0 +1,89 @@
+"""Our CUDA sources that a start of a model compiles, each for a card and for the model's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asyncllm.attention import balanced_decode, cuda_source
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.registry import resolve_backend
+from asyncllm.config import EngineConfig
+from asyncllm.models import persistent_decode
+from asyncllm.models.base import CausalLM
+from asyncllm.worker.decode_choice import is_measured
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKernel:
+    """A library of ours, as `flashinfer_modules.Module` is one of FlashInfer's."""
+
+    source: Path
+    capability: tuple[int, int]
+    definitions: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self._library.stem
+
+    @property
+    def is_built(self) -> bool:
+        return self._library.exists()
+
+    def build(self) -> OwnKernel:
+        """Compile it; what the compiler has against it is a warning."""
+        cuda_source.load(self.source, self.capability, self.definitions)
+        return self
+
+    @property
+    def _library(self) -> Path:
+        return cuda_source.path_of(self.source, self.capability, self.definitions)
+
+
+def own_kernels(config: EngineConfig, model: CausalLM, device: torch.device) -> list[OwnKernel]:
+    """What a start on this CUDA device loads. `model` may be without memory.
+
+    Without a compiler only what is there already: a start does without the rest.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    found = _product_kernels(device, capability)
+    if resolve_backend(config.attention_backend, device) == "flashinfer":
+        found += _attention_kernels(config, model, capability)
+    if is_measured(config):
+        flags = persistent_decode.flags_for(model, config.block_size, device)
+        if flags is not None:
+            found.append(OwnKernel(persistent_decode.SOURCE, capability, flags))
+    if cuda_source.find_compiler() is None:
+        return [kernel for kernel in found if kernel.is_built]
+    return found
+
+
+def _product_kernels(device: torch.device, capability: tuple[int, int]) -> list[OwnKernel]:
+    # They import Triton, which comes with torch for CUDA alone.
+    from asyncllm.attention.programmatic_launch import has_programmatic_launch
+    from asyncllm.models.layers.few_rows import SOURCE
+
+    return [OwnKernel(SOURCE, capability)] if has_programmatic_launch(device) else []
+
+
+def _attention_kernels(
+    config: EngineConfig, model: CausalLM, capability: tuple[int, int]
+) -> list[OwnKernel]:
+    layers = model.attention_layers
+    cache = KVCache(
+        num_layers=1,
+        num_pages=1,
+        block_size=config.block_size,
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device("meta"),
+    )
+    if capability not in balanced_decode.CAPABILITIES:
+        return []
+    if not all(balanced_decode.supports(layer, cache) for layer in layers):
+        return []
+    flags = balanced_decode.definitions(layers[0], config.block_size)
+    return [OwnKernel(balanced_decode.SOURCE, capability, flags)]

@@ -1,0 +1,118 @@
+"""Which of several ways to run a decode step is kept, size by size; graphs are recordings."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.decode_ways import LAYERS, LEAST_GAIN, DecodeStep, Way, quickest
+from asyncllm.graphs.pool import GraphPool
+from tests.worker.recorded_graph import RecordedGraph
+
+CPU = torch.device("cpu")
+Times = dict[int, list[float]]  # size -> seconds, the layers' first
+
+
+def test_the_layers_stay_unless_another_is_clearly_quicker() -> None:
+    assert quickest([1.0]) == 0
+    assert quickest([1.0, 1.0]) == 0
+    assert quickest([1.0, 1.0 - LEAST_GAIN / 2]) == 0
+    assert quickest([1.0, 0.9]) == 1
+    assert quickest([1.0, 0.9, 0.8]) == 2
+    assert quickest([1.0, 1.1, 2.0]) == 0
+
+
+def plus(number: int, seen: list[int]) -> DecodeStep:
+    """A step that shows which way it is: its slots plus a number. `seen`: the sizes it ran with."""
+
+    def step(slots: torch.Tensor) -> tuple[torch.Tensor]:
+        seen.append(len(slots))
+        return (slots + number,)
+
+    return step
+
+
+def timed(times: Times) -> Callable[[torch.Tensor, Sequence[Callable[[], None]]], list[float]]:
+    def trial(slots: torch.Tensor, replays: Sequence[Callable[[], None]]) -> list[float]:
+        for replay in replays:
+            replay()
+        assert len(replays) == len(times[len(slots)])
+        return times[len(slots)]
+
+    return trial
+
+
+def run(graphs: DecodeGraphs, size: int) -> int:
+    """What the way of this size adds to a slot."""
+    padded = graphs.padded_slots(np.arange(1, size + 1, dtype=np.int32))
+    assert padded is not None and len(padded) == size
+    graphs.set_slots(padded, torch.from_numpy(padded))
+    (output,) = graphs.replay(padded)
+    assert (output - graphs.slots[:size]).unique().numel() == 1
+    return int(output[0]) - 1
+
+
+def test_each_size_has_its_quickest(caplog: pytest.LogCaptureFixture) -> None:
+    sizes: dict[str, list[int]] = {"layers": [], "few": [], "even": []}
+    times = {1: [0.3, 0.2], 2: [0.2, 0.3, 0.4], 4: [0.5, 0.4, 0.3]}
+    graphs = DecodeGraphs(
+        plus(100, sizes["layers"]),
+        8,
+        GraphPool(RecordedGraph),
+        CPU,
+        [
+            Way("few", plus(200, sizes["few"]), range(1, 5)),
+            Way("even", plus(300, sizes["even"]), range(2, 7, 2)),
+        ],
+        timed(times),
+    )
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        for size in (8, 4, 2, 1):
+            graphs.capture(size)
+    assert graphs.ways == {"few": [1], LAYERS: [2, 8], "even": [4]}
+    assert [run(graphs, size) for size in (1, 2, 4, 8)] == [200, 100, 300, 100]
+    twice = [size for size in (8, 4, 2, 1) for _ in range(2)]  # before and in the capture
+    assert sizes == {"layers": twice, "few": twice[2:], "even": twice[2:6]}
+    assert caplog.messages == [
+        "a decode step of 4 rows: layers 500.000 ms, few 400.000 ms, even 300.000 ms",
+        "a decode step of 2 rows: layers 200.000 ms, few 300.000 ms, even 400.000 ms",
+        "a decode step of 1 rows: layers 300.000 ms, few 200.000 ms",
+    ]
+
+
+def test_who_was_timed_and_not_kept_is_gone() -> None:
+    made: list[weakref.ref[RecordedGraph]] = []
+
+    def make_graph() -> RecordedGraph:
+        graph = RecordedGraph()
+        made.append(weakref.ref(graph))
+        return graph
+
+    way = Way("other", plus(2, []), range(1, 9))
+    graphs = DecodeGraphs(plus(1, []), 4, GraphPool(make_graph), CPU, [way], timed({4: [1, 2]}))
+    graphs.capture(4)
+    layers, other = made
+    assert layers() is not None and other() is None
+
+
+def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    calls = 0
+
+    def broken(slots: torch.Tensor) -> tuple[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("CUDA error 720")
+
+    way = Way("broken", broken, range(1, 9))
+    graphs = DecodeGraphs(plus(1, []), 4, GraphPool(RecordedGraph), CPU, [way])
+    for size in (4, 2):
+        graphs.capture(size)
+    assert graphs.ways == {LAYERS: [2, 4]} and calls == 1
+    assert caplog.messages == ["no decode step by broken: CUDA error 720"]
+    assert run(graphs, 2) == 1
