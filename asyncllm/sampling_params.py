@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import compress
+from operator import attrgetter, is_not
 from typing import Any, Literal
 
 from asyncllm.errors import InvalidRequestError
@@ -150,15 +152,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self._check_types()
-        self._check_ranges()
-        self._check_lists()
-        self._check_repetition_detection()
-        if self.seed == -1:
-            self.seed = None
-        if self.thinking_token_budget == -1:
-            self.thinking_token_budget = None
-        self._check_search()
+        # What is the default itself needs no check: that is most of every request.
+        for name in compress(_NAMES, map(is_not, _values_of(self), _DEFAULTS)):
+            _check_value(name, getattr(self, name))
+        self._check_together()
 
     @property
     def num_sequences(self) -> int:
@@ -174,93 +171,27 @@ class SamplingParams:
         """How many tokens are reported beside each sampled one; None: no logprobs at all."""
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
-    def _check_types(self) -> None:
-        for name, check in _TYPE_CHECKS.items():
-            check(name, getattr(self, name))
-        require(
-            isinstance(self.structured_outputs, StructuredOutputsParams | None),
-            "structured_outputs",
-            self.structured_outputs,
-            "StructuredOutputsParams",
-        )
-
-    def _check_ranges(self) -> None:
-        require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
-        require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty,
-                 "between -2 and 2")  # fmt: skip
-        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty,
-                 "between -2 and 2")  # fmt: skip
-        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        require(low <= self.repetition_penalty <= high, "repetition_penalty",
-                 self.repetition_penalty, f"between {low} and {high}")  # fmt: skip
-        require(0 <= self.temperature <= 100, "temperature", self.temperature,
-                 "between 0 and 100")  # fmt: skip
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or at least 1")
-        require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        if self.seed is not None:
-            require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", self.seed, "a 64-bit integer")
+    def _check_together(self) -> None:
+        """What hangs on several fields, each of them good; -1 and dicts become what they mean."""
+        if self.seed == -1:
+            self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if self.max_tokens is not None:
-            require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
             require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
                      f"at most max_tokens ({self.max_tokens})")  # fmt: skip
-        require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, name, value, "at least 0")
-        budget = self.thinking_token_budget
-        require(budget is None or budget >= -1, "thinking_token_budget", budget,
-                 "-1 (no limit) or at least 0")  # fmt: skip
-        if self.truncate_prompt_tokens is not None:
-            require(self.truncate_prompt_tokens >= 1 or self.truncate_prompt_tokens == -1,
-                     "truncate_prompt_tokens", self.truncate_prompt_tokens,
-                     "-1 (the context window) or at least 1")  # fmt: skip
-
-    def _check_lists(self) -> None:
-        for name in (
-            "stop",
-            "stop_token_ids",
-            "bad_words",
-            "allowed_token_ids",
-            "logprob_token_ids",
-        ):
-            value = getattr(self, name)
-            wanted = "a string or a list" if name == "stop" else "a list"
-            require(value is None or isinstance(value, list), name, value, wanted)
-        check_strings("stop", list(self.stop or ()), MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
-        check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
-        check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-        check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
-        for name in ("allowed_token_ids", "logprob_token_ids"):
-            if getattr(self, name) == []:
-                raise InvalidRequestError(f"{name} must not be empty", name)
-        self._check_logit_bias()
-        self._check_logits_processors()
-
-    def _check_logits_processors(self) -> None:
-        name, processors = "logits_processors", self.logits_processors or []
-        require(isinstance(processors, list), name, processors, "a list of callables")
-        require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
-                 f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
-        for processor in processors:
-            require(callable(processor), name, processor, "a list of callables")
-            require(num_positional(processor) in (2, 3), name, processor,
-                     "callables of (output_token_ids, logits) or "
-                     "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
+        if self.logit_bias is not None:
+            self.logit_bias = _checked_bias(self.logit_bias)
+        if self.repetition_detection is not None:
+            self.repetition_detection = _repetition(self.repetition_detection)
+        self._check_search()
 
     def _check_search(self) -> None:
         if self.best_of is not None:
             require(self.n <= self.best_of <= MAX_N, "best_of", self.best_of,
                      f"between n ({self.n}) and {MAX_N}")  # fmt: skip
-        require(abs(self.length_penalty) <= MAX_LENGTH_PENALTY, "length_penalty",
-                 self.length_penalty,
-                 f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}")  # fmt: skip
-        early = self.early_stopping
-        require(isinstance(early, bool) or early == "never", "early_stopping", early,
-                 'true, false or "never"')  # fmt: skip
         if self.use_beam_search:
             self._check_beam_search()
             self.temperature = 0.0
@@ -279,38 +210,19 @@ class SamplingParams:
                     f"{given.name} cannot be combined with use_beam_search", given.name
                 )
 
-    def _check_logit_bias(self) -> None:
-        if self.logit_bias is None:
-            return
-        require(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias,
-                 "a map of token ids to biases")  # fmt: skip
-        require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias",
-                 f"{len(self.logit_bias)} entries",
-                 f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip
-        checked: dict[int, float] = {}
-        for key, bias in self.logit_bias.items():
-            require_finite("logit_bias", bias)
-            require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
-            checked[token_id_of_key(key)] = float(bias)
-        require(len(checked) == len(self.logit_bias), "logit_bias", "one token twice",
-                 "a map of distinct token ids")  # fmt: skip
-        self.logit_bias = checked
 
-    def _check_repetition_detection(self) -> None:
-        given = self.repetition_detection
-        if isinstance(given, dict):
-            try:
-                given = self.repetition_detection = RepetitionDetectionParams(**given)
-            except TypeError:
-                raise InvalidRequestError(
-                    "repetition_detection has the fields max_pattern_size, min_pattern_size and "
-                    f"min_count, got {shown(given)}",
-                    "repetition_detection",
-                ) from None
-        require(given is None or isinstance(given, RepetitionDetectionParams),
-                 "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
-        if given is not None and not given.max_pattern_size:
-            self.repetition_detection = None
+_NAMES = tuple(given.name for given in fields(SamplingParams))
+_DEFAULTS = tuple(given.default for given in fields(SamplingParams))
+_values_of = attrgetter(*_NAMES)
+
+
+def _check_value(name: str, value: Any) -> None:
+    """What one field's value must be, whatever the others are."""
+    if (check := _TYPE_CHECKS.get(name)) is not None:
+        check(name, value)
+    if value is not None and (limits := _LIMITS.get(name)) is not None:
+        is_within, wanted = limits
+        require(is_within(value), name, value, wanted)
 
 
 def _check_if_given(name: str, value: object) -> None:
@@ -318,18 +230,124 @@ def _check_if_given(name: str, value: object) -> None:
         require_int(name, value)
 
 
-# By the annotations of the fields; the others have checks of their own.
-_CHECK_OF_TYPE: dict[object, Callable[[str, object], None]] = {
+def _words(most: int, most_chars: int, wanted: str = "a list") -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        require(value is None or isinstance(value, list), name, value, wanted)
+        check_strings(name, value or [], most, most_chars)
+
+    return check
+
+
+def _token_ids(most: int, *, may_be_empty: bool) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        require(value is None or isinstance(value, list), name, value, "a list")
+        check_token_ids(name, value, most)
+        if value == [] and not may_be_empty:
+            raise InvalidRequestError(f"{name} must not be empty", name)
+
+    return check
+
+
+def _check_structured_outputs(name: str, value: object) -> None:
+    wanted = StructuredOutputsParams | None
+    require(isinstance(value, wanted), name, value, "StructuredOutputsParams")
+
+
+def _check_early_stopping(name: str, value: object) -> None:
+    is_known = isinstance(value, bool) or value == "never"
+    require(is_known, name, value, 'true, false or "never"')
+
+
+def _check_logits_processors(name: str, value: Any) -> None:
+    processors = value or []
+    require(isinstance(processors, list), name, processors, "a list of callables")
+    require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
+             f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
+    for processor in processors:
+        require(callable(processor), name, processor, "a list of callables")
+        require(num_positional(processor) in (2, 3), name, processor,
+                 "callables of (output_token_ids, logits) or "
+                 "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
+
+
+def _checked_bias(given: Any) -> dict[int, float]:
+    require(isinstance(given, dict), "logit_bias", given, "a map of token ids to biases")
+    require(len(given) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", f"{len(given)} entries",
+             f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip
+    checked: dict[int, float] = {}
+    for key, bias in given.items():
+        require_finite("logit_bias", bias)
+        require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
+        checked[token_id_of_key(key)] = float(bias)
+    require(len(checked) == len(given), "logit_bias", "one token twice",
+             "a map of distinct token ids")  # fmt: skip
+    return checked
+
+
+def _repetition(given: Any) -> RepetitionDetectionParams | None:
+    """None where it is off."""
+    if isinstance(given, dict):
+        try:
+            given = RepetitionDetectionParams(**given)
+        except TypeError:
+            raise InvalidRequestError(
+                "repetition_detection has the fields max_pattern_size, min_pattern_size and "
+                f"min_count, got {shown(given)}",
+                "repetition_detection",
+            ) from None
+    require(isinstance(given, RepetitionDetectionParams),
+             "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
+    return given if given.max_pattern_size else None
+
+
+# By the annotations of the fields, and of the fields that have checks of their own.
+_CHECK_OF_TYPE: dict[object, Callable[[str, Any], None]] = {
     "int": require_int,
     "int | None": _check_if_given,
     "bool": require_bool,
     "float": require_finite,
 }
-_TYPE_CHECKS = {
+_TYPE_CHECKS: dict[str, Callable[[str, Any], None]] = {
     given.name: _CHECK_OF_TYPE[given.type]
     for given in fields(SamplingParams)
     if given.type in _CHECK_OF_TYPE
+} | {
+    "stop": _words(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS, "a string or a list"),
+    "bad_words": _words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
+    "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS, may_be_empty=True),
+    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),
+    "logprob_token_ids": _token_ids(MAX_LOGPROB_TOKEN_IDS, may_be_empty=False),
+    "structured_outputs": _check_structured_outputs,
+    "early_stopping": _check_early_stopping,
+    "logits_processors": _check_logits_processors,
 }
+# field -> whether a value of its type is good, and how to say it
+_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
+    "length_penalty": (
+        lambda penalty: abs(penalty) <= MAX_LENGTH_PENALTY,
+        f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}",
+    ),
+    "presence_penalty": (lambda penalty: -2 <= penalty <= 2, "between -2 and 2"),
+    "frequency_penalty": (lambda penalty: -2 <= penalty <= 2, "between -2 and 2"),
+    "repetition_penalty": (
+        lambda penalty: MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY,
+        f"between {MIN_REPETITION_PENALTY} and {MAX_REPETITION_PENALTY}",
+    ),
+    "temperature": (lambda t: 0 <= t <= 100, "between 0 and 100"),
+    "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    "top_k": (lambda k: k >= -1, "-1 or 0 (off) or at least 1"),
+    "min_p": (lambda p: 0 <= p <= 1, "between 0 and 1"),
+    "seed": (lambda seed: -MAX_SEED - 1 <= seed <= MAX_SEED, "a 64-bit integer"),
+    "max_tokens": (lambda number: number >= 1, "at least 1"),
+    "min_tokens": (lambda number: number >= 0, "at least 0"),
+    "logprobs": (lambda number: number >= 0, "at least 0"),
+    "prompt_logprobs": (lambda number: number >= 0, "at least 0"),
+    "thinking_token_budget": (lambda budget: budget >= -1, "-1 (no limit) or at least 0"),
+    "truncate_prompt_tokens": (
+        lambda number: number >= 1 or number == -1, "-1 (the context window) or at least 1"
+    ),
+}  # fmt: skip
 
 
 @dataclass(slots=True)

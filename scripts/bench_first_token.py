@@ -13,6 +13,9 @@ medians and as lower quintiles, which a busy machine disturbs less:
   emit      the scheduler's books, text, frames: until the transport has the first frame
   deliver   until the client has read it
 
+With --running others stream meanwhile; then gap is the time between the ends of two steps, as the
+engine sees them: what a running stream waits for its next token.
+
 The device is simulated: a step takes --prefill-ms or --decode-ms, and its launch keeps the loop for
 --host-us, as Python does between captured pieces. With --real the model runs. Both processes read
 the machine's monotonic clock. Ends in a JSON line.
@@ -58,6 +61,8 @@ class Stamps:
         self.received: deque[float] = deque()  # of requests that are not queued yet
         self.rows: list[list[float]] = []  # received, queued, planned, launched, ended, seen, sent
         self._open: dict[str, list[float]] = {}
+        self.gaps: list[list[float]] = []  # [end of a step, end of the next]
+        self._last_end = 0.0
         self._in_flight: deque[list[list[float]]] = deque()  # rows whose first token a step samples
         self._unsent: deque[list[float]] = deque()
         self._watch_engine(core)
@@ -90,6 +95,8 @@ class Stamps:
 
         def finishing(plan: StepPlan, result: StepResult) -> None:
             seen = time.monotonic()
+            self.gaps.append([self._last_end, seen])
+            self._last_end = seen
             rows = self._in_flight.popleft()
             self._unsent += rows
             finish(plan, result)
@@ -138,7 +145,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     port = listener.sock.getsockname()[1]
     client = await asyncio.create_subprocess_exec(
         sys.executable, str(CLIENT), str(port), str(args.requests + NUM_WARM_UP), str(args.burst),
-        str(args.input_len), str(args.output_len), stdout=subprocess.PIPE,
+        str(args.input_len), str(args.output_len), str(args.running), stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
         output, _ = await client.communicate()
@@ -149,15 +156,20 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         await engine.aclose()
     seen = json.loads(output)  # per request: sent, first byte read
     skipped = NUM_WARM_UP * args.burst
-    rows = [[sent, *row, read] for (sent, read), row in zip(seen, stamps.rows, strict=True)]
-    return summary(rows[skipped:])
+    stamped = stamps.rows[args.running :]
+    rows = [[sent, *row, read] for (sent, read), row in zip(seen, stamped, strict=True)][skipped:]
+    began = rows[0][0]
+    gaps = [end - start for start, end in stamps.gaps if args.running and start > began]
+    return summary(rows, gaps)
 
 
-def summary(rows: list[list[float]]) -> dict[str, dict[str, float]]:
+def summary(rows: list[list[float]], gaps: list[float]) -> dict[str, dict[str, float]]:
     """stage -> its quantiles; "total" is the time to the first token."""
     spans = {name: [row[i + 1] - row[i] for row in rows] for i, name in enumerate(STAGES)}
     spans["total"] = [row[-1] - row[0] for row in rows]
-    shares = {"p20": 0.2, "p50": 0.5, "p90": 0.9}
+    if gaps:
+        spans["gap"] = gaps
+    shares = {"p20": 0.2, "p50": 0.5, "p90": 0.9, "p99": 0.99}
     return {
         name: {p: round(sorted(span)[int(q * len(span))] * 1e6, 1) for p, q in shares.items()}
         for name, span in spans.items()
@@ -173,6 +185,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="run the model, not the simulation")
     parser.add_argument("--requests", type=int, default=100, help="measured, or bursts of them")
     parser.add_argument("--burst", type=int, default=1, help="requests sent at once")
+    parser.add_argument("--running", type=int, default=0, help="streams that go on meanwhile")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=8)
     parser.add_argument("--prefill-ms", type=float, default=1.4)
@@ -189,7 +202,7 @@ def main() -> None:
         )
         core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
     result = uvloop.run(measure(args))
-    print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}")
+    print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name, us in result.items():
         print(f"{name:12}" + "".join(f"{value:10.1f}" for value in us.values()))
     print(json.dumps({"conditions": vars(args), "us": result}))

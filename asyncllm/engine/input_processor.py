@@ -14,8 +14,9 @@ import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.logprob_limits import check_output_logprobs, most_output_tokens
@@ -42,6 +43,7 @@ __all__ = ["InputProcessor", "PromptInput", "TextPrompt", "TokensPrompt", "parse
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOKENIZER_THREADS = 2
+MAX_KNOWN_PARAMS = 64  # of the last requests: most clients send the same again and again
 MAX_PROMPT_LOGPROB_ENTRIES = 2**19  # of one answer, which is rendered in one piece
 
 
@@ -63,6 +65,7 @@ class InputProcessor:
         self.max_kv_tokens = max_kv_tokens
         self._max_tokens_in_all = min(max_model_len, max_kv_tokens or max_model_len)
         self._defaults = config.generation_defaults
+        self._known_params = lru_cache(MAX_KNOWN_PARAMS, typed=True)(self._make_params)
         self._encoder = PromptEncoder(
             tokenizer, config.model.vocab_size, max_model_len, self._max_tokens_in_all
         )
@@ -82,8 +85,15 @@ class InputProcessor:
         """`SamplingParams` of what a request sets; the model's defaults fill what it omits.
 
         A None means omitted, except for max_tokens, where it means the rest of the window (or the
-        model's own default, if it has one). Raises `InvalidRequestError`.
+        model's own default, if it has one). Those who set the same share one: change none of it.
+        Raises `InvalidRequestError`.
         """
+        try:
+            return self._known_params(**overrides)
+        except TypeError:  # a list or a dict among them has no hash
+            return self._make_params(**overrides)
+
+    def _make_params(self, **overrides: Any) -> SamplingParams:
         values = dict(self._defaults.sampling)
         for name, value in overrides.items():
             if value is not None or (name == "max_tokens" and name not in values):
@@ -141,7 +151,7 @@ class InputProcessor:
 
     def _encode(self, parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> _Encoded:
         ids = self._encoder.token_ids(parsed, text, params)
-        return _Encoded(ids, bad_words_ids(params, self._encoder))
+        return _Encoded(ids, bad_words_ids(params, self._encoder) if params.bad_words else ())
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None:
@@ -259,17 +269,19 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} must be at most {self._max_logprobs}, got {asked}", name
                 )
-        num_entries = num_prompt * (1 + (params.prompt_logprobs or 0))
-        if params.prompt_logprobs is not None and num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
-            raise InvalidRequestError(
-                f"prompt_logprobs of this prompt are {num_entries} entries, at most "
-                f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",
-                "prompt_logprobs",
-            )
+        if params.prompt_logprobs is not None:
+            num_entries = num_prompt * (1 + params.prompt_logprobs)
+            if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+                raise InvalidRequestError(
+                    f"prompt_logprobs of this prompt are {num_entries} entries, at most "
+                    f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",
+                    "prompt_logprobs",
+                )
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
-            self._encoder.check_ids(getattr(params, name) or (), name)
-        if params.detokenize:
-            self._encoder.tokenizer_for("detokenize")
+            if ids := getattr(params, name):
+                self._encoder.check_ids(ids, name)
+        if params.detokenize and self.tokenizer is None:
+            self._encoder.tokenizer_for("detokenize")  # raises
         if params.thinking_token_budget is not None and self._reasoning is None:
             raise InvalidRequestError(
                 "thinking_token_budget: it is not known how this model marks its reasoning",
@@ -294,13 +306,12 @@ class InputProcessor:
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""
-        own = frozenset(params.stop_token_ids or ())
         is_ignored = params.ignore_eos and params.structured_outputs is None
-        return own if is_ignored else own | self._eos_token_ids
+        own = self._eos_token_ids if not is_ignored else frozenset()
+        return own.union(params.stop_token_ids) if params.stop_token_ids else own
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
+class _Encoded(NamedTuple):
     """What a request's texts are as token ids."""
 
     prompt: list[int]

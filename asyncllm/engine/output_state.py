@@ -17,7 +17,7 @@ from asyncllm.engine.output_logprobs import (
 from asyncllm.engine.repetition import RepetitionDetector
 from asyncllm.engine.stats import FinishedRequestStats
 from asyncllm.engine.text.sequence_text import SequenceText, sequence_text
-from asyncllm.engine.text.stop_checker import StopStrings
+from asyncllm.engine.text.stop_checker import NO_STOP_STRINGS, StopStrings
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import (
     CompletionOutput,
@@ -187,7 +187,7 @@ def new_states(
         num_live=len(request.sequences),
         owes_prompt_logprobs=params.prompt_logprobs is not None,
     )
-    stops = StopStrings(params.stop or ())
+    stops = StopStrings(params.stop) if params.stop else NO_STOP_STRINGS
     return owner, [_new_state(seq, owner, tokenizer, stops) for seq in request.sequences]
 
 

@@ -6,18 +6,19 @@ The reading order of this package: app, routes, chat, service, generation, strea
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.auth import auth_middleware
+from asyncllm.server.auth import key_check
 from asyncllm.server.connection import connection_middleware
 from asyncllm.server.dashboard import DASHBOARD, Dashboard
-from asyncllm.server.errors import error_middleware
-from asyncllm.server.hosts import hosts_middleware
-from asyncllm.server.messages.errors import anthropic_error_middleware
+from asyncllm.server.errors import Check, error_middleware
+from asyncllm.server.hosts import are_hosts_checked, host_check
+from asyncllm.server.messages import errors as anthropic
 from asyncllm.server.metrics import METRICS, Metrics
 from asyncllm.server.openapi import DOCUMENT, Document
 from asyncllm.server.responses.routes import RESPONSES
@@ -36,10 +37,9 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app = web.Application(
         middlewares=[
             connection_middleware,
-            error_middleware,
-            anthropic_error_middleware,
-            hosts_middleware(args),
-            auth_middleware(args.keys(), public),
+            error_middleware(
+                [*_checks(args, public)], {anthropic.PREFIX: anthropic.error_response}
+            ),
         ],
         client_max_size=args.max_body_bytes,
     )
@@ -57,6 +57,14 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     if not args.disable_page:
         _add_page(app, engine)
     return app
+
+
+def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
+    """Those that may have something to say."""
+    if are_hosts_checked(args):
+        yield host_check(args)
+    if args.keys():
+        yield key_check(args.keys(), public)
 
 
 def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:

@@ -11,21 +11,18 @@ from __future__ import annotations
 import hmac
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
-from asyncllm.server.errors import ApiError
+from asyncllm.server.errors import ApiError, Check
 
 
-def auth_middleware(keys: list[str], public: frozenset[str]) -> Middleware:
-    """With no keys everybody may ask. `public`: the paths of routes that need none."""
+def key_check(keys: list[str], public: frozenset[str]) -> Check:
+    """`public`: the paths of routes that need no key."""
     wanted = [key.encode() for key in keys]
 
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if wanted and not _is_public(request, public) and not _knows_key(request, wanted):
+    def check(request: web.Request) -> None:
+        if not _is_public(request, public) and not _knows_key(request, wanted):
             raise ApiError(401, "no valid API key was given", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
-        return await handler(request)
 
     return check
 

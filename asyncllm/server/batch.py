@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from asyncllm.engine.logprob_limits import check_output_logprobs
+from asyncllm.errors import InvalidRequestError
 from asyncllm.server.answer_events import MessageCollector
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import Call
@@ -22,7 +23,7 @@ from asyncllm.server.chat_call import chat_call
 from asyncllm.server.chat_view import ChatView
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.sampling import client_names
+from asyncllm.server.sampling import client_named
 from asyncllm.server.service import SERVICE, Service, answer_message, answer_response
 
 MAX_CONVERSATIONS = 1024  # of one call
@@ -49,13 +50,15 @@ async def chat_completions_batch(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, BatchChatRequest)
     _check(request)
-    with client_names(request):
+    try:
         # Each of a thousand is a template's text: off the loop, however small they are.
         chats = await service.off_loop.read(partial(_chats, request, service))
         params = chats[0].call.params
         most = params.max_tokens or service.engine.max_model_len
         check_output_logprobs(params, most, len(chats))
         answers = await _answer_all([chat.call for chat in chats], service)
+    except InvalidRequestError as error:
+        raise client_named(error, request) from error
     return await answer_response(service, chats[0].call, partial(_body, chats, answers))
 
 

@@ -21,12 +21,14 @@ import msgspec
 from aiohttp import web
 
 from asyncllm.server.errors import ApiError, bad_request
+from asyncllm.server.off_loop import LARGE_BODY_BYTES
 from asyncllm.server.service import SERVICE
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+JSON = "application/json"
 BODY_SECONDS = 60.0  # from the last header to the last byte of the body
 
 # Of a body: arrays, objects, their members, and numbers with a fraction or an exponent, which take
@@ -46,7 +48,7 @@ _seen_unknown: set[str] = set()
 async def read_body(request: web.Request, wanted: type[T]) -> T:
     """The body as `wanted`. Raises `ApiError` 400, 413 or 415."""
     # Required, and not only believed: no web page can make a browser send it elsewhere unasked.
-    if request.content_type != "application/json":
+    if request.headers.get("Content-Type") != JSON and request.content_type != JSON:
         raise ApiError(415, "the request body must be application/json")
     raw = await _read(request)
     if len(raw) > MAX_BODY_VALUES:  # at least a byte each
@@ -59,20 +61,28 @@ async def read_body(request: web.Request, wanted: type[T]) -> T:
 
 async def _read(request: web.Request) -> bytes:
     """The body as sent, decompressed; never more than the limit of it in memory."""
-    limit = request.client_max_size
-    too_large = ApiError(413, f"the request body is over the limit of {limit} bytes", close=True)
-    if request.content_length is not None and request.content_length > limit:
-        raise too_large
+    limit, length = request.client_max_size, request.content_length
+    if length is not None and length > limit:
+        raise _too_large(limit)
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
+        if not request.content.is_eof():
+            async with asyncio.timeout(BODY_SECONDS):
+                return await request.read()
+        raw = request.content.read_nowait()  # most bodies came with their headers
     except TimeoutError:
         late = f"the request body took over {BODY_SECONDS:g} s"
         raise ApiError(408, late, close=True) from None
     except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
+        raise _too_large(limit) from None
     except web.RequestPayloadError:
         raise ApiError(400, "the request body could not be read", close=True) from None
+    if len(raw) > limit:
+        raise _too_large(limit)
+    return raw
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is over the limit of {limit} bytes", close=True)
 
 
 def _check_num_values(raw: bytes) -> None:
@@ -92,6 +102,8 @@ def _decode(raw: bytes, wanted: type[T]) -> T:
     if decoder is None:
         decoder = _decoders[wanted] = msgspec.json.Decoder(wanted, float_hook=_finite)
     try:
+        if len(raw) < LARGE_BODY_BYTES:
+            return decoder.decode(raw)
         with _no_collection():
             return decoder.decode(raw)
     except msgspec.ValidationError as error:

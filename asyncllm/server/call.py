@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -55,4 +55,4 @@ class Call:
 
 def new_id(prefix: str) -> str:
     """Never a client's own id: it names a request inside the engine."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}-{os.urandom(16).hex()}"

@@ -24,11 +24,16 @@ def asks_nothing(value: Any) -> bool:
     return not value
 
 
+def sent(request: msgspec.Struct) -> dict[str, Any]:
+    """The fields that the client sent, but for nulls: a few of many."""
+    values = zip(request.__struct_fields__, msgspec.structs.astuple(request), strict=True)
+    return {name: value for name, value in values if value is not None}
+
+
 def refuse(request: msgspec.Struct, table: Refusals) -> None:
     """Raises `ApiError` 400 for the first field that asks for what is not there."""
-    for name, harmless in table.items():
-        value = getattr(request, name)
-        if value is not None and not harmless(value):
+    for name, value in sent(request).items():
+        if (harmless := table.get(name)) is not None and not harmless(value):
             raise bad_request(f"{name} is not supported with this value", name)
 
 

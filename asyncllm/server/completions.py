@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm.engine.logprob_limits import check_output_logprobs
+from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import SYSTEM_FINGERPRINT, Call, new_id
@@ -19,7 +20,7 @@ from asyncllm.server.protocol import CompletionRequest
 from asyncllm.server.refusals import refuse_unsupported
 from asyncllm.server.sampling import (
     client_name,
-    client_names,
+    client_named,
     completion_params,
     prompt_only,
     wants_outputs,
@@ -44,15 +45,24 @@ async def completions(http: web.Request) -> web.StreamResponse:
     service = http.app[SERVICE]
     service.check_open()
     request = await read_body(http, CompletionRequest)
-    with client_names(request):
+    try:
         call = await prepared(http, partial(_call, request, service))
-        view = CompletionView(request, call, service)
         if request.stream:
             sse = SSEStream(http, service.frames)
-            answer = StreamedAnswer(sse, call, view, request.stream_options)
+            answer = partial(_streamed, sse, call, request, service)
             return await stream_to(sse, service, call, answer)
         answered = await answer_whole(service, call)
+        view = CompletionView(request, call, service)
         return await answer_response(service, call, partial(view.body, answered))
+    except InvalidRequestError as error:
+        raise client_named(error, request) from error
+
+
+def _streamed(
+    sse: SSEStream, call: Call, request: CompletionRequest, service: Service
+) -> StreamedAnswer:
+    view = CompletionView(request, call, service)
+    return StreamedAnswer(sse, call, view, request.stream_options)
 
 
 def _call(request: CompletionRequest, service: Service) -> Call:

@@ -21,6 +21,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from asyncllm.server.arrivals import Arrivals
 from asyncllm.server.errors import ApiError, as_api_error, bad_request
 
 logger = logging.getLogger(__name__)
@@ -31,15 +32,28 @@ WRITE_STALL_SECONDS = 30.0
 
 
 class Connection(web.RequestHandler):
-    __slots__ = ("_header_deadline", "_in_request", "_max_connections", "_server")
+    __slots__ = (
+        "_header_timer",
+        "_headers_since",
+        "_held",
+        "_in_request",
+        "_is_paused",
+        "_max_connections",
+        "_server",
+        "arrivals",
+    )
 
-    def __init__(self, server: web.Server, max_connections: int) -> None:
+    def __init__(self, server: web.Server, arrivals: Arrivals, max_connections: int) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, keepalive_timeout=IDLE_SECONDS, access_log=None)  # type: ignore[arg-type]
         self._server = server
+        self.arrivals = arrivals
+        self._held: list[bytes] = []  # what has come and waits for its turn
         self._max_connections = max_connections
         self._in_request = False
-        self._header_deadline: asyncio.TimerHandle | None = None
+        self._is_paused = False  # by a body that is read more slowly than it comes
+        self._headers_since: float | None = None  # the first byte of what is no request yet
+        self._header_timer: asyncio.TimerHandle | None = None  # outlives what it was set for
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -48,19 +62,50 @@ class Connection(web.RequestHandler):
             self._refuse(ApiError(503, f"the limit of {self._max_connections} connections is met"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._disarm()
+        self._held.clear()
+        self._headers_since = None
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._in_request and self._header_deadline is None:
-            self._header_deadline = asyncio.get_running_loop().call_later(
-                HEADER_SECONDS, self._headers_late
-            )
-        super().data_received(data)
+        if not self._in_request and self._headers_since is None:
+            self._headers_since = asyncio.get_running_loop().time()
+            if self._header_timer is None:
+                self._watch_headers(HEADER_SECONDS)
+        if not data:  # aiohttp itself, which goes on with what it has
+            super().data_received(data)
+        elif self._held:  # a client that sends on while it waits: that is enough for now
+            self._held.append(data)
+            if not self._is_closing():
+                self._transport().pause_reading()
+        elif self.arrivals.take(self._read_held):
+            super().data_received(data)
+        else:
+            self._held.append(data)
+
+    def _read_held(self) -> None:
+        held, self._held = self._held, []
+        if self._is_closing():
+            return
+        if len(held) > 1:
+            self._transport().resume_reading()
+        super().data_received(b"".join(held))
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+        super().pause_reading()
+
+    def resume_reading(self, *args: Any, **kwargs: Any) -> None:
+        """aiohttp asks for it at each read of a body, and would parse nothing anew each time."""
+        if self._is_paused:
+            self._is_paused = False
+            super().resume_reading(*args, **kwargs)
 
     def request_began(self) -> None:
         self._in_request = True
-        self._disarm()
+        self._headers_since = None
 
     def request_ended(self) -> None:
         self._in_request = False
@@ -73,7 +118,7 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """For what never reached a handler (unreadable HTTP), or escaped every middleware."""
-        self._disarm()
+        self._headers_since = None
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun: it can only be cut off")
         if status < 500:
@@ -84,14 +129,21 @@ class Connection(web.RequestHandler):
         error.close = True
         return error.response()
 
-    def _disarm(self) -> None:
-        if self._header_deadline is not None:
-            self._header_deadline.cancel()
-            self._header_deadline = None
+    def _watch_headers(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._header_timer = loop.call_later(seconds, self._check_headers)
 
-    def _headers_late(self) -> None:
-        self._header_deadline = None
-        self._refuse(ApiError(408, f"the request's headers took over {HEADER_SECONDS:g} s"))
+    def _check_headers(self) -> None:
+        """One timer for many requests: it looks whether one of them is late."""
+        self._header_timer = None
+        if self._headers_since is None:
+            return
+        now = asyncio.get_running_loop().time()
+        left = self._headers_since + HEADER_SECONDS - now
+        if left > 0:
+            self._watch_headers(left)
+        else:
+            self._refuse(ApiError(408, f"the request's headers took over {HEADER_SECONDS:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer by hand, since there is no request to answer, and close."""
@@ -101,13 +153,20 @@ class Connection(web.RequestHandler):
                 f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
             )
-            cast(asyncio.Transport, self.transport).write(head.encode() + body)
+            self._transport().write(head.encode() + body)
         self.force_close()
+
+    def _is_closing(self) -> bool:
+        return self.transport is None or self._transport().is_closing()
+
+    def _transport(self) -> asyncio.Transport:
+        return cast(asyncio.Transport, self.transport)
 
 
 def accept(server: web.Server, max_connections: int) -> Callable[[], Connection]:
     """What `loop.create_server` calls for each client. `server`: the runner's, once set up."""
-    return lambda: Connection(server, max_connections)
+    arrivals = Arrivals()
+    return lambda: Connection(server, arrivals, max_connections)
 
 
 @web.middleware
@@ -118,6 +177,7 @@ async def connection_middleware(request: web.Request, handler: Handler) -> web.S
         return await handler(request)
     connection.request_began()
     try:
+        await connection.arrivals.turn()
         return await handler(request)
     finally:
         connection.request_ended()

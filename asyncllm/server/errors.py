@@ -9,11 +9,12 @@ HTTP that the parser itself cannot read never reaches a middleware: connection.p
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 
 import orjson
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.errors import (
     EngineDeadError,
@@ -142,13 +143,33 @@ def _error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error")
 
 
-@web.middleware
-async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Everything that a handler raises becomes a four-key body."""
-    try:
-        return await handler(request)
-    except Exception as error:
-        response = as_api_error(error).response()
-        if request.writer.output_size:
-            raise  # a stream has begun, which cannot turn into this: aiohttp cuts it off
-        return response
+# Of a request whose route is known and whose body is not read: raises `ApiError` to refuse it.
+Check = Callable[[web.Request], None]
+
+
+def error_middleware(
+    checks: Sequence[Check], forms: Mapping[str, Callable[[Exception], web.Response]]
+) -> Middleware:
+    """What `checks` or a handler raise becomes a four-key body, or what its API has instead.
+
+    forms: the beginning of a path to how errors are told there.
+    """
+
+    @web.middleware
+    async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            for check in checks:
+                check(request)
+            return await handler(request)
+        except Exception as error:
+            own = (form for prefix, form in forms.items() if request.path.startswith(prefix))
+            response = next(own, _four_keys)(error)
+            if request.writer.output_size:
+                raise  # a stream has begun, which cannot turn into this: aiohttp cuts it off
+            return response
+
+    return answer_errors
+
+
+def _four_keys(error: Exception) -> web.Response:
+    return as_api_error(error).response()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -42,20 +43,30 @@ class Consumer(Protocol):
 
 
 class Generation:
-    def __init__(self, engine: AsyncLLMEngine, call: Call, consumer: Consumer) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, call: Call, make_consumer: Callable[[], Consumer]
+    ) -> None:
+        self.call = call
         self.error: ApiError | None = None
         self.abort_cause: AbortCause = "disconnect"  # of what has not finished when it is left
         self._engine = engine
-        self._call = call
-        self._consumer = consumer
+        self._make_consumer = make_consumer
+        self._consumer: Consumer | None = None
         self._num_open = len(call.prompts)
         self._live: set[str] = set()
         self._is_over = False  # aborted: the engine's last words find nobody
         self._ended = asyncio.Event()  # the consumer has heard its last
 
+    @property
+    def consumer(self) -> Consumer:
+        """Made when it is first asked for: not before the engine has the request."""
+        if self._consumer is None:
+            self._consumer = self._make_consumer()
+        return self._consumer
+
     async def submit(self) -> None:
         """Queue every prompt. Raises what the engine raises; `abort` then clears the rest."""
-        call = self._call
+        call = self.call
         for index, request_id in enumerate(call.request_ids):
             if index and index % PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -68,7 +79,7 @@ class Generation:
                 raise
 
     async def _add(self, request_id: str, index: int) -> None:
-        call = self._call
+        call = self.call
         await self._engine.add_request(
             request_id,
             call.prompts[index],
@@ -98,9 +109,9 @@ class Generation:
             self.abort_cause = cause
             self._ended.set()
             try:
-                self._consumer.fail(error)
+                self.consumer.fail(error)
             except Exception:  # whatever it is, the engine's step must not see it
-                logger.exception("call %s: its error could not be reported", self._call.id)
+                logger.exception("call %s: its error could not be reported", self.call.id)
 
     def _receive(self, request_id: str, index: int, output: RequestOutput) -> None:
         if self._is_over or self.error is not None:
@@ -109,12 +120,12 @@ class Generation:
             if output.error is not None:
                 self.fail(self._told(output.error))
                 return
-            self._consumer.feed(index, output)
+            self.consumer.feed(index, output)
             if output.finished:
                 self._live.discard(request_id)
                 self._num_open -= 1
                 if not self._num_open:
-                    self._consumer.finish()
+                    self.consumer.finish()
                     self._ended.set()
         except Exception as error:
             self.fail(as_api_error(error))
@@ -131,12 +142,13 @@ class Generation:
 
     def _named(self, error: InvalidRequestError) -> InvalidRequestError:
         """With the client's own name of the field."""
-        return renamed(error, self._call.client_name(error.param))
+        return renamed(error, self.call.client_name(error.param))
 
     def _receive_text(self, index: int, text: str, num_tokens: int) -> None:
         if self._is_over or self.error is not None:
             return
         try:
+            assert self._consumer is not None, "what comes first is an output"
             self._consumer.feed_text(index, text, num_tokens)
         except Exception as error:
             self.fail(as_api_error(error))

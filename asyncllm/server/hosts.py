@@ -9,33 +9,35 @@ addresses, which no page can have resolve to others, to localhost, and to names 
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.errors import ApiError
+from asyncllm.server.errors import ApiError, Check
 
 ANY = "*"
 
 
-def hosts_middleware(args: ServerArgs) -> Middleware:
+def are_hosts_checked(args: ServerArgs) -> bool:
     is_open_to_pages = args.uds is None and is_loopback(args.host) and not args.keys()
-    is_checked = is_open_to_pages or args.allowed_hosts is not None
+    return is_open_to_pages or args.allowed_hosts is not None
+
+
+def host_check(args: ServerArgs) -> Check:
     allowed = frozenset(name.lower() for name in args.allowed_hosts or ())
 
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    def check(request: web.Request) -> None:
         host = request.headers.get("Host")  # every browser sends one
-        if is_checked and host is not None and not is_allowed(host, allowed):
+        if host is not None and not is_allowed(host, allowed):
             shown = f"{host:.100}"
             message = f"the host {shown!r} is not served here: start with --allowed-hosts"
             raise ApiError(403, message, code="host_not_allowed")
-        return await handler(request)
 
     return check
 
 
+@lru_cache(maxsize=64)  # a client names one
 def is_allowed(host: str, allowed: frozenset[str]) -> bool:
     """`host`: the header, with or without a port."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host

@@ -90,7 +90,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
         call = await prepared(http, partial(_call, request, service))
         if request.stream:
             sse = SSEStream(http, service.frames)
-            answer = StreamedTokens(sse, call, request, _names(service))
+            answer = partial(StreamedTokens, sse, call, request, _names(service))
             return await stream_to(sse, service, call, answer)
         whole = await answer_whole(service, call)
     except InvalidRequestError as error:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
 from asyncllm.engine.text.prompt import TextPrompt
+from asyncllm.errors import InvalidRequestError
 from asyncllm.server.answer_events import AnswerSink
 from asyncllm.server.answer_parts import PartsCollector
 from asyncllm.server.call import Call
 from asyncllm.server.chat_call import chat_call
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.sampling import client_names
+from asyncllm.server.sampling import client_named
 from asyncllm.server.service import Service, collect, parsed, stream_to
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.tokenize import encode
@@ -28,8 +30,10 @@ def message_call(
 
     May run in a thread. Raises `ApiError`, `InvalidRequestError`.
     """
-    with client_names(request):
+    try:
         call = chat_call(request, service)
+    except InvalidRequestError as error:
+        raise client_named(error, request) from error
 
     def own_name(param: str | None) -> str | None:
         name = call.client_name(param)
@@ -41,14 +45,14 @@ def message_call(
 async def answer_parts(service: Service, call: Call) -> PartsCollector:
     """The whole answer. Raises the `ApiError` that ended it."""
     collector = PartsCollector()
-    await collect(service, call, parsed(call, collector))
+    await collect(service, call, partial(parsed, call, collector))
     return collector
 
 
 async def stream_parts(
     sse: SSEStream, service: Service, call: Call, sink: AnswerSink
 ) -> web.StreamResponse:
-    return await stream_to(sse, service, call, parsed(call, sink))
+    return await stream_to(sse, service, call, partial(parsed, call, sink))
 
 
 def prompt_of(request: ChatRequest, service: Service) -> TextPrompt:

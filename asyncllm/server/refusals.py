@@ -6,7 +6,7 @@ A table, so that a feature that arrives deletes its line.
 from __future__ import annotations
 
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.client_fields import Refusals, asks_nothing, refuse
+from asyncllm.server.client_fields import Refusals, asks_nothing, refuse, sent
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -23,6 +23,7 @@ _COMMON: Refusals = {
     "vllm_xargs": asks_nothing,
 }
 _CHAT: Refusals = {
+    **_COMMON,
     "audio": asks_nothing,
     "modalities": lambda value: value == ["text"],
     "moderation": asks_nothing,
@@ -32,6 +33,7 @@ _CHAT: Refusals = {
     "media_io_kwargs": asks_nothing,
 }
 _COMPLETION: Refusals = {
+    **_COMMON,
     "suffix": asks_nothing,
     "prompt_embeds": asks_nothing,
 }
@@ -50,10 +52,9 @@ _MOVED = {
 
 def refuse_unsupported(request: ChatRequest | CompletionRequest, args: ServerArgs) -> None:
     """Raises `ApiError` 400 for the first field that asks for what is not there."""
-    refuse(request, _COMMON)
-    for name, now in _MOVED.items():
-        if getattr(request, name) is not None:
-            raise bad_request(f"{name} is not supported: send {now}", name)
+    if moved := _MOVED.keys() & sent(request).keys():
+        name = min(moved)
+        raise bad_request(f"{name} is not supported: send {_MOVED[name]}", name)
     if isinstance(request, ChatRequest):
         refuse(request, _CHAT)
         _refuse_template(request, args)

@@ -6,15 +6,13 @@ client used (`max_completion_tokens`, `top_logprobs`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.answer_reading import AnswerReading
-from asyncllm.server.client_fields import renamed
+from asyncllm.server.client_fields import renamed, sent
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -27,7 +25,7 @@ from asyncllm.structured_outputs import PARAM as STRUCTURE_PARAM
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
-_SAME_NAME = (
+_SAME_NAME = frozenset((
     "n",
     "best_of",
     "use_beam_search",
@@ -56,7 +54,7 @@ _SAME_NAME = (
     "logprob_token_ids",
     "repetition_detection",
     "thinking_token_budget",
-)
+))  # fmt: skip
 
 
 def chat_params(
@@ -117,13 +115,9 @@ def prompt_only(request: CompletionRequest) -> bool:
     return bool(request.echo) and request.max_tokens == 0
 
 
-@contextmanager
-def client_names(request: GenerationRequest) -> Iterator[None]:
-    """Errors of the engine's validators name the field as the client spelt it."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise renamed(error, client_name(request, error.param)) from error
+def client_named(error: InvalidRequestError, request: GenerationRequest) -> InvalidRequestError:
+    """An error of the engine's validators, naming the field as the client spelt it."""
+    return renamed(error, client_name(request, error.param))
 
 
 def client_name(request: GenerationRequest, param: str | None) -> str | None:
@@ -148,12 +142,8 @@ def _completion_max_tokens(request: CompletionRequest) -> int:
 
 
 def _given(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    overrides: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
-    for name in _SAME_NAME:
-        value = getattr(request, name)
-        if value is not None:
-            overrides[name] = value
-    return overrides
+    given = {name: value for name, value in sent(request).items() if name in _SAME_NAME}
+    return given | {"output_kind": RequestOutputKind.DELTA}
 
 
 def _check_streaming(request: ChatRequest | CompletionRequest) -> None:

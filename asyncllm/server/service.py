@@ -8,8 +8,7 @@ went away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
@@ -119,23 +118,23 @@ class Service:
         for generation in list(self._live):
             generation.fail(error, "shutdown")
 
-    @contextmanager
-    def generation(self, call: Call, consumer: Consumer) -> Iterator[Generation]:
-        """The engine's share of a call. Leaving the block aborts what has not finished."""
+    def begin(self, call: Call, make_consumer: Callable[[], Consumer]) -> Generation:
+        """The engine's share of a call. Whatever becomes of it, `end` it."""
         for observer in self.call_observers:
             observer.begin(call)
-        generation = Generation(self.engine, call, consumer)
+        generation = Generation(self.engine, call, make_consumer)
         self._live.add(generation)
         self._idle.clear()
-        try:
-            yield generation
-        finally:
-            self._live.discard(generation)
-            if not self._live:
-                self._idle.set()
-            generation.abort()
-            for observer in self.call_observers:
-                observer.end(call)
+        return generation
+
+    def end(self, generation: Generation) -> None:
+        """Abort what has not finished."""
+        self._live.discard(generation)
+        if not self._live:
+            self._idle.set()
+        generation.abort()
+        for observer in self.call_observers:
+            observer.end(generation.call)
 
 
 SERVICE = web.AppKey("service", Service)
@@ -150,7 +149,7 @@ async def prepared(http: web.Request, prepare: Callable[[], T], is_large: bool =
 
     is_large: there is more to it than the body.
     """
-    if not is_large and len(await http.read()) < LARGE_BODY_BYTES:  # aiohttp has kept it
+    if not is_large and http.content.total_bytes < LARGE_BODY_BYTES:  # decompressed
         return prepare()
     return await http.app[SERVICE].off_loop.read(prepare)
 
@@ -174,14 +173,14 @@ async def written(service: Service, render: Callable[[], Any], is_large: bool) -
 
 async def answer_whole(service: Service, call: Call) -> CollectedAnswer:
     answer = CollectedAnswer(call)
-    await collect(service, call, answer)
+    await collect(service, call, lambda: answer)
     return answer
 
 
 async def answer_message(service: Service, call: Call) -> MessageCollector:
     """An answer of messages, whole."""
     message = MessageCollector(call)
-    await collect(service, call, parsed(call, message))
+    await collect(service, call, partial(parsed, call, message))
     return message
 
 
@@ -190,32 +189,38 @@ def parsed(call: Call, sink: AnswerSink) -> ParsedAnswer:
     return ParsedAnswer(call, call.new_parser or PlainParser, sink)
 
 
-async def collect(service: Service, call: Call, consumer: Consumer) -> None:
-    """Let `consumer` have the whole answer. Raises the `ApiError` that ended it."""
-    with service.generation(call, consumer) as generation:
+async def collect(service: Service, call: Call, make_consumer: Callable[[], Consumer]) -> None:
+    """Let a consumer have the whole answer. Raises the `ApiError` that ended it."""
+    generation = service.begin(call, make_consumer)
+    try:
         await generation.submit()
         await generation.wait()
+    finally:
+        service.end(generation)
 
 
 async def stream_to(
-    sse: SSEStream, service: Service, call: Call, consumer: Consumer
+    sse: SSEStream, service: Service, call: Call, make_consumer: Callable[[], Consumer]
 ) -> web.StreamResponse:
     """Errors until the request is queued have their own status; later ones are events.
 
-    The headers, a system call, are sent while the device is at work.
+    The consumer is made and the headers, a system call, are sent while the device is at work.
     """
-    with service.generation(call, consumer) as generation:
+    generation = service.begin(call, make_consumer)
+    try:
         await generation.submit()
         if generation.error is not None:
             raise generation.error
         for _ in range(TURNS_TO_LAUNCH):
             await asyncio.sleep(0)
+        _ = generation.consumer
         try:
             await sse.open()
             await sse.run()
         except ConnectionError:
             pass  # the client is gone or was dropped; aiohttp notices by itself
-        finally:
-            if sse.too_slow:
-                generation.abort_cause = "slow_reader"
+    finally:
+        if sse.too_slow:
+            generation.abort_cause = "slow_reader"
+        service.end(generation)
     return sse.response

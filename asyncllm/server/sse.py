@@ -1,16 +1,18 @@
 """Server-sent events at a few microseconds each: the one place that knows how aiohttp writes.
 
 What a step brings to a stream goes straight to the transport as one HTTP chunk, without a task
-switch. Everything else is aiohttp's public API: `StreamResponse.prepare` for the headers, `write`
-for what had to wait, `write_eof` for the end. That is sound only while aiohttp's own writer holds
-nothing back and adds nothing (headers already sent, chunked, no compression, no length):
+switch, the last one with the end of the body, of which aiohttp's writer is told. Everything else is
+aiohttp's public API: `StreamResponse.prepare` for the headers, `write` for what had to wait,
+`write_eof` for the end after that. That is sound only while aiohttp's own writer holds nothing back
+and adds nothing (headers already sent, chunked, no compression, no length):
 `_writes_plain_chunks` checks it on every stream, an error is logged once if it ever fails, and
 frames then take the public way. Tested with aiohttp 3.13 and 3.14.
 
 `push` and `end` are called by the engine between two steps: they never await, block or raise. They
 only note frames; `FrameQueue` writes them in the loop's next turns, all streams together (the
 kernel's way through a send stays in the caches), in slices: between two of them the engine may
-launch its next step and others get their turn. Where the device is faster than the host, a stream's
+launch its next step and others get their turn; so are handlers woken whose streams have ended, 256
+of which may end in one step. Where the device is faster than the host, a stream's
 frames of two steps become one write, of more never.
 
 A slow reader is bounded twice. While more than COALESCE_ABOVE_BYTES sit in the transport, frames
@@ -23,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import cached_property
 
 from aiohttp import web
 from aiohttp.http_writer import StreamWriter
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 COALESCE_ABOVE_BYTES = 64 * 1024
 MAX_PENDING_BYTES = 1024 * 1024
 STREAMS_PER_SLICE = 64  # at 3 us a write no turn of the loop is longer than about 200 us
+ENDS_PER_TURN = 8  # a handler takes 0.1 ms to leave
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -41,11 +45,12 @@ _HEADERS = {
 
 
 class FrameQueue:
-    """The streams with frames to write; one queue for all streams of a loop."""
+    """The streams with frames to write, and those that have ended; one for all of a loop."""
 
     def __init__(self) -> None:
         self._streams: deque[SSEStream] = deque()
         self._is_scheduled = False
+        self._ended: deque[SSEStream] = deque()
 
     def add(self, stream: SSEStream) -> None:
         self._streams.append(stream)
@@ -64,12 +69,22 @@ class FrameQueue:
             if streams:
                 asyncio.get_running_loop().call_soon(self._write_slice)
 
+    def add_ended(self, stream: SSEStream) -> None:
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self._wake_ended)
+        self._ended.append(stream)
+
+    def _wake_ended(self) -> None:
+        for _ in range(min(ENDS_PER_TURN, len(self._ended))):
+            self._ended.popleft().wake()
+        if self._ended:
+            asyncio.get_running_loop().call_soon(self._wake_ended)
+
 
 class SSEStream:
     """One response. Frames pushed before `open` wait for it."""
 
     def __init__(self, request: web.Request, queue: FrameQueue | None = None) -> None:
-        self.response = web.StreamResponse(headers=_HEADERS)
         self._request = request
         self._queue = queue or FrameQueue()
         self._transport: asyncio.Transport | None = None  # set while frames may bypass aiohttp
@@ -80,6 +95,10 @@ class SSEStream:
         self._dropped = False
         self.too_slow = False  # why it was dropped
         self._wake = asyncio.Event()  # there is something to do for `run`
+
+    @cached_property
+    def response(self) -> web.StreamResponse:
+        return web.StreamResponse(headers=_HEADERS)
 
     async def open(self) -> None:
         """Send status 200 and the headers."""
@@ -114,14 +133,19 @@ class SSEStream:
     def end(self, frames: bytes) -> None:
         """Send the last frames; `run` returns once all is written."""
         self._ended = True
-        self._wake.set()
-        self.push(frames)
+        try:
+            self.push(frames)
+        finally:
+            if not self._is_queued:  # there is nothing to write, or nobody to read it
+                self._wake.set()
 
     def write_frames(self) -> None:
         """For the queue: one write of all that waits, or leave it to `run`."""
         self._is_queued = False
-        if not self._pending:
-            return  # `run` has written it
+        if not self._pending:  # `run` has written it
+            if self._ended:
+                self._wake.set()
+            return
         transport = self._transport
         if (
             transport is None
@@ -132,9 +156,16 @@ class SSEStream:
             self._bound_pending()
             return
         body = self._take_pending()
-        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        if self._ended:
-            self._wake.set()
+        if not self._ended:
+            transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            return
+        transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        self._request.writer._eof = True  # type: ignore[attr-defined]
+        self._queue.add_ended(self)
+
+    def wake(self) -> None:
+        """Let `run` look what there is to do."""
+        self._wake.set()
 
     async def run(self) -> None:
         """Write what had to wait, to the end. Raises `ConnectionError` for a lost client."""
@@ -185,6 +216,7 @@ def _writes_plain_chunks(writer: object, request: web.Request) -> bool:
             and writer._headers_buf is None
             and writer._compress is None
             and writer._on_chunk_sent is None
+            and not writer._eof
         )
     except AttributeError:
         plain = False

@@ -6,6 +6,9 @@ other turns of the loop: steps run one after the other and take about as long as
 size, so the end is known to a few per cent. Where somebody waits for a first token, "about" begins
 earlier. Polling is bounded by the two together per step; idle costs nothing. (Letting the thread
 sleep until shortly before the end polls them all, but one slow step then makes the next ones slow.)
+
+The thread needs the GIL to say so, which a loop that is busy with a burst of requests gives up
+every 5 ms at best: so from the expected end on the loop looks for itself, too.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Protocol
 
 POLL_S = 200e-6  # before and after the expected end
 PROMPTS_POLL_S = 2e-3  # before that of a step with prompts
+LOOK_S = 1e-3  # between two looks while the thread waits
 
 
 class DeviceEvent(Protocol):
@@ -59,7 +63,7 @@ class EventWaiter:
             if event.query():
                 break
         else:
-            await self._in_thread(event)
+            await self._in_thread(event, due_s)
         self._last_end_s = time.perf_counter()
         self._step_s[size] = self._last_end_s - start_s
 
@@ -67,11 +71,30 @@ class EventWaiter:
         self._queue.put(None)
         self._thread.join()
 
-    async def _in_thread(self, event: DeviceEvent) -> None:
+    async def _in_thread(self, event: DeviceEvent, due_s: float) -> None:
         loop = asyncio.get_running_loop()
-        done = loop.create_future()
+        done: asyncio.Future[None] = loop.create_future()
         self._queue.put((event, loop, done))
-        await done
+        left_s = due_s - time.perf_counter()
+        first_s = max(left_s, LOOK_S) if left_s < math.inf else LOOK_S
+        timer = loop.call_later(first_s, self._look, event, done)
+        try:
+            await done
+        finally:
+            timer.cancel()
+
+    def _look(self, event: DeviceEvent, done: asyncio.Future[None]) -> None:
+        if done.done():
+            return
+        try:
+            is_over = event.query()
+        except Exception as error:  # it belongs to who awaits
+            done.set_exception(error)
+            return
+        if is_over:
+            done.set_result(None)
+        else:
+            asyncio.get_running_loop().call_later(LOOK_S, self._look, event, done)
 
     def _run(self) -> None:
         while (waiting := self._queue.get()) is not None:

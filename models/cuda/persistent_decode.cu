@@ -28,6 +28,9 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
 #pragma unroll 1
     for (int i = thread; i < args.num_layers; i += 2 * THREADS) shared.layers[i] = args.layers[i];
     if (thread <= HEAD) shared.shapes[thread] = shape_of(args, thread);
+    if (thread < (HEAD + 1) * WARPS)
+        shared.works[thread / WARPS][thread % WARPS]
+            = work_of(shape_of(args, thread / WARPS), thread % WARPS);
     if (thread < WARPS * DEPTH) {
         open_signal((&shared.full[0][0])[thread]);
         open_signal((&shared.empty[0][0])[thread]);
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
         if (kind == QKV) prefetch_norms(args, shared, i / 4);
-        product(args, operands_of(args, layer, kind), shared.shapes[kind], shared, ring, me);
+        product(args, operands_of(args, layer, kind), kind, shared, ring, me);
         if (kind == HEAD) break;
         barrier.arrive();
         if (kind == QKV) {

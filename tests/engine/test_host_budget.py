@@ -87,7 +87,7 @@ class Host:
         view = ChatView(ChatRequest(messages=[]), call, names)
         answer = StreamedAnswer(stream, call, view, None)
         engine: Any = None  # nothing is aborted
-        generation = Generation(engine, call, answer)
+        generation = Generation(engine, call, lambda: answer)
 
         def sink(output: Any) -> None:
             generation._receive(request.request_id, 0, output)

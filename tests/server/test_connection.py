@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
 
-from asyncllm.server import bodies, connection
+from asyncllm.server import arrivals, bodies, connection
+from asyncllm.server.arrivals import Arrivals
 from asyncllm.server.connection import Connection
 from tests.server.http_harness import CHAT, Server, run, serving
 from tests.server.test_sse import slow_client
@@ -145,22 +149,42 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
 
 
 def test_headers_that_come_in_pieces_have_one_deadline(accepted: list[Connection]) -> None:
-    """It is of one request, and ends with its headers: none is left to fire later."""
+    """It is of one request, and ends with its headers; one timer watches them all."""
 
     async def test() -> None:
         async with serving() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             for _ in range(2):
                 writer.write(b"GET /health HT")
-                await until(lambda: accepted and accepted[0]._header_deadline)
-                deadline = accepted[0]._header_deadline
-                assert deadline is not None
+                await until(lambda: accepted and accepted[0]._headers_since)
+                since, timer = accepted[0]._headers_since, accepted[0]._header_timer
+                assert timer is not None
                 writer.write(b"TP/1.1\r\nHost: ")
                 await asyncio.sleep(0.01)
-                assert accepted[0]._header_deadline is deadline
+                assert accepted[0]._headers_since == since
                 writer.write(b"localhost\r\n\r\n")
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-                assert deadline.cancelled() and accepted[0]._header_deadline is None
+                assert accepted[0]._headers_since is None
+                assert accepted[0]._header_timer is timer
+            writer.close()
+            await until(lambda: accepted[0]._header_timer is None)
+            assert timer.cancelled()
+
+
+def test_a_timer_of_headers_long_complete_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was set for an earlier request of the connection, and must not end a later one early."""
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+
+    async def test() -> None:
+        async with serving() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            began = time.monotonic()
+            await asyncio.sleep(0.2)
+            writer.write(b"GET /hea")
+            check_error(await reader.read(), 408)
+            assert time.monotonic() - began >= 0.5  # and not when the timer fired
             writer.close()
 
     run(test())
@@ -223,5 +247,120 @@ def test_a_stalled_reader_is_ended_and_others_are_not(monkeypatch: pytest.Monkey
             assert good[-1] == "[DONE]"
             await server.quiet()  # the stalled one is over although it never read
             stalled.close()
+
+    run(test())
+
+
+class Piecemeal(Arrivals):
+    """Everything waits, until the test calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[Callable[[], None]] = []
+
+    def take(self, read: Callable[[], None]) -> bool:
+        self.reads.append(read)
+        return False
+
+
+class Wire(asyncio.Transport):
+    """A transport that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.sent = b""
+
+    def pause_reading(self) -> None:
+        self.asked.append("pause")
+
+    def resume_reading(self) -> None:
+        self.asked.append("resume")
+
+    def is_closing(self) -> bool:
+        return "close" in self.asked
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.sent += data
+
+
+@asynccontextmanager
+async def piecemeal() -> AsyncIterator[tuple[Connection, Wire, Piecemeal]]:
+    """A connection to a server that answers with the body it got."""
+
+    async def echo(request: web.BaseRequest) -> web.Response:
+        return web.Response(body=await request.read())
+
+    arrivals, wire = Piecemeal(), Wire()
+    runner = web.ServerRunner(web.Server(echo))
+    await runner.setup()
+    assert runner.server is not None
+    found = Connection(runner.server, arrivals, 1)
+    found.connection_made(wire)
+    yield found, wire, arrivals
+    found.connection_lost(None)
+    await runner.cleanup()
+
+
+def test_what_comes_before_its_turn_is_held_whole_and_in_order() -> None:
+    pieces = [GOOD[:50], GOOD[50:200], GOOD[200:]]
+
+    async def test() -> None:
+        async with piecemeal() as (client, wire, arrivals):
+            for piece in pieces:
+                client.data_received(piece)
+            assert len(arrivals.reads) == 1, "one place, however many pieces"
+            assert wire.asked[0] == "pause", "who has not had its turn sends no more"
+            arrivals.reads[0]()
+            assert wire.asked[-1] == "resume"
+            await until(lambda: wire.sent.endswith(GOOD_BODY))
+
+    run(test())
+
+
+def test_one_piece_that_waits_pauses_nothing() -> None:
+    async def test() -> None:
+        async with piecemeal() as (client, wire, arrivals):
+            client.data_received(GOOD)
+            arrivals.reads[0]()
+            await until(lambda: wire.sent.endswith(GOOD_BODY))
+            assert wire.asked == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_who_leaves_before_its_turn_is_not_read(num_pieces: int) -> None:
+    async def test() -> None:
+        async with piecemeal() as (client, wire, arrivals):
+            for _ in range(num_pieces):
+                client.data_received(GOOD)
+            client.connection_lost(None)
+            arrivals.reads[0]()
+            assert wire.sent == b"" and "resume" not in wire.asked
+
+    run(test())
+
+
+def test_a_burst_is_answered_one_request_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest slice that there is; half of the clients send their body on its own."""
+    monkeypatch.setattr(arrivals, "SLICE_SECONDS", 0.0)
+    split = len(GOOD) - len(GOOD_BODY)
+
+    async def ask(server: Server, number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(GOOD[:split] if number % 2 else GOOD)
+        if number % 2:
+            await asyncio.sleep(0.01)
+            writer.write(GOOD[split:])
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    async def test() -> None:
+        async with serving() as server:
+            await asyncio.gather(*(ask(server, number) for number in range(24)))
 
     run(test())

@@ -232,7 +232,7 @@ def test_the_collector_rests_while_a_body_is_decoded(monkeypatch: pytest.MonkeyP
 
     async def test() -> None:
         async with serving() as server:
-            body = {"messages": HELLO, "max_tokens": 2, "user": 1.5}
+            body = {"messages": HELLO, "max_tokens": 2, "user": 1.5, "metadata": "x" * 2**13}
             assert (await server.post(CHAT, body))[0] == 200
 
     assert gc.isenabled()

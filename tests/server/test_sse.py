@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from aiohttp import web
 from asyncllm.server import sse
 from asyncllm.server.sse import (
     COALESCE_ABOVE_BYTES,
+    ENDS_PER_TURN,
     MAX_PENDING_BYTES,
     STREAMS_PER_SLICE,
     FrameQueue,
@@ -142,7 +144,7 @@ async def slow_client(server: Server, **fields: object) -> socket.socket:
 def pending_bytes(server: Server) -> int:
     """Of the one stream in progress, ours and the transport's."""
     (generation,) = server.service._live
-    stream: SSEStream = generation._consumer._sse  # type: ignore[attr-defined]
+    stream: SSEStream = generation.consumer._sse  # type: ignore[attr-defined]
     transport = stream._request.transport
     return stream._pending_bytes + (transport.get_write_buffer_size() if transport else 0)
 
@@ -215,7 +217,8 @@ class NotedWrites:
 
 
 def open_stream(queue: FrameQueue, transport: Any) -> SSEStream:
-    stream = SSEStream(SimpleNamespace(transport=transport), queue)  # type: ignore[arg-type]
+    request: Any = SimpleNamespace(transport=transport, writer=SimpleNamespace())
+    stream = SSEStream(request, queue)
     stream._transport = transport  # as `open` does
     return stream
 
@@ -291,5 +294,60 @@ def test_a_transport_that_raises_does_not_keep_others_waiting() -> None:
             await asyncio.sleep(0)
         assert len(good.writes) == 1
         assert "broken" in str(seen[0]["exception"])
+
+    run(test())
+
+
+def test_handlers_whose_streams_end_together_are_woken_a_few_at_a_time() -> None:
+    async def test() -> None:
+        queue, woken = FrameQueue(), []
+
+        async def handle(stream: SSEStream) -> None:
+            await stream._wake.wait()
+            woken.append(stream)
+
+        streams = [open_stream(queue, NotedWrites()) for _ in range(3 * ENDS_PER_TURN)]
+        handlers = [asyncio.create_task(handle(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        for stream in streams:
+            stream.end(b"data: [DONE]\n\n")
+        seen = [0]
+        while len(woken) < len(streams):
+            await asyncio.sleep(0)
+            seen.append(len(woken))
+        await asyncio.gather(*handlers)
+        assert woken == streams
+        assert max(now - before for before, now in pairwise(seen)) == ENDS_PER_TURN
+        for stream in streams:
+            assert stream._transport.writes == [b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"]  # type: ignore[union-attr]
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("before", [b"", b"data: a\n\n"])
+def test_an_end_without_frames_is_an_end(before: bytes, is_direct: bool) -> None:
+    """Whatever was written of the frames before it, and by whom."""
+
+    async def test() -> None:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            stream = SSEStream(request)
+            await stream.open()
+            if not is_direct:
+                stream._transport = None
+            task = asyncio.create_task(stream.run())
+            stream.push(before)
+            stream.wake()
+            await asyncio.sleep(0)
+            stream.end(b"")
+            await task
+            return stream.response
+
+        runner, port = await serve_handler(handler)
+        answer = await exchange(
+            port, REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        )
+        await runner.cleanup()
+        assert without_chunks(answer.partition(b"\r\n\r\n")[2]) == before
 
     run(test())

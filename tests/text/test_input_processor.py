@@ -355,6 +355,19 @@ def test_generation_config_fills_what_is_omitted(byte_level: Tokenizer, tmp_path
     refused(lambda: process(processor, [1] * 50, max_tokens=29), "max_tokens")
 
 
+def test_who_sets_the_same_shares_the_parameters(processor: InputProcessor) -> None:
+    given = {"temperature": 1, "stop": "x"}
+    params = processor.default_params(given)
+    assert processor.default_params(dict(given)) is params
+    assert params == SamplingParams(temperature=1, stop="x")
+    assert type(processor.default_params({"temperature": 1.0, "stop": "x"}).temperature) is float
+    listed = {"stop": ["x"], "logit_bias": {"5": 1.0}}  # no key of anything
+    for _ in range(2):
+        assert processor.default_params(listed) == SamplingParams(**listed)
+    for _ in range(2):  # an error is not remembered
+        refused(lambda: processor.default_params({"n": 0}), "n")
+
+
 def test_generation_config_vllm_fills_nothing(byte_level: Tokenizer, tmp_path: Path) -> None:
     processor = with_generation_config(byte_level, tmp_path, {"temperature": 0.6}, "vllm")
     assert processor.default_params({}) == SamplingParams()

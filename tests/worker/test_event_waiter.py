@@ -184,3 +184,38 @@ def test_a_wait_may_be_cancelled_and_its_loop_closed() -> None:
     release.set()
     waiter.close()
     assert "asyncllm-wait" not in [thread.name for thread in threading.enumerate()]
+
+
+class Unheard(Event):
+    """Its thread does not come to say that it is over, as where the loop keeps the GIL."""
+
+    def __init__(self, clock: Clock, queries: list[bool | Exception]) -> None:
+        super().__init__(clock, clock.now + 0.01)
+        self.heard = threading.Event()
+        self._queries = queries
+
+    def query(self) -> bool:
+        found = self._queries.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def synchronize(self) -> None:
+        self.heard.wait()
+
+
+def test_the_loop_looks_for_itself_while_the_thread_waits(
+    clock: Clock, waiter: EventWaiter
+) -> None:
+    event = Unheard(clock, [False, False, True])
+    asyncio.run(waiter.wait(event, clock.now, 0))
+    event.heard.set()
+    waiter.close()
+
+
+def test_what_the_loop_finds_wrong_is_raised(clock: Clock, waiter: EventWaiter) -> None:
+    event = Unheard(clock, [False, RuntimeError("the device is lost")])
+    with pytest.raises(RuntimeError, match="lost"):
+        asyncio.run(waiter.wait(event, clock.now, 0))
+    event.heard.set()
+    waiter.close()

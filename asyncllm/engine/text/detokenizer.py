@@ -100,8 +100,10 @@ class TableDetokenizer:
         tail = b""
         for token_id in reversed(prompt_ids):
             piece = self._piece(token_id)
+            if piece and type(piece) is str:  # whole characters: what comes before is complete
+                break
             tail = as_bytes(piece) + tail
-            if (piece and type(piece) is str) or len(tail) >= MAX_CHARACTER_BYTES:
+            if len(tail) >= MAX_CHARACTER_BYTES:
                 break
         if tail and _ends_within_character(tail):
             self._push_bytes(tail)

@@ -6,8 +6,7 @@ their shape: what a token id or a text means is the input processor's business.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NotRequired, Required, TypedDict
+from typing import NamedTuple, NotRequired, Required, TypedDict
 
 from asyncllm.engine.text.chat_messages import ChatMessage
 from asyncllm.errors import InvalidRequestError
@@ -34,8 +33,7 @@ PromptInput = str | list[int] | TextPrompt | TokensPrompt | list[ChatMessage]
 _KNOWN_KEYS = {"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"}
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedPrompt:
+class ParsedPrompt(NamedTuple):
     """Token ids, messages, or else text. `param` is what the client calls it, `noun` what we do."""
 
     text: str | None = None
@@ -63,8 +61,8 @@ def parse_prompt(prompt: PromptInput) -> ParsedPrompt:
 
 
 def _parse_dict(prompt: dict[str, object]) -> ParsedPrompt:
-    unknown = sorted(map(str, prompt.keys() - _KNOWN_KEYS))
-    if unknown:
+    if not prompt.keys() <= _KNOWN_KEYS:
+        unknown = sorted(map(str, prompt.keys() - _KNOWN_KEYS))
         raise InvalidRequestError(
             f"a prompt dict must not hold {', '.join(unknown)}: this model takes text only",
             "prompt",

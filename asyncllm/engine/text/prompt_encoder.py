@@ -48,7 +48,8 @@ class PromptEncoder:
             # A chat template has written the special tokens itself.
             add_special_tokens = parsed.add_special_tokens and parsed.messages is None
             ids = self.encode(text, add_special_tokens, parsed.param)
-        ids = self._truncate(ids, params)
+        if params.truncate_prompt_tokens is not None:
+            ids = self._truncate(ids, params.truncate_prompt_tokens, params.max_tokens)
         if not ids:
             raise InvalidRequestError(f"the {parsed.noun} must not be empty", parsed.param)
         self.check_ids(ids, parsed.param)
@@ -100,11 +101,8 @@ class PromptEncoder:
                 parsed.param,
             )
 
-    def _truncate(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The last `truncate_prompt_tokens` ids; -1: as many as leave room for the output."""
-        num_kept = params.truncate_prompt_tokens
-        if num_kept is None:
-            return ids
+    def _truncate(self, ids: list[int], num_kept: int, max_tokens: int | None) -> list[int]:
+        """The last `num_kept` ids; -1: as many as leave room for the output."""
         if num_kept > self._max_model_len:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens ({num_kept}) must be at most the context window "
@@ -112,5 +110,5 @@ class PromptEncoder:
                 "truncate_prompt_tokens",
             )
         if num_kept == -1:
-            num_kept = max(self._max_tokens_in_all - (params.max_tokens or 1), 1)
+            num_kept = max(self._max_tokens_in_all - (max_tokens or 1), 1)
         return ids[-num_kept:]

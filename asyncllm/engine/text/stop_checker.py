@@ -25,6 +25,9 @@ class StopStrings:
         self.first_characters = frozenset(string[0] for string in self.strings)
 
 
+NO_STOP_STRINGS = StopStrings(())
+
+
 class StopChecker:
     """The state of one sequence. `push` is called once per token, whatever its text.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from asyncllm.server.errors import ApiError, as_api_error
 
@@ -49,15 +48,7 @@ def error_body(error: ApiError, name: str) -> bytes:
     return orjson.dumps({"type": "error", "error": detail, "request_id": name})
 
 
-@web.middleware
-async def anthropic_error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if not request.path.startswith(PREFIX):
-        return await handler(request)
-    try:
-        return await handler(request)
-    except Exception as error:
-        if request.writer.output_size:
-            raise  # a stream has begun
-        known, name = as_api_error(error), new_request_id()
-        known.headers[REQUEST_ID_HEADER] = name
-        return known.response(error_body(known, name))
+def error_response(error: Exception) -> web.Response:
+    known, name = as_api_error(error), new_request_id()
+    known.headers[REQUEST_ID_HEADER] = name
+    return known.response(error_body(known, name))

@@ -92,7 +92,7 @@ struct Output {
                 gated += shared.product.sums[buffer][warp + w][next];
             }
         if (operands.norm != nullptr) {
-            const float factor = inverse_root(squares * (1.0f / shape.size) + args.eps);
+            const float factor = inverse_root(squares * shape.inverse_size + args.eps);
             sum *= factor, gated *= factor;
         }
         if (operands.bias != nullptr) sum += from_half(bias[0]), gated += from_half(bias[1]);
@@ -134,15 +134,15 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4 (&x)[S
 
 // All kinds by one piece of code: the kernel is a step's only one, and each kind's own would not fit
 // where instructions are kept (docs/LOG.md).
-__device__ __forceinline__ void product(const Args& args, const Operands& operands,
-                                        const Shape& shape, Shared& shared, Ring& ring,
-                                        const Lane& me) {
+__device__ __forceinline__ void product(const Args& args, const Operands& operands, int kind,
+                                        Shared& shared, Ring& ring, const Lane& me) {
     constexpr int PAIRS = GROUP_STAGES / 2;
-    const int num_units = shape.units_of(me.warp), num_slices = shape.slices_of(me.warp);
+    const Shape shape = shared.shapes[kind];
+    const Work work = shared.works[kind][me.warp];
     const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
-        const int left = (num_units - unit) << shape.gated;
+        const int left = (work.num_units - unit) << shape.gated;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
         float sums[PAIRS][2][4] = {};  // two each, so that an addition need not wait for the last
         float squares = 0;
@@ -152,10 +152,10 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
         Piece ahead;
         int index = -1;  // of the warp's slices; the next one is on its way while one is used
 #pragma unroll 1
-        for (; num_stages > 0 && index < num_slices; index++) {
+        for (; num_stages > 0 && index < work.num_slices; index++) {
             Piece x = ahead;
-            if (index + 1 < num_slices) {
-                const int slice = me.warp % shape.split + (index + 1) * shape.split;
+            if (index + 1 < work.num_slices) {
+                const int slice = work.first_slice + (index + 1) * shape.split;
                 ahead.load(operands.x, operands.norm, shape.size, args.rows, slice, me);
             }
             if (index < 0) continue;

@@ -12,26 +12,35 @@ struct Shape {
     int split;     // warps that share the slices of a unit: a set
     int num_sets;  // which take turns at the block's units
 
+    float inverse_size;
+
     __device__ __forceinline__ int num_slices() const { return size / SLICE; }
-    // Units of a warp's set, and slices of the warp.
-    __device__ __forceinline__ int units_of(int warp) const {
-        const int set = warp / split;
-        return set < num_sets ? (num_own - set + num_sets - 1) / num_sets : 0;
-    }
-    __device__ __forceinline__ int slices_of(int warp) const {
-        return (num_slices() - warp % split + split - 1) / split;
-    }
 };
+
+// A warp's part of a product. Known before the step: to divide takes long.
+struct Work {
+    int set, num_units;            // of the set
+    int first_slice, num_slices;   // every `split`th
+};
+
+__device__ __forceinline__ Work work_of(const Shape& shape, int warp) {
+    const int set = warp / shape.split, first = warp % shape.split;
+    Work work = {set, 0, first, (shape.num_slices() - first + shape.split - 1) / shape.split};
+    if (set < shape.num_sets)
+        work.num_units = (shape.num_own - set + shape.num_sets - 1) / shape.num_sets;
+    return work;
+}
 
 __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
     const int q_size = args.heads * HEAD_DIM, kv_size = args.kv_heads * HEAD_DIM;
-    Shape shape = {args.hidden, 0, 0, kind == GATE_UP, 0, WARPS, 0};
+    Shape shape = {args.hidden, 0, 0, kind == GATE_UP, 0, WARPS, 0, 0};
     shape.features = kind == QKV ? q_size + 2 * kv_size
         : kind == GATE_UP ? args.intermediate : kind == HEAD ? args.vocab : args.hidden;
     if (kind == OUTPUT) shape.size = q_size;
     if (kind == DOWN) shape.size = args.intermediate;
     shape.num_units = shape.features / UNIT;
     shape.num_own = (shape.num_units - block_index() + num_blocks() - 1) / num_blocks();
+    shape.inverse_size = 1.0f / shape.size;
     while (shape.split > shape.num_slices()) shape.split /= 2;
     shape.num_sets = WARPS / shape.split < MAX_SETS ? WARPS / shape.split : MAX_SETS;
     return shape;
@@ -62,9 +71,10 @@ struct Shared {
     } plan;
     int num_work;            // shares of all rows and KV heads
     Shape shapes[HEAD + 1];  // of the products, by kind
+    Work works[HEAD + 1][WARPS];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
 };
-constexpr int MAX_LAYERS = 128;
+constexpr int MAX_LAYERS = 96;
 static_assert(sizeof(Shared) + MAX_LAYERS * sizeof(Layer) <= 227 << 10);
 
 struct Lane {

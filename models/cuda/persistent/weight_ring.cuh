@@ -10,18 +10,18 @@ namespace {
 struct Cursor {
     int product, unit, slice, stage;  // unit counts the set's own
     int num_stages;                   // of the group
-    int num_units;                    // of the set
+    Work work;
     Shape shape;
     const void* weight;
 
     __device__ __forceinline__ void open(const Args& args, const Shared& shared, int warp) {
         for (; product <= 4 * args.num_layers; product++) {
             shape = shared.shapes[product == 4 * args.num_layers ? HEAD : product % 4];
-            num_units = shape.units_of(warp);
-            if (num_units > 0) {
+            work = shared.works[product == 4 * args.num_layers ? HEAD : product % 4][warp];
+            if (work.num_units > 0) {
                 weight = shared.layers[product / 4].weights[product % 4];
                 unit = stage = 0;
-                slice = warp % shape.split;
+                slice = work.first_slice;
                 count_stages();
                 return;
             }
@@ -29,7 +29,7 @@ struct Cursor {
     }
 
     __device__ __forceinline__ void count_stages() {
-        const int left = (num_units - unit) << shape.gated;
+        const int left = (work.num_units - unit) << shape.gated;
         num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
     }
 
@@ -37,16 +37,16 @@ struct Cursor {
         if (++stage < num_stages) return;
         stage = 0;
         if ((slice += shape.split) < shape.num_slices()) return;
-        slice = warp % shape.split;
+        slice = work.first_slice;
         unit += GROUP_STAGES >> shape.gated;
-        if (unit < num_units) return count_stages();
+        if (unit < work.num_units) return count_stages();
         product++;
         open(args, shared, warp);
     }
 
     // Where a row of the stage begins: each of its outputs is one.
-    __device__ __forceinline__ const void* row(int index, int warp) const {
-        const int own = warp / shape.split + (unit + (stage >> shape.gated)) * shape.num_sets;
+    __device__ __forceinline__ const void* row(int index) const {
+        const int own = work.set + (unit + (stage >> shape.gated)) * shape.num_sets;
         const int part = stage & shape.gated;
         const int first = part * shape.features + (block_index() + own * num_blocks()) * UNIT;
         return at(weight, static_cast<int64_t>(first + index) * shape.size + slice * SLICE);
@@ -59,18 +59,17 @@ __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp,
     cursor.open(args, shared, warp);
     int slot = 0;
     uint32_t turn = 0;
-    bool has_begun = false;
+    int num_asked = 0;
     for (; cursor.product <= 4 * args.num_layers; cursor.advance(args, shared, warp)) {
         Signal& full = shared.full[warp][slot];
         wait_signal(shared.empty[warp][slot], turn ^ 1);
-        // One stage on its way and no more: what the workers ask for would have to queue behind them.
-        if (slot > 0) wait_signal(shared.full[warp][slot - 1], turn);
-        else if (has_begun) wait_signal(shared.full[warp][DEPTH - 1], turn ^ 1);
-        has_begun = true;
+        // Two stages on their way and no more: what the workers ask for has to queue behind them.
+        const int before = slot < 2 ? slot + DEPTH - 2 : slot - 2;
+        if (num_asked++ >= 2) wait_signal(shared.full[warp][before], slot < 2 ? turn ^ 1 : turn);
         if (lane == 0) expect_bytes(full, STAGE_BYTES);
         sync_warp();
         if (lane < UNIT)
-            copy_bulk(shared.ring[warp][slot] + lane * SLICE * 2, cursor.row(lane, warp), SLICE * 2,
+            copy_bulk(shared.ring[warp][slot] + lane * SLICE * 2, cursor.row(lane), SLICE * 2,
                       full);
         if (++slot == DEPTH) slot = 0, turn ^= 1;
     }
