@@ -247,6 +247,8 @@ class DecodeBatch:
 
     def next(self) -> DecodeBatch:
         """The same sequences, each one position on."""
+        if not self.seqs:
+            return self
         positions = self.positions + 1
         positions.flags.writeable = False
         return DecodeBatch(self.seqs, self.slots, positions, self.needs_host)
@@ -257,6 +259,8 @@ class DecodeBatch:
 
     def at_block_start(self, block_size: int) -> list[Sequence]:
         """Whose token is the first of a block."""
+        if not self.seqs:
+            return []
         rows = np.flatnonzero(self.positions % block_size == 0).tolist()
         return [self.seqs[i] for i in rows]
 

@@ -89,13 +89,20 @@ HOSTED = [
     SamplingParams(temperature=0, max_tokens=48, logits_processors=[favour_digits]),
     SamplingParams(temperature=0.8, seed=7, max_tokens=48, bad_words=["the capital", "is a"]),
 ]
+# Rows that the captured sampler filters.
+FILTERED = [
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=9, max_tokens=48),
+    SamplingParams(temperature=0.9, min_p=0.05, seed=10, max_tokens=48, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=48),
+    SamplingParams(temperature=1.0, top_p=0.5, seed=11, max_tokens=48),
+    SamplingParams(temperature=1.2, top_k=1000, top_p=0.9999, seed=12, max_tokens=48),
+]
 # Rows whose masks the plain kernels apply, as long as no row beside them needs more.
 MASKED = [
     *HOSTED[:3],
     replace(HOSTED[1], temperature=0.9, seed=8, logprobs=2),
+    replace(HOSTED[2], top_p=0.8, top_k=50),
 ]
-# The same, by the full way: a bias of nothing is an edit.
-MASKED_IN_FULL = [replace(params, logit_bias={0: 0.0}) for params in MASKED]
 QUESTIONS = [
     *(f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (25, 41), (3, 96))),
     *(f"What is the capital of {c}?" for c in ("France", "Japan", "Peru", "Kenya")),
@@ -147,8 +154,10 @@ async def same_tokens(params: list[SamplingParams], ours: Args, oracle: Args) ->
     return equal(await answer(params, ours), await answer(params, oracle))
 
 
-async def masked_plainly_as_in_full() -> Outcome:
-    return equal(await answer(MASKED, ROOMY), await answer(MASKED_IN_FULL, ROOMY))
+async def plainly_as_in_full(params: list[SamplingParams]) -> Outcome:
+    """A bias of nothing is an edit, and goes the full way."""
+    in_full = [replace(each, logit_bias={0: 0.0}) for each in params]
+    return equal(await answer(params, ROOMY), await answer(in_full, ROOMY))
 
 
 async def cached_as_cold() -> Outcome:
@@ -272,7 +281,9 @@ CHECKS: list[tuple[str, Check]] = [
         partial(same_tokens, HOSTED, ROOMY, ROOMY | {"async_scheduling": False}),
     ),
     ("graph = eager, masked rows", partial(same_tokens, MASKED, ROOMY, EAGER)),
-    ("masked plainly = in full", masked_plainly_as_in_full),
+    ("masked plainly = in full", partial(plainly_as_in_full, MASKED)),
+    ("graph = eager, filtered rows", partial(same_tokens, FILTERED, ROOMY, EAGER)),
+    ("filtered plainly = in full", partial(plainly_as_in_full, FILTERED)),
     ("structured output", schema_is_kept),
     ("cached = cold", cached_as_cold),
     ("swapped = never preempted", partial(preempted_as_never, "swap")),

@@ -6,8 +6,9 @@
     answer not taken            WRITE_STALL_SECONDS: the kernel ends a connection that acknowledges
                                 nothing for so long, be the client stalled or gone
 
-HTTP that the parser cannot read gets the same four keys as every other error. Made by `accept`,
-a connection factory for `loop.create_server`; all that it overrides of aiohttp is public.
+What is received waits for its turn in `Arrivals`, and then once more, as a request. HTTP that the
+parser cannot read gets the same four keys as every other error. Made by `accept`, a connection
+factory for `loop.create_server`; all that it overrides of aiohttp is public.
 """
 
 from __future__ import annotations
@@ -70,13 +71,14 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not data:  # aiohttp itself, which goes on with what it has
+            super().data_received(data)
+            return
         if not self._in_request and self._headers_since is None:
             self._headers_since = asyncio.get_running_loop().time()
             if self._header_timer is None:
                 self._watch_headers(HEADER_SECONDS)
-        if not data:  # aiohttp itself, which goes on with what it has
-            super().data_received(data)
-        elif self._held:  # a client that sends on while it waits: that is enough for now
+        if self._held:  # a client that sends on while it waits: that is enough for now
             self._held.append(data)
             if not self._is_closing():
                 self._transport().pause_reading()

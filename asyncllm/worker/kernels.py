@@ -9,59 +9,35 @@ import torch
 
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.worker.decode_ends import DecodeEnds, TorchDecodeEnds
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
-from asyncllm.worker.sampler import (
-    PlainSample,
-    SampleSlots,
-    TopKTopP,
-    plain_sample_torch,
-    sample_slots_torch,
-    top_k_top_p_torch,
-)
+from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
+from asyncllm.worker.slot_rows import GatherSlots, gather_slots_torch
 from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     ops: Ops
-    plain_sample: PlainSample
+    gather_slots: GatherSlots
     sample_slots: SampleSlots
-    top_k_top_p: TopKTopP
-    decode_ends: DecodeEnds
     apply_masks: ApplyMasks
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """FlashInfer and Triton kernels on CUDA in half precision, plain torch elsewhere."""
-    fast = device.type == "cuda" and dtype != torch.float32
-    if not fast or importlib.util.find_spec("flashinfer") is None:
-        return Kernels(
-            TorchOps(),
-            plain_sample_torch,
-            sample_slots_torch,
-            top_k_top_p_torch,
-            TorchDecodeEnds(),
-            apply_masks_torch,
-        )
-    # Optional packages, slow to import: only where they are used.
-    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
-    from asyncllm.worker.decode_kernels import TritonDecodeEnds
+    """Triton's on CUDA, FlashInfer's too in half precision where it is there; else plain torch."""
+    if device.type != "cuda":
+        return Kernels(TorchOps(), gather_slots_torch, sample_slots_torch, apply_masks_torch)
+    # Slow to import: only where they are used.
     from asyncllm.worker.mask_kernel import apply_masks_triton
-    from asyncllm.worker.sampling_kernels import (
-        plain_sample_triton,
-        sample_slots_triton,
-        top_k_top_p_flashinfer,
-    )
+    from asyncllm.worker.sampling_kernels import sample_slots_triton
+    from asyncllm.worker.slot_rows_kernel import gather_slots_triton
 
-    return Kernels(
-        FlashInferOps(device),
-        plain_sample_triton,
-        sample_slots_triton,
-        top_k_top_p_flashinfer,
-        TritonDecodeEnds(),
-        apply_masks_triton,
-    )
+    ops: Ops = TorchOps()
+    if dtype != torch.float32 and importlib.util.find_spec("flashinfer") is not None:
+        from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+
+        ops = FlashInferOps(device)
+    return Kernels(ops, gather_slots_triton, sample_slots_triton, apply_masks_triton)
 
 
 def make_executor(device: torch.device) -> Executor:

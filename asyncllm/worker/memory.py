@@ -18,10 +18,10 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.types import SwapCost
-from asyncllm.worker.sampler import TopKTopP
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
 PROFILE_TOKENS_CPU = 64
+FULL_SAMPLING_COPIES = 6  # of the logits in float32, at the same time: what `Sampler.full` may hold
 TIMED_TOKENS = 1024  # enough to time a token of prefill
 GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces, activations apart
 
@@ -41,9 +41,7 @@ class MemoryPlan:
     max_model_len: int
 
 
-def profile_step(
-    model: CausalLM, config: EngineConfig, device: torch.device, top_k_top_p: TopKTopP
-) -> Profile:
+def profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> Profile:
     """Run the largest step without its attention, for its memory, and a part of it for its time."""
     cuda = device.type == "cuda"
     num_tokens = config.max_num_batched_tokens
@@ -59,12 +57,11 @@ def profile_step(
     if not cuda:
         return Profile(0, seconds_per_token)
     rows = min(config.max_num_seqs, num_tokens)
-    logits = model.compute_logits(hidden[:rows]).float()
-    keep_all = torch.ones(rows, dtype=torch.int32, device=device)
-    top_k_top_p(logits, keep_all, keep_all.float())
+    logits = model.compute_logits(hidden[:rows])
+    copies = logits.new_empty((FULL_SAMPLING_COPIES, *logits.shape), dtype=torch.float32)
     torch.cuda.synchronize(device)
     peak_bytes = torch.cuda.max_memory_allocated(device) - before
-    del hidden, logits
+    del hidden, logits, copies
     torch.cuda.empty_cache()
     return Profile(peak_bytes, seconds_per_token)
 

@@ -11,27 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from asyncllm.attention.base import AttentionBackend, DecodeRows, PrefillRows
+from asyncllm.attention.base import AttentionBackend, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.types import NO_MASKS, PADDING_PAGE, StepPlan, StepResult, TokenMasks
-from asyncllm.worker.decode_ends import DecodeEnds
+from asyncllm.types import NO_MASKS, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_forward import MixedForward, StepGraph, duration_key
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.slot_rows import GatherSlots
 from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
 from asyncllm.worker.step_results import Sampled, fetch
 from asyncllm.worker.step_timer import DeviceTimes
 from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
+from asyncllm.worker.warm_up import WarmUp
 from asyncllm.worker.work_counts import WorkCounts
 
 Tensors = dict[str, torch.Tensor]
@@ -82,7 +82,7 @@ class ModelRunner:
         attention: AttentionBackend,
         state: DeviceState,
         sampler: Sampler,
-        decode_ends: DecodeEnds,
+        gather_slots: GatherSlots,
         executor: Executor,
         builder: StepBuilder,
         processors: LogitsProcessors,
@@ -94,7 +94,7 @@ class ModelRunner:
         self._attention = attention
         self._state = state
         self._sampler = sampler
-        self._decode_ends = decode_ends
+        self._gather_slots = gather_slots
         self._executor = executor
         self._builder = builder
         self._processors = processors
@@ -104,6 +104,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(model, attention, cache, state)
+        self.warm_up = WarmUp(model, cache, self.mixed_forward, state, sampler, masks)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host`.
@@ -140,45 +141,6 @@ class ModelRunner:
 
         self._executor.submit(work)
 
-    def warm_up(self, num_tokens: int) -> None:
-        """A prefill of `num_tokens` on the padding page and slot, on the current stream.
-
-        Kernels are compiled and loaded at first use: here, not under somebody's first request.
-        """
-        num_pages = -(-num_tokens // self._cache.block_size)
-        prefills = PrefillRows(
-            query_indptr=np.array([0, num_tokens], np.int32),
-            kv_lens=np.array([num_tokens], np.int32),
-            page_indptr=np.array([0, num_pages], np.int32),
-            pages=np.full(num_pages, PADDING_PAGE, np.int32),
-        )
-        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._state.positions.device)
-        hidden = self.mixed_forward.run(
-            tokens[:0],
-            0,
-            prefills,
-            {
-                "prefill_tokens": tokens,
-                "prefill_positions": torch.arange(num_tokens, device=tokens.device),
-                "prefill_prompt_lens": tokens + num_tokens,
-                "write_slots": tokens,
-            },
-            self.mixed_forward.graph_of(0, prefills),
-        )
-        logits = self._model.compute_logits(hidden[num_tokens - 1 : num_tokens])
-        self._sampler.plain(logits, tokens[:1], tokens[:1])  # of the padding slot
-
-    def warm_up_masks(self, dtype: torch.dtype) -> None:
-        """Sample a masked row of the padding slot: no grammar's first request waits for that."""
-        zero = torch.zeros(1, dtype=torch.int32, device=self._state.positions.device)
-        vocab_size = self._state.in_prompt.shape[1]
-        self.masks.host()[:1] = -1
-        masks = self.masks.upload(np.zeros(1, np.int32), 1)
-        logits = torch.zeros(1, vocab_size, dtype=dtype, device=zero.device)
-        for positions in (zero, None):  # as after prefills, as after a decode step
-            self._sampler.plain(logits, zero, positions, masks)
-        self._sampler.full(logits, zero, zero, Feature(0), {}, masks)
-
     # --- on the stream -----------------------------------------------------------------------
 
     def _forward(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded | None:
@@ -206,7 +168,7 @@ class ModelRunner:
         row_masks = None
         if len(masks.rows):
             row_masks = self.masks.upload(masks.rows, len(forwarded.slots))
-        if inputs.features & ~(PLAIN | Feature.MASK):
+        if inputs.features & ~PLAIN:
             tokens, failures = self._sample_full(inputs, forwarded, later, row_masks)
         elif tokens is None or row_masks is not None:
             tokens = self._sampler.plain(
@@ -253,11 +215,11 @@ class ModelRunner:
         kernels than the layers'.
         """
         state = self._state
-        rows = self._decode_ends.begin(state, slots)
+        rows = self._gather_slots(state, slots)
         decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
         logits = (forward or self._layers)(rows.last_tokens, decodes, prompt_lens)
-        return self._decode_ends.finish(state, slots, rows, logits), logits
+        return self._sampler.plain(logits, slots, rows.next_positions), logits
 
     def _layers(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None

@@ -2,14 +2,16 @@
 
 Two ways, by what the step's rows need (known on the host):
 
-  plain  masks, greedy and temperature: one argmax over logits / T + Gumbel noise, no sort
-  full   processors, allowed tokens, edits, masks, penalties, temperature, min-p, top-k, top-p
+  plain  masks, greedy, temperature, min-p, top-k, top-p: what a captured step does
+  full   processors, allowed tokens, edits, masks and penalties first, then the same
 
 Both leave each slot's state at its new token.
 
+A filter is a cutoff: it keeps what is at least as likely as some token, so that of equals all stay
+or none. First min-p, then top-k, then the fewest of what is left that reach top-p of it.
+
 Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
 seeded request samples the same tokens whatever else is in its batch, and after any preemption.
-Order of the full way as in vLLM: edits, penalties, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -25,18 +27,15 @@ from asyncllm.worker.slot_sampling import Feature
 from asyncllm.worker.token_masks import ApplyMasks, RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
+NOTHING = float("-inf")
 FORBIDDING = Feature.ALLOWED | Feature.EDIT | Feature.PROCESS  # may leave a row no token
 
-# (logits [rows, V] any float dtype, temperatures, seeds, positions [rows]) -> int32 [rows]
-PlainSample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (state, logits [rows, V], slots int32 [rows], positions int32 [rows] or None, masks or None)
 # -> int32 [rows], sampled plainly by the slots' parameters; the slots have moved on to them.
 # positions: of the tokens to be sampled, where the slots do not hold them already.
 SampleSlots = Callable[
     [DeviceState, torch.Tensor, torch.Tensor, torch.Tensor | None, RowMasks | None], torch.Tensor
 ]
-# (logits f32 [rows, V], top_ks int32, top_ps f32 [rows]) -> logits with the filtered at -inf
-TopKTopP = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Process = Callable[[torch.Tensor], None]  # logits f32 [rows, V], in place
 
 
@@ -55,17 +54,10 @@ class Sampler:
     """positions: of the tokens to be sampled, int32 [rows]; None: the slots hold them already."""
 
     def __init__(
-        self,
-        state: DeviceState,
-        plain: PlainSample,
-        sample_slots: SampleSlots,
-        top_k_top_p: TopKTopP,
-        apply_masks: ApplyMasks,
+        self, state: DeviceState, sample_slots: SampleSlots, apply_masks: ApplyMasks
     ) -> None:
         self._state = state
-        self._plain = plain
         self._sample_slots = sample_slots
-        self._top_k_top_p = top_k_top_p
         self._apply_masks = apply_masks
 
     def plain(
@@ -75,7 +67,7 @@ class Sampler:
         positions: torch.Tensor | None,
         masks: RowMasks | None = None,
     ) -> torch.Tensor:
-        """int32 [rows]."""
+        """int32 [rows]. Only enqueues, and may be captured."""
         return self._sample_slots(self._state, logits, slots, positions, masks)
 
     def full(
@@ -93,28 +85,16 @@ class Sampler:
         NON_FINITE_TOKEN for a row with a NaN or +inf, NO_TOKEN_LEFT where all are forbidden.
         """
         state = self._state
-        if positions is None:
-            positions = state.positions[slots]
         logits = logits.to(torch.float32, copy=True)
         if process is not None:
             process(logits)
-        # Filters may search for ever in what is not finite: such rows go through them as zeros.
-        bad = _rows_not_finite(logits)
-        logits.masked_fill_(bad.unsqueeze(1), 0.0)
+        bad = _rows_not_finite(logits)  # before edits hide it
         self._edit(logits, slots, features, edits, masks)
         empty = None
         if features & FORBIDDING:
-            empty = logits.amax(dim=1) == float("-inf")
+            empty = logits.amax(dim=1) == NOTHING
             logits.masked_fill_(empty.unsqueeze(1), 0.0)
-        temperatures = state.temperatures[slots]
-        if features & Feature.FILTER:
-            # The same scaled values decide the filter and the draw; greedy rows pass unchanged.
-            random = temperatures > 0
-            scaled = logits / torch.where(random, temperatures, 1.0).unsqueeze(1)
-            filtered = self._filter(scaled, slots)
-            logits = torch.where(random.unsqueeze(1), filtered, logits)
-            temperatures = random.float()
-        tokens = self._plain(logits, temperatures, state.seeds[slots], positions)
+        tokens = self._sample_slots(state, logits, slots, positions, None)
         if empty is not None:
             tokens.masked_fill_(empty, NO_TOKEN_LEFT)
         if "forced_rows" in edits:
@@ -122,11 +102,11 @@ class Sampler:
             if masks is not None:  # a grammar that knows no such token goes first
                 forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
             tokens.index_put_((rows,), forced)
-        tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN)
+            state.last_tokens.index_put_((slots[rows],), forced.clamp(min=0))
+        tokens.masked_fill_(bad, NON_FINITE_TOKEN)
         if features & Feature.PENALTY:
             ones = torch.ones_like(tokens)
             state.output_counts.index_put_((slots, tokens.clamp(min=0)), ones, accumulate=True)
-        state.advance(slots, tokens, positions)
         return tokens
 
     def _edit(
@@ -152,7 +132,7 @@ class Sampler:
         assert self._state.allowed is not None
         allowed = self._state.allowed[slots]
         unrestricted = ~allowed.any(dim=1, keepdim=True)
-        logits.masked_fill_(~(allowed | unrestricted), float("-inf"))
+        logits.masked_fill_(~(allowed | unrestricted), NOTHING)
 
     def _penalise(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Repetition over prompt and output; frequency and presence over output (as vLLM)."""
@@ -164,14 +144,6 @@ class Sampler:
         logits *= factor.masked_fill_(~seen, 1.0)
         logits -= state.frequency_penalties[slots].unsqueeze(1) * counts
         logits -= state.presence_penalties[slots].unsqueeze(1) * (counts > 0)
-
-    def _filter(self, scaled: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        state = self._state
-        min_p = state.min_ps[slots].unsqueeze(1)
-        # p >= min_p * p_max, in logits; log(0) = -inf keeps everything.
-        floor = scaled.amax(dim=1, keepdim=True) + min_p.log()
-        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
-        return self._top_k_top_p(scaled, state.top_ks[slots], state.top_ps[slots])
 
 
 def gather_logprobs(
@@ -189,25 +161,6 @@ def gather_logprobs(
     return LogprobTensors(chosen.squeeze(1), ranks, top_ids, top_logprobs, of_named)
 
 
-def plain_sample_torch(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """The reference `PlainSample`: argmax of logits / T + Gumbel(seed, position, token).
-
-    NON_FINITE_TOKEN for a row with a NaN or +inf, or with nothing but -inf.
-    """
-    random = (temperatures > 0).unsqueeze(1)
-    scale = torch.where(random, temperatures.unsqueeze(1), 1.0)
-    noise = gumbel_noise(seeds, positions, logits.shape[1])
-    scores = logits.float() / scale + torch.where(random, noise, 0.0)
-    scores = scores.masked_fill(scores.isnan(), float("inf"))
-    best, tokens = scores.max(dim=1)
-    return tokens.masked_fill(best.isinf(), NON_FINITE_TOKEN).int()
-
-
 def sample_slots_torch(
     state: DeviceState,
     logits: torch.Tensor,
@@ -215,19 +168,54 @@ def sample_slots_torch(
     positions: torch.Tensor | None,
     masks: RowMasks | None,
 ) -> torch.Tensor:
-    """The reference `SampleSlots`."""
+    """The reference `SampleSlots`: argmax of what the filters leave of logits / T, and of
+    Gumbel(seed, position, token) added to it.
+
+    NON_FINITE_TOKEN for a row with a NaN or +inf, or with nothing but -inf.
+    """
     if positions is None:
         positions = state.positions[slots]
-    rows = state.temperatures[slots], state.seeds[slots], positions
-    if masks is None:
-        tokens = plain_sample_torch(logits, *rows)
-    else:
-        allowed = logits.to(torch.float32, copy=True)
-        apply_masks_torch(allowed, masks)
-        tokens = plain_sample_torch(allowed, *rows)
-        tokens.masked_fill_(_rows_not_finite(logits), NON_FINITE_TOKEN)
+    scores = logits.to(torch.float32, copy=True)
+    if masks is not None:
+        apply_masks_torch(scores, masks)
+    temperatures = state.temperatures[slots].unsqueeze(1)
+    scores /= torch.where(temperatures > 0, temperatures, 1.0)
+    _filter(scores, state, slots)
+    noise = gumbel_noise(state.seeds[slots], positions, logits.shape[1])
+    scores += torch.where(temperatures > 0, noise, 0.0)
+    best, tokens = scores.max(dim=1)
+    bad = best.isinf() | _rows_not_finite(logits)
+    tokens = tokens.masked_fill(bad, NON_FINITE_TOKEN).int()
     state.advance(slots, tokens, positions)
     return tokens
+
+
+def _filter(scores: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> None:
+    """-inf for what min-p, top-k and top-p drop, in place. Rows without filters cost nothing."""
+    top_ks, top_ps, min_ps = state.top_ks[slots], state.top_ps[slots], state.min_ps[slots]
+    is_filtered = (state.temperatures[slots] > 0) & ((top_ks > 0) | (top_ps < 1) | (min_ps > 0))
+    rows = is_filtered.nonzero().squeeze(1)
+    kept = scores[rows]
+    kept.masked_fill_(kept < cutoffs(kept, top_ks[rows], top_ps[rows], min_ps[rows]), NOTHING)
+    scores.index_copy_(0, rows, kept)
+
+
+def cutoffs(
+    scores: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+) -> torch.Tensor:
+    """What a score must reach to be kept, [rows, 1], of scores f32 [rows, V], by sorting them."""
+    ordered = scores.sort(dim=1, descending=True).values
+    vocab_size = scores.shape[1]
+    ranks = torch.where(top_ks > 0, top_ks.clamp(max=vocab_size), vocab_size).long()
+    cutoff = torch.maximum(
+        ordered[:, :1] + min_ps.unsqueeze(1).log(),  # p >= min_p * p_max; log(0) keeps everything
+        ordered.gather(1, ranks.unsqueeze(1) - 1),
+    )
+    probs = ordered.masked_fill(ordered < cutoff, NOTHING).softmax(dim=1)
+    is_needed = probs.cumsum(dim=1) - probs < top_ps.unsqueeze(1)
+    num_kept = is_needed.sum(dim=1, keepdim=True).clamp(min=1)
+    least_needed = torch.maximum(cutoff, ordered.gather(1, num_kept - 1))
+    return torch.where(top_ps.unsqueeze(1) < 1, least_needed, cutoff)
 
 
 def _rows_not_finite(logits: torch.Tensor) -> torch.Tensor:
@@ -256,23 +244,3 @@ def _mix(h: torch.Tensor) -> torch.Tensor:
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & MASK32
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & MASK32
     return h ^ (h >> 16)
-
-
-def top_k_top_p_torch(
-    logits: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor
-) -> torch.Tensor:
-    """The reference `TopKTopP`, by sorting: top-k first, top-p over what is left.
-
-    Ties at the k-th value all stay. The most likely token always stays.
-    """
-    sorted_logits, order = logits.sort(dim=1, descending=True)
-    vocab_size = logits.shape[1]
-    k = torch.where(top_ks > 0, top_ks.clamp(max=vocab_size), vocab_size).long()
-    kth = sorted_logits.gather(1, (k - 1).unsqueeze(1))
-    sorted_logits = sorted_logits.masked_fill(sorted_logits < kth, float("-inf"))
-    probs = sorted_logits.softmax(dim=1)
-    before = probs.cumsum(dim=1) - probs
-    drop = (before >= top_ps.unsqueeze(1)) & (top_ps < 1).unsqueeze(1)
-    drop[:, 0] = False
-    sorted_logits = sorted_logits.masked_fill(drop, float("-inf"))
-    return torch.empty_like(logits).scatter_(1, order, sorted_logits)

@@ -1,6 +1,7 @@
 """What the host remembers of each slot's sampling, so that plain rows cost nothing.
 
-Which features a step needs decides between the captured sampler and the full one. What changes on
+Which features a step needs decides between the captured sampler, which knows temperature and
+filters from the device alone, and the full one. What changes on
 the device (parameters, penalty counts, allowed tokens) is packed when a sequence takes its slot;
 what depends on the tokens so far (bad words, stop tokens before min_tokens) is packed per step.
 """
@@ -22,20 +23,18 @@ _NO_TOKENS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Feature(enum.IntFlag):
-    """What sampling a slot needs beyond the argmax."""
+    """What sampling a slot needs beyond what the captured sampler does."""
 
-    RANDOM = 1  # temperature
-    FILTER = 2  # top-k, top-p, min-p
-    PENALTY = 4
-    EDIT = 8  # logit bias, bad words, min_tokens, tokens that are forced
-    ALLOWED = 16
-    LOGPROBS = 32
-    MASK = 64  # a constraint's
-    PROCESS = 128  # logits processors, of the request or of the engine
+    PENALTY = 1
+    EDIT = 2  # logit bias, bad words, min_tokens, tokens that are forced
+    ALLOWED = 4
+    LOGPROBS = 8
+    MASK = 16  # a constraint's
+    PROCESS = 32  # logits processors, of the request or of the engine
 
 
-# What the captured sampler does; logprobs are read from the logits beside it.
-PLAIN = Feature.RANDOM | Feature.LOGPROBS
+# What the sampler does plainly; logprobs are read from the logits beside it.
+PLAIN = Feature.LOGPROBS | Feature.MASK
 
 
 @dataclass(slots=True)
@@ -99,10 +98,6 @@ class SlotSampling:
         request = init.seq.request
         params = request.sampling_params
         features = Feature(0)
-        if not params.greedy:
-            features |= Feature.RANDOM
-            if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-                features |= Feature.FILTER
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             features |= Feature.PENALTY
         if params.allowed_token_ids is not None:

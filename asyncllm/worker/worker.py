@@ -74,7 +74,7 @@ class Worker:
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
-            profile = profile_step(model, config, self.device, kernels.top_k_top_p)
+            profile = profile_step(model, config, self.device)
             self.memory = plan_memory(config, page_bytes, profile, self.device)
         with self._phase("kv_cache"):
             cache = self._allocate_cache(host_pages)
@@ -226,14 +226,8 @@ class Worker:
             cache=cache,
             attention=attention,
             state=state,
-            sampler=Sampler(
-                state,
-                kernels.plain_sample,
-                kernels.sample_slots,
-                kernels.top_k_top_p,
-                kernels.apply_masks,
-            ),
-            decode_ends=kernels.decode_ends,
+            sampler=Sampler(state, kernels.sample_slots, kernels.apply_masks),
+            gather_slots=kernels.gather_slots,
             executor=self._executor,
             builder=StepBuilder(self._config.num_slots, self._config.block_size),
             processors=self._processors,
@@ -243,8 +237,8 @@ class Worker:
 
     def _warm_up(self) -> None:
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
-            self.runner.warm_up(min(num_tokens, self._most_tokens))
-        self.runner.warm_up_masks(self._dtype)
+            self.runner.warm_up.prefill(min(num_tokens, self._most_tokens))
+        self.runner.warm_up.sampling(self._dtype)
 
     @property
     def _most_tokens(self) -> int:

@@ -17,7 +17,8 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm.types import NON_FINITE_TOKEN
-from asyncllm.worker.sampler import plain_sample_torch
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.sampler import sample_slots_torch
 
 POISON = 77  # its embedding is NaN here: so are its keys and values, and all that reads them
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -28,7 +29,7 @@ PENALISED = SamplingParams(
     temperature=0, presence_penalty=0.5, logit_bias={5: 1.0}, max_tokens=24, ignore_eos=True
 )
 WAYS = pytest.mark.parametrize(
-    "params", [GREEDY, SAMPLED, PENALISED], ids=["plain", "full", "edits"]
+    "params", [GREEDY, SAMPLED, PENALISED], ids=["plain", "filtered", "edits"]
 )
 GOOD = [[11 + i, 12, 13, *range(20, 40)] for i in range(3)]
 BAD = [*range(20, 50), POISON, *range(50, 70)]
@@ -97,12 +98,10 @@ def test_the_sampler_says_which_rows_are_not_finite() -> None:
     )
     rows = len(logits)
     for temperature in (0.0, 1.0):
-        tokens = plain_sample_torch(
-            logits,
-            torch.full((rows,), temperature),
-            torch.arange(rows),
-            torch.zeros(rows, dtype=torch.int32),
-        ).tolist()
+        state = DeviceState(rows, 1, 3, torch.device("cpu"))
+        state.temperatures.fill_(temperature)
+        state.top_ps.fill_(1.0)
+        tokens = sample_slots_torch(state, logits, torch.arange(rows), None, None).tolist()
         assert tokens[1:4] == [NON_FINITE_TOKEN] * 3
         assert tokens[0] in (0, 1, 2) and tokens[4] == 1
 

@@ -28,61 +28,6 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return ((ours.float() - reference.float()).norm() / reference.float().norm()).item()
 
 
-@pytest.mark.parametrize("rows", [1, 7, 256])
-@pytest.mark.parametrize("vocab", [97, 4096, 128256])
-def test_plain_sampling_equals_torch(rows: int, vocab: int) -> None:
-    from asyncllm.worker.sampler import plain_sample_torch
-    from asyncllm.worker.sampling_kernels import plain_sample_triton
-
-    logits = (torch.randn(rows, vocab, device=CUDA) * 3).to(BF16)
-    temperatures = torch.rand(rows, device=CUDA) * 2
-    temperatures[::3] = 0
-    seeds = torch.randint(-(2**62), 2**62, (rows,), device=CUDA)
-    positions = torch.randint(0, 10000, (rows,), device=CUDA, dtype=torch.int32)
-    ours = plain_sample_triton(logits, temperatures, seeds, positions)
-    reference = plain_sample_torch(logits, temperatures, seeds, positions)
-    greedy = temperatures == 0
-    # The logarithms differ in their last bits, which may turn a rare near tie of noise.
-    assert torch.equal(ours[greedy], reference[greedy])
-    assert (ours != reference).float().mean().item() <= 0.02
-
-
-@pytest.mark.parametrize("vocab", [97, 128256])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_not_finite_are_told(vocab: int, temperature: float) -> None:
-    from asyncllm.worker.sampling_kernels import plain_sample_triton
-
-    logits = torch.randn(5, vocab, device=CUDA)
-    logits[1, vocab - 1], logits[2, 0], logits[3] = float("nan"), float("inf"), -float("inf")
-    logits[4, 1:] = -float("inf")
-    tokens = plain_sample_triton(
-        logits.to(BF16),
-        torch.full((5,), temperature, device=CUDA),
-        torch.arange(5, device=CUDA),
-        torch.arange(5, device=CUDA, dtype=torch.int32),
-    ).tolist()
-    assert tokens[1:4] == [NON_FINITE_TOKEN] * 3
-    assert 0 <= tokens[0] < vocab and tokens[4] == 0
-
-
-@pytest.mark.parametrize("vocab", [4096, 128256])
-def test_top_k_top_p_equals_torch(vocab: int) -> None:
-    from asyncllm.worker.sampler import top_k_top_p_torch
-    from asyncllm.worker.sampling_kernels import top_k_top_p_flashinfer
-
-    logits = torch.randn(64, vocab, device=CUDA) * 3
-    top_ks = torch.randint(0, 60, (64,), device=CUDA, dtype=torch.int32)
-    top_ps = torch.rand(64, device=CUDA).clamp(min=0.05)
-    top_ks[::3], top_ps[::4] = 0, 1.0
-    ours = top_k_top_p_flashinfer(logits, top_ks, top_ps).isfinite()
-    reference = top_k_top_p_torch(logits, top_ks, top_ps).isfinite()
-    off = (top_ks == 0) & (top_ps >= 1)
-    assert ours[off].all()
-    assert ours.gather(1, logits.argmax(1, keepdim=True)).all()
-    # Sums in another order move the edge of a nucleus by a token at most.
-    assert ((ours != reference).sum(1) <= 1).all()
-
-
 @pytest.mark.parametrize("tokens", [1, 5, 33, 4096])
 def test_ops_equal_torch(tokens: int) -> None:
     from asyncllm.models.layers.flashinfer_ops import FlashInferOps
@@ -190,8 +135,8 @@ def test_sampling_slots_equals_the_full_way(
 ) -> None:
     """The same kernel draws in both, so that not even near ties differ."""
     from asyncllm.worker.mask_kernel import apply_masks_triton
-    from asyncllm.worker.sampler import Sampler, top_k_top_p_torch
-    from asyncllm.worker.sampling_kernels import plain_sample_triton, sample_slots_triton
+    from asyncllm.worker.sampler import Sampler
+    from asyncllm.worker.sampling_kernels import sample_slots_triton
 
     logits = (torch.randn(rows, vocab, device=CUDA) * 3).to(BF16)
     logits[rows // 2, vocab - 1], logits[rows // 3, 0] = float("nan"), float("inf")
@@ -199,6 +144,10 @@ def test_sampling_slots_equals_the_full_way(
     positions = torch.randint(1, 9999, (rows,), device=CUDA, dtype=torch.int32)
     temperatures = torch.rand(301, device=CUDA) * 2
     temperatures[::3] = 0
+    top_ks = torch.randint(0, 60, (301,), device=CUDA, dtype=torch.int32)
+    top_ps = torch.rand(301, device=CUDA).clamp(min=0.05)
+    min_ps = torch.rand(301, device=CUDA) / 5
+    top_ks[::2], top_ps[::4], min_ps[::5] = 0, 1.0, 0.0
     seeds = torch.randint(-(2**62), 2**62, (301,), device=CUDA)
     masks = some_masks(rows, vocab) if masked else None
     results = []
@@ -206,11 +155,12 @@ def test_sampling_slots_equals_the_full_way(
         state = DeviceState(301, 8, vocab, CUDA)
         state.temperatures.copy_(temperatures)
         state.seeds.copy_(seeds)
+        state.top_ks.copy_(top_ks)
+        state.top_ps.copy_(top_ps)
+        state.min_ps.copy_(min_ps)
         if in_slots:
             state.positions[slots] = positions
-        sampler = Sampler(
-            state, plain_sample_triton, sample_slots_triton, top_k_top_p_torch, apply_masks_triton
-        )
+        sampler = Sampler(state, sample_slots_triton, apply_masks_triton)
         given = None if in_slots else positions
         if plainly:
             tokens = sampler.plain(logits, slots, given, masks)

@@ -57,19 +57,23 @@ def penalised(
 
 
 def filtered(scores: list[float], params: SamplingParams) -> list[float]:
-    """min-p, then top-k, then the smallest set of the rest that reaches top-p; renormalised."""
+    """min-p, then top-k, then the smallest set of the rest that reaches top-p; renormalised.
+
+    Of equals all are kept or none.
+    """
     probs = softmax(scores)
-    floor = params.min_p * max(probs)
-    order = sorted((t for t, p in enumerate(probs) if p >= floor), key=lambda t: -probs[t])
+    least = params.min_p * max(probs)
+    ordered = sorted((p for p in probs if p >= least), reverse=True)
     if params.top_k > 0:
-        order = order[: params.top_k]
-    total, reached, kept = sum(probs[t] for t in order), 0.0, []
-    for token in order:
-        if reached >= params.top_p * total:
+        ordered = [p for p in ordered if p >= ordered[: params.top_k][-1]]
+    reached = 0.0
+    for p in ordered:
+        if params.top_p < 1 and reached >= params.top_p * sum(ordered):
             break
-        kept.append(token)
-        reached += probs[token]
-    return [probs[t] / reached if t in kept else 0.0 for t in range(len(scores))]
+        reached += p
+        least = p
+    kept = [p if p >= least else 0.0 for p in probs]
+    return [p / sum(kept) for p in kept]
 
 
 def softmax(scores: list[float]) -> list[float]:

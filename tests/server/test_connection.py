@@ -364,3 +364,12 @@ def test_a_burst_is_answered_one_request_per_turn(monkeypatch: pytest.MonkeyPatc
             await asyncio.gather(*(ask(server, number) for number in range(24)))
 
     run(test())
+
+
+def test_when_aiohttp_goes_on_with_what_it_has_no_deadline_begins() -> None:
+    async def test() -> None:
+        async with piecemeal() as (client, _, arrivals):
+            client.data_received(b"")
+            assert client._headers_since is None and arrivals.reads == []
+
+    run(test())

@@ -1,8 +1,8 @@
 """A CUDA graph's stand-in for the CPU: it records torch's operations and runs them again.
 
 Replay computes every operation anew from what its input tensors hold by then, and puts the results
-into the tensors of the recording. As with a graph, whatever was not a tensor (a shape, a size that
-the host read) is as it was at capture.
+into the tensors of the recording. As with a graph, whatever was not a tensor (a size that the host
+read) is as it was at capture; but how many rows a condition selects may differ.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class RecordedGraph:
         assert RecordedGraph.open == 0
         for func, args, kwargs, outputs in self._recorder.calls:
             for old, new in zip(outputs, tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+                if isinstance(old, torch.Tensor):
+                    if old.shape != new.shape:
+                        old.resize_(new.shape)
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
     def pool(self) -> Any:
         return "the pool"

@@ -39,6 +39,7 @@ LONG = "What is the capital of France? " * 7  # several chunks
 PROMPTS = ["Hi.", "What is 2 + 3?", LONG, f"{LONG} And of Japan?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+FILTERED = SamplingParams(temperature=0.8, seed=5, top_k=20, top_p=0.9, max_tokens=6)
 FULL = SamplingParams(
     temperature=0.8, seed=5, top_k=20, repetition_penalty=1.3, logit_bias={101: 4.0}, max_tokens=6
 )
@@ -109,7 +110,9 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("params", [GREEDY, FULL, SCORED], ids=["greedy", "full", "scored"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, FILTERED, FULL, SCORED], ids=["greedy", "filtered", "full", "scored"]
+)
 def test_graphed_equals_eager(
     params: SamplingParams, replayed: list[int], replayed_whole: list[int]
 ) -> None:

@@ -1,0 +1,50 @@
+"""What the sampler's kernels do with a token: read its logit under a mask, draw its noise."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from asyncllm.worker.token_masks import LEAST_LOGIT
+
+LEAST: tl.constexpr = tl.constexpr(LEAST_LOGIT)
+
+
+@triton.jit
+def load_logits(row, token):
+    """float32 logits of one row. -inf outside the vocabulary and where a mask forbids; what is not
+    finite is +inf, behind a mask too: it must win, to be seen.
+
+    row: pointer to its logits, size of the vocabulary, MASKED: whether any row of the step has a
+    mask, whether this one has, and pointer to its mask's words.
+    """
+    row_ptr, vocab_size, MASKED, is_masked, words_ptr = row
+    inside = (token >= 0) & (token < vocab_size)
+    x = tl.load(row_ptr + token, inside, other=float("-inf")).to(tl.float32)
+    if MASKED:  # noqa: SIM102 the compiler knows this one
+        if is_masked:
+            allowed = (tl.load(words_ptr + token // 32, inside, other=0) >> (token % 32)) & 1
+            least = tl.where(x < LEAST, LEAST, x)
+            is_bad = (x != x) | (x == float("inf"))
+            x = tl.where(is_bad, float("inf"), tl.where(allowed != 0, least, float("-inf")))
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def gumbel_noise(token, seed, position):
+    """As `sampler.gumbel_noise`, of one seed and position."""
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    key = _mix(low ^ _mix(high ^ _mix(position.to(tl.uint32))))
+    bits = _mix(_mix(token.to(tl.uint32) + key) ^ _mix(key ^ 0x9E3779B9))
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    exponential = tl.where(u < 1e-3, u + 0.5 * u * u, -tl.log(1.0 - u))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _mix(h):
+    """MurmurHash3's 32-bit finaliser, as `sampler._mix`."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
