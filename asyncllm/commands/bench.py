@@ -33,7 +33,7 @@ Result = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=tuple(_KINDS))
+    parser.add_argument("what", choices=tuple(_KINDS), metavar="|".join(_KINDS))
     parser.add_argument("--input-len", type=int, default=32, help="tokens per prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens per answer")
     parser.add_argument("--batch-size", type=int, default=8, help="latency: requests at a time")

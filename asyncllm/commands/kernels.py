@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"load_format": "dummy", "swap_space": 0.0, "skip_tokeni
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("build", "list"))
+    parser.add_argument("action", choices=("build", "list"), metavar="build|list")
 
 
 def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:

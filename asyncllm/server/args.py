@@ -146,7 +146,9 @@ class ServerArgs:
         try:
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
         except OSError as error:  # ssl.SSLError is one
-            raise ValueError(f"ssl_certfile {self.ssl_certfile}: {error}") from error
+            raise ValueError(
+                f"ssl_certfile {self.ssl_certfile}: {error.strerror or error}"
+            ) from error
         return context
 
 

@@ -125,13 +125,12 @@ def overloaded() -> ApiError:
 
 
 def _from_http_exception(error: web.HTTPException) -> ApiError:
-    """aiohttp's own refusals: no such route, wrong method, body too large."""
+    """aiohttp's own refusals: wrong method, body too large."""
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     return ApiError(error.status, _HTTP_MESSAGES.get(error.status, error.reason), headers=headers)
 
 
 _HTTP_MESSAGES = {
-    404: "there is no such route",
     405: "the route does not take this method",
     413: "the request body is too large",
 }
@@ -163,12 +162,18 @@ def error_middleware(
             return await handler(request)
         except Exception as error:
             own = (form for prefix, form in forms.items() if request.path.startswith(prefix))
-            response = next(own, _four_keys)(error)
+            told = _no_route(request) if isinstance(error, web.HTTPNotFound) else error
+            response = next(own, _four_keys)(told)
             if request.writer.output_size:
                 raise  # a stream has begun, which cannot turn into this: aiohttp cuts it off
             return response
 
     return answer_errors
+
+
+def _no_route(request: web.Request) -> ApiError:
+    """Clients put the path together from a base URL and their own: both are seen here."""
+    return ApiError(404, f"there is no such route: {request.method} {request.rel_url.raw_path}")
 
 
 def _four_keys(error: Exception) -> web.Response:

@@ -94,6 +94,16 @@ def test_bad_fields(fields: dict[str, Any], named: str) -> None:
     run(test())
 
 
+def test_a_missing_field_is_named_once() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            without = {name: value for name, value in GOOD.items() if name != "max_tokens"}
+            status, body = await server.post("/v1/messages", without)
+        assert (status, body["error"]["message"]) == (400, "`max_tokens` is required")
+
+    run(test())
+
+
 def test_shape_of_what_never_reaches_the_route() -> None:
     async def test() -> None:
         async with serving(api_key=["key"]) as server:

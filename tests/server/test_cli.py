@@ -127,6 +127,7 @@ def test_what_cannot_be_parsed(words: list[str], capsys: pytest.CaptureFixture[s
             ["chat", "--ulr", "x"],
             "asyncllm chat: error: unrecognized arguments: --ulr (did you mean --url?)",
         ),
+        (["kernels"], "the following arguments are required: build|list\n"),
         (["serve", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3' (choose from "),
         (
             ["serve", "--config", "/nowhere.yaml"],

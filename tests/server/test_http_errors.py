@@ -399,7 +399,13 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 def test_routes_and_methods() -> None:
     async def test() -> None:
         async with serving() as server:
-            check(await server.get("/v1/nothing"), 404, code="not_found")
+            status, body = await server.get("/v1/nothing")
+            assert (status, body["error"]["code"]) == (404, "not_found")
+            assert body["error"]["message"] == "there is no such route: GET /v1/nothing"
+            status, body = await server.post("/v1/v1/x%ff%0ay", {})
+            assert body["error"]["message"] == "there is no such route: POST /v1/v1/x%FF%0Ay"
+            status, body = await server.get("/" + "x" * 6000)
+            assert (status, len(body["error"]["message"])) == (404, MAX_MESSAGE_CHARS)
             check(await server.post("/v1/models", {}), 405, code="method_not_allowed")
             async with server.session.get(server.url + CHAT) as response:
                 check((response.status, await response.json()), 405)

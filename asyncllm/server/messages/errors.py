@@ -39,7 +39,7 @@ def new_request_id() -> str:
 def error_body(error: ApiError, name: str) -> bytes:
     """There is no `param` here, so the message begins with it."""
     message = error.message
-    if error.param is not None and re.match(rf"{re.escape(error.param)}\b", message) is None:
+    if error.param is not None and re.match(rf"`?{re.escape(error.param)}\b", message) is None:
         message = f"{error.param}: {message}"
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     detail: dict[str, Any] = {"type": kind, "message": message}
