@@ -83,6 +83,7 @@ def test_a_captured_launch_takes_other_lengths() -> None:
     case = Case(32, 8, 128, 16)
     q, lengths = case.q(64), torch.ones(64, dtype=torch.int32, device=CUDA)
     out = torch.empty_like(q)
+    torch.cuda.synchronize()  # another stream reads them
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         case.enqueue(q, lengths, out)

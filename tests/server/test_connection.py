@@ -184,7 +184,7 @@ def test_a_timer_of_headers_long_complete_looks_again(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.2)
             writer.write(b"GET /hea")
             check_error(await reader.read(), 408)
-            assert time.monotonic() - began >= 0.5  # and not when the timer fired
+            assert time.monotonic() - began >= 0.4  # and not when the timer fired, after 0.3
             writer.close()
 
     run(test())

@@ -27,7 +27,7 @@ constexpr int TOKEN_LANES = HEAD_DIM / 8;      // that hold one token's key
 constexpr int WARP_TOKENS = 32 / TOKEN_LANES;  // that a warp takes at a time
 constexpr int TILE = WARPS * WARP_TOKENS;      // that a block takes at a time
 // Tiles of which a lane's tokens are on their way; more heads leave fewer registers.
-constexpr int AHEAD = GROUP_SIZE <= 4 ? 6 : GROUP_SIZE == 5 ? 2 : 1;
+constexpr int AHEAD = GROUP_SIZE <= 2 ? 6 : GROUP_SIZE <= 4 ? 4 : GROUP_SIZE == 5 ? 2 : 1;
 constexpr int MERGED = 16;           // shares that a thread takes at a time
 constexpr int HALF = HEAD_DIM / 2;
 constexpr float LOG2_E = 1.4426950408889634f;
