@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass
+from math import ceil
 
 from asyncllm.types import StepCost
 
@@ -26,6 +27,7 @@ CHUNK_KNEES = 2.0
 LEAST_KNEE_TOKENS = 128
 LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens disturbs nobody
 CHUNK_MULTIPLE = 256  # the noise of a measurement should not change the steps
+SLACK = 0.1  # of a CHUNK_MULTIPLE: so little above one is not worth the next
 DRAIN_STEPS = 128
 
 
@@ -50,13 +52,13 @@ class ChunkPolicy:
 
     @classmethod
     def measured(cls, cost: StepCost, step_sizes: tuple[int, ...] = ()) -> ChunkPolicy:
-        """Two knees or LEAST_SECONDS, a multiple of CHUNK_MULTIPLE."""
+        """Two knees or LEAST_SECONDS, rounded up to a CHUNK_MULTIPLE: smaller steps are slower."""
         seconds_per_token = min(cost.seconds_per_token, cost.seconds_per_step / LEAST_KNEE_TOKENS)
         num_tokens = CHUNK_KNEES * cost.seconds_per_step / seconds_per_token
         if step_sizes:  # with room for decodes
             most = step_sizes[-1] - CHUNK_MULTIPLE
             num_tokens = max(num_tokens, min(LEAST_SECONDS / seconds_per_token, most))
-        return cls(max(1, round(num_tokens / CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
+        return cls(max(1, ceil(num_tokens / CHUNK_MULTIPLE - SLACK)) * CHUNK_MULTIPLE)
 
     def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
         """Of one step, while prompts of `num_startable_tokens` wait and have room."""
