@@ -187,7 +187,7 @@ def test_a_knee_that_no_card_has_is_not_believed() -> None:
     """However slow a token was found: two least knees, and what 4 ms of those are."""
     assert ChunkPolicy.measured(StepCost(6.0e-3, 1.0)) == ChunkPolicy(2 * LEAST_KNEE_TOKENS)
     sizes = tuple(range(256, 2049, 256))
-    assert ChunkPolicy.measured(StepCost(0.9e-3, 1.0), sizes) == ChunkPolicy(512)
+    assert ChunkPolicy.measured(StepCost(0.9e-3, 1.0), sizes) == ChunkPolicy(768)
 
 
 def test_what_the_user_asks_for_wins_over_what_is_measured() -> None:
