@@ -16,6 +16,7 @@ import torch
 
 from asyncllm.attention import cuda_source
 from asyncllm.attention.base import AttendRows, AttentionLayer
+from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
 
 SOURCE = Path(__file__).parent / "cuda" / "balanced_decode.cu"
@@ -26,9 +27,6 @@ LEAST_ROWS = 48  # of a step: XQA's shares are finer, and with fewer rows faster
 MAX_ROWS = 2048
 WARPS = 8  # of a block
 TILE = 16  # tokens
-
-# Args, blocks, stream -> cudaError_t
-Launch = Callable[[object, int, int], int]
 
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -69,17 +67,8 @@ def begin_loading(layers: Sequence[AttentionLayer], cache: KVCache) -> Callable[
     if capability not in CAPABILITIES or not all(supports(layer, cache) for layer in layers):
         return lambda: None
     flags = definitions(layers[0], cache.block_size)
-    loading = cuda_source.begin_loading(SOURCE, capability, flags)
-
-    def wait() -> Launch | None:
-        library = loading()
-        if library is None:
-            return None
-        launch = library.asyncllm_balanced_decode
-        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-        return launch
-
-    return wait
+    function = "asyncllm_balanced_decode"
+    return cuda_source.begin_loading_launch(SOURCE, function, capability, flags)
 
 
 class BalancedDecode:

@@ -26,6 +26,9 @@ FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 COMPILE_SECONDS = 120
 MAX_ERROR_CHARS = 2000
 
+# (arguments, blocks, stream) -> cudaError_t
+Launch = Callable[[object, int, int], int]
+
 
 def load(
     source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
@@ -50,6 +53,23 @@ def begin_loading(
     loading = thread.submit(load, source, capability, definitions)
     thread.shutdown(wait=False)
     return loading.result
+
+
+def begin_loading_launch(
+    source: Path, name: str, capability: tuple[int, int], definitions: Sequence[str]
+) -> Callable[[], Launch | None]:
+    """`begin_loading`, of the library's function `name` alone."""
+    loading = begin_loading(source, capability, definitions)
+
+    def wait() -> Launch | None:
+        library = loading()
+        if library is None:
+            return None
+        launch = getattr(library, name)
+        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        return launch
+
+    return wait
 
 
 def path_of(source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()) -> Path:

@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 
 from asyncllm.attention import cuda_source
-from asyncllm.attention.base import AttentionLayer, DecodeRows
+from asyncllm.attention.balanced_decode import definitions
+from asyncllm.attention.base import DecodeRows
+from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DecoderLayer, DenseDecoder
@@ -32,9 +34,6 @@ HEAD_DIMS = (64, 128)
 CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
-
-# Args, blocks, stream -> cudaError_t
-Launch = Callable[[object, int, int], int]
 
 POINTERS_OF_LAYER = 13
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -53,13 +52,6 @@ class Args(ctypes.Structure):
         *((name, _int32) for name in ("intermediate", "vocab")),
         *((name, _float) for name in ("eps", "head_eps", "scale")),
     )
-
-
-def definitions(layer: AttentionLayer, block_size: int) -> tuple[str, ...]:
-    """What the source is compiled with for a model of such layers and pages of so many tokens."""
-    group = layer.num_heads // layer.num_kv_heads
-    sizes = {"HEAD_DIM": layer.head_dim, "GROUP_SIZE": group, "BLOCK_SIZE": block_size}
-    return tuple(f"-D{name}={size}" for name, size in sizes.items())
 
 
 def supports(model: DenseDecoder) -> bool:
@@ -106,17 +98,8 @@ def begin_loading(
     if flags is None:
         return lambda: None
     capability = torch.cuda.get_device_capability(device)
-    loading = cuda_source.begin_loading(SOURCE, capability, flags)
-
-    def wait() -> Launch | None:
-        library = loading()
-        if library is None:
-            return None
-        launch = library.asyncllm_persistent_decode
-        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-        return launch
-
-    return wait
+    function = "asyncllm_persistent_decode"
+    return cuda_source.begin_loading_launch(SOURCE, function, capability, flags)
 
 
 class PersistentDecode:
