@@ -93,7 +93,11 @@ class Connection(web.RequestHandler):
             return
         if len(held) > 1:
             self._transport().resume_reading()
-        super().data_received(b"".join(held))
+        try:
+            super().data_received(b"".join(held))
+        except Exception:
+            self._transport().abort()  # as the loop does where it is the caller
+            raise
 
     def pause_reading(self) -> None:
         self._is_paused = True

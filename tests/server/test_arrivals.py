@@ -131,6 +131,27 @@ def test_who_leaves_its_place_holds_up_nobody(desk: Desk) -> None:
     asyncio.run(test())
 
 
+def test_what_cannot_be_read_holds_up_nobody(desk: Desk) -> None:
+    """Nobody else would ever be: newcomers queue behind it, and no turn would be theirs."""
+
+    def fail() -> None:
+        raise RuntimeError("unreadable")
+
+    async def test() -> None:
+        told: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, what: told.append(what))
+        for number in range(PER_TURN):
+            desk.read(number)
+        assert not desk.arrivals.take(fail)
+        for number in range(PER_TURN, NUM):
+            desk.read(number)
+        await turns()
+        assert desk.order == list(range(NUM))
+        assert len(told) == 1
+
+    asyncio.run(test())
+
+
 def test_when_nobody_waits_the_loop_rests(desk: Desk) -> None:
     async def test() -> None:
         for number in range(NUM):

@@ -283,6 +283,9 @@ class Wire(asyncio.Transport):
     def close(self) -> None:
         self.asked.append("close")
 
+    def abort(self) -> None:
+        self.asked.append("abort")
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += data
 
@@ -317,6 +320,25 @@ def test_what_comes_before_its_turn_is_held_whole_and_in_order() -> None:
             arrivals.reads[0]()
             assert wire.asked[-1] == "resume"
             await until(lambda: wire.sent.endswith(GOOD_BODY))
+
+    run(test())
+
+
+def test_what_breaks_the_parser_in_its_turn_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outside its turn the loop calls, and does that itself."""
+
+    def broken(connection: web.RequestHandler, data: bytes) -> None:
+        raise RuntimeError("a bug in the parser")
+
+    async def test() -> None:
+        async with piecemeal() as (client, wire, arrivals):
+            client.data_received(GOOD)
+            monkeypatch.setattr(web.RequestHandler, "data_received", broken)
+            with pytest.raises(RuntimeError):
+                arrivals.reads[0]()
+            assert wire.asked == ["abort"]
 
     run(test())
 
