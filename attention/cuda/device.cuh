@@ -44,17 +44,15 @@ __device__ __forceinline__ void prefetch(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// 16 bytes to shared memory; complete once `wait_copies` says so of their group.
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(from)
-                 : "memory");
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// `bytes`: 16, or 0 for zeros.
+
+// 16 bytes to shared memory, complete once `wait_copies` says so of their group. `bytes`: 16, or 0
+// for zeros.
 __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, int bytes) {
-    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
-                 "r"(bytes)
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes)
                  : "memory");
 }
 __device__ __forceinline__ void end_copies() {
@@ -69,9 +67,6 @@ __device__ __forceinline__ void wait_copies() {
 // thread has arrived and the bytes it expects have come.
 using Signal = uint64_t;
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ void open_signal(Signal& signal) {
     asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&signal)) : "memory");
 }
@@ -181,9 +176,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
 // matrix x, y, z and w it gets row i / 4, columns i % 4 * 2 and the next.
 __device__ __forceinline__ uint4 load_transposed(const void* row) {
     uint4 v;
-    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(row)) : "memory");
     return v;
 }
 // A matrix of 8 x 8 numbers in a warp: lane i has row i / 4, columns i % 4 * 2 and the next.

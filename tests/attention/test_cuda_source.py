@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,22 @@ def test_what_cannot_be_loaded_stops_nobody(
     source.write_text("// fine")
     assert cuda_source.load(source, (9, 0)) is None
     assert "kernel.cu is not used" in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_launch_function_is_waited_for_and_called(compiler: Path, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(
+        'extern "C" int twice(const void* x, int blocks, void* stream) {\n'
+        "    return *static_cast<const int*>(x) * blocks + (stream == nullptr);\n}\n"
+    )
+    write_compiler(compiler, f'g++ -x c++ -shared -fPIC {source} -o "$out"')
+    launch = cuda_source.begin_loading_launch(source, "twice", (9, 0), [])()
+    assert launch is not None
+    assert launch(ctypes.byref(ctypes.c_int(20)), 2, 0) == 41
+    write_compiler(compiler, "exit 1")
+    source.write_text("// other")
+    assert cuda_source.begin_loading_launch(source, "twice", (9, 0), [])() is None
 
 
 def test_without_a_home_there_is_no_library(

@@ -204,16 +204,14 @@ inline int count_lanes(bool is_one) {
     return count;
 }
 
-inline void copy_async(void* to, const void* from) {
+inline void copy_async_or_zero(void* to, const void* from, int bytes) {
+    alignas(16) static const uint4 zeros = {0, 0, 0, 0};
+    if (bytes == 0) from = &zeros;
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) std::abort();
     if (emulator::shuffle() % 2)
         std::memcpy(to, from, 16);
     else
         emulator::current->groups.back().push_back({to, from});
-}
-inline void copy_async_or_zero(void* to, const void* from, int bytes) {
-    static const uint4 zeros = {0, 0, 0, 0};
-    copy_async(to, bytes == 16 ? from : &zeros);
 }
 inline void end_copies() { emulator::current->groups.emplace_back(); }
 template <int LATER>

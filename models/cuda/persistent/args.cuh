@@ -20,6 +20,7 @@ constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 // Stages of a warp that are asked for or not yet used: all the shared memory there is.
 constexpr int DEPTH = GROUP_SIZE <= 4 ? 6 : 5;
+static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
 constexpr int WORKER_REGISTERS = 216, FEEDER_REGISTERS = 40;
 constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
