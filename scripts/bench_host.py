@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
 import json
 import platform
 import pstats
@@ -51,6 +50,7 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.collector import patient_collector
 from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.sse import SSEStream
@@ -160,7 +160,8 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
         [sys.executable, CLIENTS, *numbers, json.dumps(body), str(int(args.answer_tokens > 0))]
     )
     try:
-        return await _measure(engine, meter, args, num_streams)
+        with patient_collector(app[SERVICE]):
+            return await _measure(engine, meter, args, num_streams)
     finally:
         clients.kill()
         clients.wait()
@@ -172,8 +173,6 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
 async def _measure(
     engine: AsyncLLMEngine, meter: Meter, args: argparse.Namespace, num_streams: int
 ) -> dict[str, Any]:
-    gc.collect()
-    gc.freeze()  # as the server does
     await _until(lambda: engine.stats().num_running == num_streams)
     await _steps(meter, WARM_UP_STEPS + args.answer_tokens)
     profiler = cProfile.Profile()
@@ -194,7 +193,6 @@ async def _measure(
         profiler.disable()
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     num_writes, num_bytes, num_tokens = await _count_writes(meter)
-    gc.unfreeze()
     late_s = np.array(worker.lateness_s or [-np.inf])
     if not args.answer_tokens:
         assert tokens == steps * num_streams, f"{tokens} tokens in {steps} steps: a stream ended"

@@ -1,9 +1,9 @@
 """The clients of bench_host.py, in a process of their own: they take streams and throw them away.
 
-`bench_host_clients.py PORT STREAMS LAG_PORT BODY ENDS`: each stream posts BODY and reads what comes.
-With ENDS at 1 a stream that has ended posts again, each time another prompt as long as BODY's; the
-first answers are of all lengths, so that the ends are spread evenly. Every 2 ms a packet with the
-time goes to LAG_PORT: how long it lies there is how long a new request would. Never ends by itself.
+`bench_host_clients.py PORT STREAMS LAG_PORT BODY ENDS`: each stream posts BODY and reads on. With
+ENDS at 1 a stream that has ended posts again, each time another prompt as long as BODY's; the first
+answers are of all lengths, so that the ends are spread evenly. Every 2 ms a packet with the time
+goes to LAG_PORT: how long it lies there is how long a new request would. Never ends by itself.
 """
 
 from __future__ import annotations
