@@ -271,10 +271,10 @@ class DecodeBatch:
         rows = np.flatnonzero(self.positions % block_size == 0).tolist()
         return [self.seqs[i] for i in rows]
 
-    def full_blocks(self, block_size: int) -> list[tuple[Sequence, int]]:
-        """Whose token fills a block, with the number of tokens that are computed then."""
+    def at_block_end(self, block_size: int) -> list[Sequence]:
+        """Whose token is the last of a block."""
         rows = np.flatnonzero((self.positions + 1) % block_size == 0).tolist()
-        return [(self.seqs[i], int(self.positions[i]) + 1) for i in rows]
+        return [self.seqs[i] for i in rows]
 
     def __len__(self) -> int:
         return len(self.seqs)

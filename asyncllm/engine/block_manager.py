@@ -4,7 +4,8 @@ No torch: it hands out page numbers, and the moves (swap, copy) that the device 
 step that was planned with them. It does not know why a sequence is admitted or preempted.
 
   block hash    H(parent hash, the block's token ids); the chain starts from the request's cache key
-  publish       a full page becomes findable by its hash, for steps after the one that fills it
+  publish       a full page becomes findable by its hash, for steps after the one that fills it: a
+                prompt's at once, an answer's several at a time, which is cheaper, or at its end
   swap          a preempted sequence's pages move to host pages; both copies stay findable
 
 Invariant: `check_integrity()`. With no live sequence every page is free and every map of sequences
@@ -60,7 +61,7 @@ class BlockManager:
         self.host = PagePool(num_host_pages)
         self._tables: dict[int, _Table] = {}  # by seq_id: sequences that own pages
         self._hashes: dict[int, list[bytes]] = {}  # by seq_id: block hashes known so far
-        self._secret = secrets.token_bytes(32)
+        self._keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=secrets.token_bytes(32))
 
     # --- queries ---------------------------------------------------------------------------
 
@@ -134,8 +135,8 @@ class BlockManager:
                 self.host.release(host_page)
             table.pages.append(page)
         table.num_published = len(match.pages)
-        while len(table.pages) < self.num_blocks(len(seq.token_ids)):
-            table.pages.append(self.device.take())
+        num_missing = self.num_blocks(len(seq.token_ids)) - len(table.pages)
+        table.pages += self.device.take_many(num_missing)
         self._tables[seq.seq_id] = table
         return swap_in
 
@@ -168,26 +169,25 @@ class BlockManager:
             pages[index] = page
         return PageAppend(seq.slot, index, page), copy
 
-    def publish(self, seq: Sequence, num_complete: int) -> None:
-        """Make the full pages of positions 0 .. num_complete-1 of `seq` findable.
+    def publish(self, seq: Sequence) -> None:
+        """Make the pages of `seq` findable that are full of known tokens.
 
         They are computed, or will be by a step before any that is planned from here on.
         """
         table = self._tables[seq.seq_id]
-        num_full = num_complete // self.block_size
+        num_full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not table.may_publish or num_full <= table.num_published:
             return
-        hashes = self._block_hashes(seq, num_full)
-        for i in range(table.num_published, num_full):
-            self.device.publish(table.pages[i], hashes[i])
+        news = slice(table.num_published, num_full)
+        self.device.publish_many(table.pages[news], self._block_hashes(seq, num_full)[news])
         table.num_published = num_full
 
     def free(self, seq: Sequence) -> None:
         """`seq` gives back all it owns, last pages first, so that tails are evicted first."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
-            self._release_all(self.device, table.pages)
-            self._release_all(self.host, table.host_pages)
+            self.device.release_many(reversed(table.pages))
+            self.host.release_many(reversed(table.host_pages))
 
     def forget(self, seq: Sequence) -> None:
         """`seq` is finished: free it and drop its hashes."""
@@ -210,7 +210,7 @@ class BlockManager:
                 if block_hash:
                     self.host.publish(host_page, block_hash)
             table.host_pages.append(host_page)
-        self._release_all(self.device, table.pages)
+        self.device.release_many(reversed(table.pages))
         table.pages = []
         return copies
 
@@ -231,11 +231,11 @@ class BlockManager:
                 if block_hash:
                     self.device.publish(page, block_hash)
             table.pages.append(page)
-        self._release_all(self.host, table.host_pages)
+        self.host.release_many(reversed(table.host_pages))
         table.host_pages = []
         # A mid-prefill sequence gets the rest of its pages back as well.
-        while len(table.pages) < self.num_blocks(seq.num_prefill):
-            table.pages.append(self.device.take())
+        num_missing = self.num_blocks(seq.num_prefill) - len(table.pages)
+        table.pages += self.device.take_many(max(num_missing, 0))
         return copies
 
     def reset_prefix_cache(self) -> None:
@@ -246,11 +246,6 @@ class BlockManager:
             table.num_published, table.may_publish = 0, False
 
     # --- inside ----------------------------------------------------------------------------
-
-    @staticmethod
-    def _release_all(pool: PagePool, pages: list[int]) -> None:
-        for page in reversed(pages):
-            pool.release(page)
 
     def _still_on_device(self, seq: Sequence) -> list[int | None]:
         """For each swapped page of `seq`, the device page that still holds its content."""
@@ -268,15 +263,19 @@ class BlockManager:
     def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """Hashes of at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
         hashes = self._hashes.setdefault(seq.seq_id, [])
-        size = self.block_size
-        assert num_blocks * size <= len(seq.token_ids), "hash of tokens that are not known yet"
-        while len(hashes) < num_blocks:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else seq.request.cache_key
-            tokens = array("q", seq.token_ids[start : start + size]).tobytes()
-            digest = hashlib.blake2b(tokens, digest_size=HASH_BYTES, key=self._secret)
-            digest.update(parent)
-            hashes.append(digest.digest())
+        first, size = len(hashes), self.block_size
+        if first >= num_blocks:
+            return hashes
+        end = num_blocks * size
+        assert end <= len(seq.token_ids), "hash of tokens that are not known yet"
+        parent = hashes[-1] if hashes else seq.request.cache_key
+        tokens = array("i", seq.token_ids[first * size : end])
+        block_bytes, tokens_bytes = size * tokens.itemsize, tokens.tobytes()
+        for start in range(0, len(tokens_bytes), block_bytes):
+            digest = self._keyed.copy()
+            digest.update(tokens_bytes[start : start + block_bytes] + parent)
+            parent = digest.digest()
+            hashes.append(parent)
         return hashes
 
     def check_integrity(self) -> None:

@@ -4,11 +4,13 @@ It knows neither sequences nor tokens. A page is used (count > 0) or free; a fre
 published under a hash keeps its content and can be found again until it is taken. Free pages are
 taken in the order of their freeing, those without a hash first. The surprising decision: eviction
 needs no policy of its own, it falls out of the order of `_free` (least recently freed first).
+What a prompt needs of many pages is one call: a call for each costs more than what it does.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 
 class PagePool:
@@ -54,11 +56,21 @@ class PagePool:
 
     def take(self) -> int:
         """The least recently freed page, for new content. Count 1, its old hash forgotten."""
-        assert self._free, "take() from an empty pool: the caller must check num_free"
-        page, _ = self._free.popitem(last=False)
-        self._forget_hash(page)
-        self._counts[page] = 1
-        return page
+        return self.take_many(1)[0]
+
+    def take_many(self, num_pages: int) -> list[int]:
+        """As many `take`s."""
+        free, counts, hash_of, page_of = self._free, self._counts, self._hash_of, self._page_of
+        assert num_pages <= len(free), "take() from an empty pool: the caller must check num_free"
+        pages: list[int] = []
+        for _ in range(num_pages):
+            page, _ = free.popitem(last=False)
+            block_hash = hash_of.pop(page, None)
+            if block_hash is not None:
+                del page_of[block_hash]
+            counts[page] = 1
+            pages.append(page)
+        return pages
 
     def share(self, page: int) -> None:
         """One more user of `page`, with its content."""
@@ -68,20 +80,33 @@ class PagePool:
 
     def release(self, page: int) -> None:
         """One user less. The last one frees it; content under a hash stays findable."""
-        assert self._counts[page] > 0, f"page {page} released more often than taken"
-        self._counts[page] -= 1
-        if self._counts[page] == 0:
-            self._free[page] = None
-            if page not in self._hash_of:
-                self._free.move_to_end(page, last=False)
+        self.release_many((page,))
+
+    def release_many(self, pages: Iterable[int]) -> None:
+        """A `release` of each."""
+        free, counts, hash_of = self._free, self._counts, self._hash_of
+        for page in pages:
+            count = counts[page] - 1
+            assert count >= 0, f"page {page} released more often than taken"
+            counts[page] = count
+            if count == 0:
+                free[page] = None
+                if page not in hash_of:
+                    free.move_to_end(page, last=False)
 
     def publish(self, page: int, block_hash: bytes) -> None:
         """Make `page` findable. Where another page holds the same block, that one stays the one."""
-        assert self._counts[page] > 0, f"page {page} published while free"
-        if block_hash not in self._page_of:
-            self._forget_hash(page)
-            self._page_of[block_hash] = page
-            self._hash_of[page] = block_hash
+        self.publish_many((page,), (block_hash,))
+
+    def publish_many(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """A `publish` of each."""
+        counts, hash_of, page_of = self._counts, self._hash_of, self._page_of
+        for page, block_hash in zip(pages, hashes, strict=True):
+            assert counts[page] > 0, f"page {page} published while free"
+            if block_hash not in page_of:
+                self._forget_hash(page)
+                page_of[block_hash] = page
+                hash_of[page] = block_hash
 
     def forget_all(self) -> None:
         """Forget every hash (the content of all pages became worthless)."""

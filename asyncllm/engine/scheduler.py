@@ -30,6 +30,8 @@ from asyncllm.types import (
     TokenUpdate,
 )
 
+PUBLISHED_BLOCKS = 16  # of an answer at a time, and the rest at its end
+
 
 class Scheduler:
     """Owns every live sequence. `max_num_seqs` slots, numbered from 1."""
@@ -105,6 +107,7 @@ class Scheduler:
         assert seq.status is not SequenceStatus.FINISHED, f"sequence {seq.seq_id} ended twice"
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
+            self.blocks.publish(seq)
         else:
             self.waiting.remove(seq)
         self.blocks.forget(seq)
@@ -126,9 +129,9 @@ class Scheduler:
         Rows of sequences that ended or jumped while the step was in flight are dropped. Beams bring
         no news before their search has ended: `take_ended_searches`.
         """
-        for seq, num_complete in plan.decodes.full_blocks(self.blocks.block_size):
+        for seq in plan.decodes.at_block_end(PUBLISHED_BLOCKS * self.blocks.block_size):
             if seq.status is SequenceStatus.RUNNING:
-                self.blocks.publish(seq, num_complete)
+                self.blocks.publish(seq)
         updates: list[TokenUpdate] = []
         sampled, finished = plan.sampled, SequenceStatus.FINISHED
         rows = zip(sampled, result.token_ids, result.logprobs or [None] * len(sampled), strict=True)

@@ -67,7 +67,7 @@ class StepPlanner:
         if draft.empty:
             return None
         for row in draft.prefills:
-            self._blocks.publish(row.seq, row.seq.num_computed)
+            self._blocks.publish(row.seq)
         self._next_step_id += 1
         return draft.finish(self._next_step_id)
 
@@ -83,7 +83,8 @@ class StepPlanner:
                 self._take_pages(seq, self._next_positions(seq), draft)
         self._rewrite_slots(draft)
         draft.decodes = self._running.take_batch()
-        self._running.forked.difference_update(draft.decodes.seqs)
+        if self._running.forked:
+            self._running.forked.difference_update(draft.decodes.seqs)
 
     def _rewrite_slots(self, draft: StepDraft) -> None:
         """Tell the device of those that go on with other tokens (or pages) than it knows."""
@@ -281,6 +282,7 @@ class StepPlanner:
         draft.preempted = True
         seq.request.metrics.num_preemptions += 1
         self._running.remove(seq)
+        self._blocks.publish(seq)  # what is recomputed may find it
         if self._should_swap(seq):
             draft.swap_out += self._blocks.swap_out(seq)
             seq.status = SequenceStatus.SWAPPED

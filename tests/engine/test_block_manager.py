@@ -19,7 +19,7 @@ def admit(blocks: BlockManager, seq: Sequence) -> list[tuple[int, int]]:
     swap_in = blocks.admit(seq, match)
     assert free - blocks.device.num_free == needed, "num_pages_to_admit was wrong"
     seq.num_computed = seq.num_prefill = len(seq.token_ids)
-    blocks.publish(seq, seq.num_computed)
+    blocks.publish(seq)
     blocks.check_integrity()
     return swap_in
 
@@ -144,7 +144,8 @@ def test_only_what_is_computed_is_published() -> None:
     seq = make_sequence(1, range(12))
     blocks.admit(seq, blocks.match_prefix(seq))
     assert num_cached(blocks, list(range(12))) == 0
-    blocks.publish(seq, 7)
+    seq.num_computed = 7
+    blocks.publish(seq)
     assert num_cached(blocks, list(range(12))) == 1
     blocks.free(seq)
     assert num_cached(blocks, list(range(12))) == 1, "the rest was never computed"
@@ -215,10 +216,11 @@ def test_blocks_from_before_a_reset_are_never_published_again(reset_while: str) 
     blocks.reset_prefix_cache()
     if reset_while == "running":
         blocks.fork(seq, child)
-        blocks.publish(child, 12)
+        child.num_computed = 12
+        blocks.publish(child)
         blocks.swap_out(seq)
     blocks.swap_in(seq)
-    blocks.publish(seq, 12)
+    blocks.publish(seq)
     blocks.check_integrity()
     assert num_cached(blocks, prompt) == 0
 

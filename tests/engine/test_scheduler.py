@@ -16,7 +16,8 @@ from asyncllm.engine.chunk_policy import (
     UNBOUNDED,
     ChunkPolicy,
 )
-from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.scheduler import PUBLISHED_BLOCKS, Scheduler
+from asyncllm.engine.step_draft import StepDraft
 from asyncllm.types import (
     FinishReason,
     Request,
@@ -335,16 +336,16 @@ def test_a_prompt_in_flight_is_found_by_the_next_plan_but_not_by_its_own(aborted
     finish(scheduler, ahead)
 
 
-def test_the_block_of_a_decode_in_flight_is_not_published_after_an_abort() -> None:
-    """Its tokens are known only when the step is finished; then its pages may be another's."""
+def test_what_a_decode_in_flight_samples_is_not_published_after_an_abort() -> None:
+    """It is known only when the step is finished; then its pages may be another's."""
     scheduler = make_scheduler()
-    add(scheduler, make_request(1, range(7)))
+    add(scheduler, make_request(1, range(6)))
     run_step(scheduler)
     in_flight = scheduler.plan()
     assert decoding(in_flight) == ["r1"]
     scheduler.abort("r1")
     finish(scheduler, in_flight)
-    seq = add(scheduler, make_request(2, [*range(7), 7, 7]))
+    seq = add(scheduler, make_request(2, [*range(6), 7, 7, 7]))
     scheduler.plan()
     assert seq.num_cached_tokens == 4
 
@@ -606,6 +607,35 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
 
 
 # --- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended_by", ["its length", "its client", "preemption"])
+def test_what_an_answer_has_filled_is_found_after_it(ended_by: str) -> None:
+    scheduler = make_scheduler(num_pages=50, preemption_mode="recompute")
+    seq = add(scheduler, make_request(1, range(6), max_tokens=9))
+    for _ in range(9 if ended_by == "its length" else 8):
+        run_step(scheduler)
+    if ended_by == "its client":
+        scheduler.abort("r1")
+    elif ended_by == "preemption":
+        scheduler._planner._preempt(seq, StepDraft())
+    said = [*range(6), *[7] * 9]
+    again = add(scheduler, make_request(2, said, priority=-1))
+    run_step(scheduler)
+    known = 14 if ended_by == "its length" else 13  # of the last token there are no keys
+    assert again.num_cached_tokens == known // 4 * 4
+
+
+def test_an_answer_in_progress_is_found_some_blocks_later() -> None:
+    scheduler = make_scheduler(num_pages=200)
+    seq = add(scheduler, make_request(1, [1, 2], max_tokens=200))
+    while seq.num_computed < PUBLISHED_BLOCKS * 4 - 1:
+        run_step(scheduler)
+    asked = [1, 2, *[7] * PUBLISHED_BLOCKS * 4]
+    assert not scheduler.blocks.match_prefix(make_request(2, asked).sequences[0])
+    run_step(scheduler)
+    found = scheduler.blocks.match_prefix(make_request(3, asked).sequences[0])
+    assert len(found) == PUBLISHED_BLOCKS
 
 
 def test_siblings_share_the_prompt_and_copy_its_last_page() -> None:
