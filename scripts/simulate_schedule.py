@@ -285,8 +285,7 @@ class Simulation:
         self._now = now = max(self._now, step.start + step.duration)
         self._plan_time.finished(step)
         tokens = StepResult([7] * len(plan.sampled))
-        for update in self._scheduler.finish_step(plan, tokens):
-            seq = update.seq
+        for seq, _, _ in self._scheduler.finish_step(plan, tokens):
             self.clients[seq.request.request_id].token_times.append(now)
             over = seq.status is SequenceStatus.FINISHED
             if over and self._to_come and self._workload.concurrency:

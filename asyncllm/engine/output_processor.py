@@ -162,7 +162,7 @@ class OutputProcessor:
         with_text: list[SequenceState] = []
         touched: dict[RequestState, None] = {}  # an ordered set
         for update in updates:
-            seq = update.seq
+            seq, token_id, _ = update
             state = sequences.get(seq.seq_id)
             if state is None:  # its text ended at an earlier token of this step
                 continue
@@ -182,7 +182,7 @@ class OutputProcessor:
                 touched[state.owner] = None
                 continue
             try:
-                state.text_news += push_plain(update.token_id)
+                state.text_news += push_plain(token_id)
             except Exception as error:  # as in _take
                 self._fail(state, error, stops)
                 touched[state.owner] = None
@@ -203,15 +203,15 @@ class OutputProcessor:
 
     def _take(self, state: SequenceState, update: TokenUpdate, stops: list[Stop]) -> None:
         """Add one token to its request's news, and end the sequence if it is over."""
-        seq = state.seq
+        seq, token_id, _ = update
         finished = seq.status is SequenceStatus.FINISHED
         is_last = finished and state.num_tokens == seq.num_output_tokens
         try:
-            repeats = state.repetition is not None and state.repetition.push(update.token_id)
+            repeats = state.repetition is not None and state.repetition.push(token_id)
             if state.push_plain is not None and not is_last and not repeats:
-                state.add_news(state.push_plain(update.token_id), update)
+                state.add_news(state.push_plain(token_id), update)
                 return
-            shown = None if is_last and hides_last_token(seq) else update.token_id
+            shown = None if is_last and hides_last_token(seq) else token_id
             text, stop_reason = state.text.push(shown, is_last or repeats)
             news = state.add_news(text, update)
         except Exception as error:  # one request's own hooks: it may only hurt itself

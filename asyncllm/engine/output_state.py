@@ -133,15 +133,15 @@ class SequenceState:
 
     def add_news(self, text: str, update: TokenUpdate) -> CompletionOutput:
         """This sequence's share of its request's news, made or extended by one token."""
+        _, token_id, reported = update
         logprobs = None
         if self.num_logprobs is not None:
-            reported = update.logprobs
             assert reported is not None, f"sequence {self.seq.seq_id}: no logprobs, but it asked"
             assert self.cumulative_logprob is not None
             self.cumulative_logprob += reported.logprob
             logprobs = [
                 logprob_dict(
-                    update.token_id,
+                    token_id,
                     reported,
                     self.num_logprobs,
                     self.owner.text_of,
@@ -150,7 +150,7 @@ class SequenceState:
             ]
         news = self._own_news()
         news.text += text
-        news.token_ids.append(update.token_id)
+        news.token_ids.append(token_id)
         news.cumulative_logprob = self.cumulative_logprob
         if logprobs is not None and news.logprobs is not None:
             news.logprobs += logprobs

@@ -9,6 +9,8 @@ Invariant: `check_integrity()`; with no live request `check_empty()`.
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.beam_group import BeamGroup
 from asyncllm.engine.beam_search import EndedSearch
@@ -133,22 +135,25 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 self.blocks.publish(seq)
         updates: list[TokenUpdate] = []
-        sampled, finished = plan.sampled, SequenceStatus.FINISHED
-        rows = zip(sampled, result.token_ids, result.logprobs or [None] * len(sampled), strict=True)
-        for seq, token_id, logprobs in rows:
+        beams, finished = self._beams, SequenceStatus.FINISHED
+        logprobs_of = result.logprobs or repeat(None, len(result.token_ids))
+        for update in zip(plan.sampled, result.token_ids, logprobs_of, strict=True):
+            seq, token_id, logprobs = update
             if seq.status is finished:
                 continue
             if seq.num_to_drop:
                 seq.num_to_drop -= 1
                 continue
             seq.num_in_flight -= 1
-            if self._beams and seq.request.request_id in self._beams:
+            if beams and seq.request.request_id in beams:
                 assert logprobs is not None, f"sequence {seq.seq_id}: a beam without logprobs"
                 self._take_beam(seq, logprobs)
                 continue
-            seq.token_ids.append(token_id)
-            self._check_stop(seq, token_id)
-            updates.append(TokenUpdate(seq, token_id, logprobs))
+            token_ids = seq.token_ids
+            token_ids.append(token_id)
+            if len(token_ids) > seq.num_to_compute or token_id in seq.request.stop_token_ids:
+                self._check_stop(seq, token_id)
+            updates.append(update)
         return updates
 
     def jump(self, seq: Sequence, token_ids: list[int]) -> list[TokenUpdate]:
@@ -163,7 +168,7 @@ class Scheduler:
         for token_id in token_ids:
             seq.token_ids.append(token_id)
             self._check_stop(seq, token_id)
-            updates.append(TokenUpdate(seq, token_id, None))
+            updates.append((seq, token_id, None))
             if seq.status is SequenceStatus.FINISHED:
                 return updates
         self.running.jump(seq)
@@ -186,6 +191,7 @@ class Scheduler:
             self._ended_searches.append(EndedSearch(request, beams))
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
+        """End it where its last token, or its length, says so."""
         request = seq.request
         num_output = len(seq.token_ids) - len(request.prompt_token_ids)
         may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None

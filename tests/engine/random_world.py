@@ -186,12 +186,12 @@ class World:
 
     def tell(self) -> None:
         updates, self._untold = self._untold, []
-        self._take([u for u in updates if u.seq.finish_reason is not FinishReason.ABORT])
+        self._take([u for u in updates if u[0].finish_reason is not FinishReason.ABORT])
 
     def _take(self, updates: list[TokenUpdate]) -> None:
         """As the output processor: ends by text, after the scheduler's own."""
-        for seq in dict.fromkeys(update.seq for update in updates):
-            num_new = sum(update.seq is seq for update in updates)
+        for seq in dict.fromkeys(seq for seq, _, _ in updates):
+            num_new = sum(updated is seq for updated, _, _ in updates)
             output_ids = seq.token_ids[seq.num_prompt_tokens :]
             end = None
             if seq.request.request_id in self.stop_strings:

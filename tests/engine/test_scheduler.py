@@ -252,14 +252,14 @@ def test_a_jump_is_a_prefill_of_the_next_plan_and_drops_the_sample_in_flight() -
     before, ahead = scheduler.plan(), scheduler.plan()
     finish(scheduler, before, 5)
     updates = scheduler.jump(seq, [6, 7, 8])
-    assert [update.token_id for update in updates] == [6, 7, 8]
+    assert [token_id for _, token_id, _ in updates] == [6, 7, 8]
     scheduler.check_integrity()
     after = scheduler.plan()
     assert prefilling(after) == [("r1", 5, 3)] and decoding(after) == []
     assert after is not None and after.prefills[0].token_ids == [6, 7, 8]
     assert finish(scheduler, ahead, 6) == [], "the sample that the first of them stood for"
     assert decoding(scheduler.plan()) == ["r1"], "one ahead of it, as ever"
-    assert [update.token_id for update in finish(scheduler, after, 1)] == [1]
+    assert [token_id for _, token_id, _ in finish(scheduler, after, 1)] == [1]
     assert seq.token_ids[4:] == [5, 6, 7, 8, 1]
 
 
@@ -411,7 +411,7 @@ def test_logprobs_reach_their_sequence() -> None:
     assert plan is not None
     logprobs = TokenLogprobs(-0.5, 1, [7], [-0.5])
     updates = scheduler.finish_step(plan, StepResult([7, 8], [logprobs, None]))
-    assert [(u.token_id, u.logprobs) for u in updates] == [(7, logprobs), (8, None)]
+    assert [tuple(rest) for _, *rest in updates] == [(7, logprobs), (8, None)]
 
 
 def test_whoever_reads_the_text_may_end_a_sequence() -> None:

@@ -15,7 +15,6 @@ from asyncllm.types import (
     Sequence,
     SequenceStatus,
     TokenLogprobs,
-    TokenUpdate,
 )
 
 _seq_ids = itertools.count(1)
@@ -69,7 +68,7 @@ class TokenFeed:
         for seq, token_id in tokens.items() if isinstance(tokens, dict) else tokens:
             seq.token_ids.append(token_id)
             self._check_stop(seq, token_id)
-            updates.append(TokenUpdate(seq, token_id, logprobs))
+            updates.append((seq, token_id, logprobs))
         stops = self.processor.process(updates, prompt_logprobs or {}, self.now)
         for stop in stops:
             assert stop.seq.status is not SequenceStatus.FINISHED, "the scheduler has it already"
