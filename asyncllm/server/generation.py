@@ -43,6 +43,19 @@ class Consumer(Protocol):
 
 
 class Generation:
+    __slots__ = (
+        "_consumer",
+        "_ended",
+        "_engine",
+        "_is_over",
+        "_live",
+        "_make_consumer",
+        "_num_open",
+        "abort_cause",
+        "call",
+        "error",
+    )
+
     def __init__(
         self, engine: AsyncLLMEngine, call: Call, make_consumer: Callable[[], Consumer]
     ) -> None:

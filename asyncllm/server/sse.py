@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from functools import cached_property
 
 from aiohttp import web
 from aiohttp.http_writer import StreamWriter
@@ -84,21 +83,37 @@ class FrameQueue:
 class SSEStream:
     """One response. Frames pushed before `open` wait for it."""
 
+    __slots__ = (
+        "_dropped",
+        "_ended",
+        "_is_queued",
+        "_pending",
+        "_queue",
+        "_request",
+        "_response",
+        "_transport",
+        "_wake",
+        "too_slow",
+    )
+
     def __init__(self, request: web.Request, queue: FrameQueue | None = None) -> None:
         self._request = request
         self._queue = queue or FrameQueue()
         self._transport: asyncio.Transport | None = None  # set while frames may bypass aiohttp
         self._pending: list[bytes] = []
-        self._pending_bytes = 0
         self._is_queued = False
         self._ended = False
         self._dropped = False
         self.too_slow = False  # why it was dropped
         self._wake = asyncio.Event()  # there is something to do for `run`
+        self._response: web.StreamResponse | None = None
 
-    @cached_property
+    @property
     def response(self) -> web.StreamResponse:
-        return web.StreamResponse(headers=_HEADERS)
+        """Made when it is first asked for: not before the engine has the request."""
+        if self._response is None:
+            self._response = web.StreamResponse(headers=_HEADERS)
+        return self._response
 
     async def open(self) -> None:
         """Send status 200 and the headers."""
@@ -120,12 +135,16 @@ class SSEStream:
         """What waits is of two steps: the loop has more to do than the device."""
         return len(self._pending) > 1
 
+    @property
+    def num_pending_bytes(self) -> int:
+        """Of the frames that the transport was not given."""
+        return sum(map(len, self._pending))
+
     def push(self, frames: bytes) -> None:
         """Send whole frames, soon or as soon as the client has read enough."""
         if self._dropped or not frames:
             return
         self._pending.append(frames)
-        self._pending_bytes += len(frames)
         if not self._is_queued:
             self._is_queued = True
             self._queue.add(self)
@@ -188,14 +207,13 @@ class SSEStream:
     def _take_pending(self) -> bytes:
         body = b"".join(self._pending)  # of one alone it is that one, not a copy
         self._pending.clear()
-        self._pending_bytes = 0
         return body
 
     def _bound_pending(self) -> None:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             self._dropped = True
-        elif self._pending_bytes + transport.get_write_buffer_size() > MAX_PENDING_BYTES:
+        elif self.num_pending_bytes + transport.get_write_buffer_size() > MAX_PENDING_BYTES:
             self._dropped = self.too_slow = True
             logger.warning("dropped a client with over %d bytes unread", MAX_PENDING_BYTES)
             transport.abort()  # connection_lost then cancels the handler

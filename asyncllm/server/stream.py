@@ -8,6 +8,7 @@ together with its first news, so the first byte a client sees is an honest first
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Protocol
 
 import orjson
@@ -51,6 +52,16 @@ class ChunkShape(TextPlace, Protocol):
 class ChoiceFrames:
     """The pieces of one choice's frames."""
 
+    __slots__ = (
+        "_after_text",
+        "_before_choice",
+        "_before_text",
+        "_plain_end",
+        "index",
+        "num_tokens",
+        "opened",
+    )
+
     def __init__(self, call: Call, choice_index: int, shape: TextPlace) -> None:
         self.index = choice_index
         self.num_tokens = 0
@@ -71,7 +82,7 @@ class ChoiceFrames:
             shape.before_text,
         )
         self._after_text = shape.after_text
-        self._plain_end = shape.after_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._plain_end = _plain_end(shape.after_text)
 
     def plain(self, text: str) -> bytes:
         return self._before_text + orjson.dumps(text) + self._plain_end
@@ -114,6 +125,12 @@ class ChoiceFrames:
         return b'%b],"usage":%b}\n\n' % (self._before_choice, orjson.dumps(usage))
 
 
+@cache
+def _plain_end(after_text: bytes) -> bytes:
+    """One for all streams: it is read for each token of each."""
+    return after_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+
 class ChunkOptions:
     """What `stream_options` asks for, and the end of a stream of chunks."""
 
@@ -135,6 +152,8 @@ class ChunkOptions:
 
 class StreamedAnswer:
     """A `Consumer` that writes to one SSE stream: one write per engine step."""
+
+    __slots__ = ("_choices", "_n", "_options", "_plain", "_shape", "_sse", "_token_ids", "_usage")
 
     def __init__(
         self, sse: SSEStream, call: Call, shape: ChunkShape, options: StreamOptions | None

@@ -10,6 +10,14 @@ from asyncllm.outputs import RequestOutput
 class Usage:
     """Prompts are counted once, however many answers they have."""
 
+    __slots__ = (
+        "_cached_tokens",
+        "_prompt_tokens",
+        "_shows_cached",
+        "completion_tokens",
+        "reasoning_tokens",
+    )
+
     def __init__(self, shows_cached: bool = True) -> None:
         self.completion_tokens = 0
         self.reasoning_tokens = 0  # of the completion's

@@ -146,7 +146,7 @@ def pending_bytes(server: Server) -> int:
     (generation,) = server.service._live
     stream: SSEStream = generation.consumer._sse  # type: ignore[attr-defined]
     transport = stream._request.transport
-    return stream._pending_bytes + (transport.get_write_buffer_size() if transport else 0)
+    return stream.num_pending_bytes + (transport.get_write_buffer_size() if transport else 0)
 
 
 def test_slow_reader_is_coalesced_and_served() -> None:
