@@ -21,6 +21,7 @@ import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -240,29 +241,51 @@ class DecodeBatch:
     seqs: tuple[Sequence, ...]
     slots: np.ndarray  # int32 [rows], read-only
     positions: np.ndarray  # int32 [rows], read-only
+    ends: np.ndarray  # int32 [rows], read-only: each sequence's num_to_compute
     needs_host: bool = False  # some row does
 
+    def __post_init__(self) -> None:
+        for column in (self.slots, self.positions, self.ends):
+            column.flags.writeable = False
+
     @classmethod
-    def of(
-        cls, seqs: tuple[Sequence, ...], positions: list[int], needs_host: bool = False
-    ) -> DecodeBatch:
-        slots = np.array([seq.slot for seq in seqs], np.int32)
-        rows = cls(seqs, slots, np.array(positions, np.int32), needs_host)
-        rows.slots.flags.writeable = rows.positions.flags.writeable = False
-        return rows
+    def of(cls, seqs: SequenceOf[Sequence]) -> DecodeBatch:
+        """The next position of each."""
+        return cls(
+            tuple(seqs),
+            np.array([seq.slot for seq in seqs], np.int32),
+            np.array([seq.num_computed for seq in seqs], np.int32),
+            np.array([seq.num_to_compute for seq in seqs], np.int32),
+            any(seq.needs_host for seq in seqs),
+        )
 
     def next(self) -> DecodeBatch:
         """The same sequences, each one position on."""
         if not self.seqs:
             return self
-        positions = self.positions + 1
-        positions.flags.writeable = False
-        return DecodeBatch(self.seqs, self.slots, positions, self.needs_host)
+        return DecodeBatch(self.seqs, self.slots, self.positions + 1, self.ends, self.needs_host)
 
-    def plus(self, seq: Sequence, position: int) -> DecodeBatch:
-        """And one token of `seq`."""
-        positions = [*self.positions.tolist(), position]
-        return DecodeBatch.of((*self.seqs, seq), positions, self.needs_host or seq.needs_host)
+    def keep(self, stays: np.ndarray) -> DecodeBatch:
+        """The rows where `stays`, bool [rows], is true."""
+        if stays.all():
+            return self
+        seqs = tuple(compress(self.seqs, stays.tolist()))
+        needs_host = self.needs_host and any(seq.needs_host for seq in seqs)
+        columns = self.slots[stays], self.positions[stays], self.ends[stays]
+        return DecodeBatch(seqs, *columns, needs_host)
+
+    def plus(self, seqs: SequenceOf[Sequence]) -> DecodeBatch:
+        """And the next position of each of these."""
+        more = DecodeBatch.of(seqs) if seqs else self
+        if not seqs or not self.seqs:  # a first prompt after idleness waits for this
+            return more
+        return DecodeBatch(
+            self.seqs + more.seqs,
+            np.concatenate((self.slots, more.slots)),
+            np.concatenate((self.positions, more.positions)),
+            np.concatenate((self.ends, more.ends)),
+            self.needs_host or more.needs_host,
+        )
 
     def at_block_start(self, block_size: int) -> list[Sequence]:
         """Whose token is the first of a block."""
@@ -284,7 +307,7 @@ class DecodeBatch:
         return map(DecodeRow, *columns)
 
 
-NO_DECODES = DecodeBatch.of((), [])
+NO_DECODES = DecodeBatch.of(())
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from asyncllm.engine.page_pool import PagePool
@@ -153,6 +154,22 @@ class BlockManager:
         pages = self._tables[seq.seq_id].pages
         index = position // self.block_size
         return index >= len(pages) or self.device.is_shared(pages[index])
+
+    def extend(self, seqs: SequenceOf[Sequence]) -> list[PageAppend]:
+        """A page for each whose next position begins one, where it has none yet; enough are free.
+
+        As `reserve` where nothing is shared, for all rows of a step that need one.
+        """
+        full: list[tuple[Sequence, list[int]]] = []
+        for seq in seqs:
+            pages = self._tables[seq.seq_id].pages
+            if seq.num_computed == len(pages) * self.block_size:
+                full.append((seq, pages))
+        appends: list[PageAppend] = []
+        for (seq, pages), page in zip(full, self.device.take_many(len(full)), strict=True):
+            appends.append(PageAppend(seq.slot, len(pages), page))
+            pages.append(page)
+        return appends
 
     def reserve(self, seq: Sequence, position: int) -> tuple[PageAppend, tuple[int, int] | None]:
         """Take the page that `needs_page` asked for; the copy (from, to) where it was shared."""

@@ -2,16 +2,18 @@
 
 It knows no pages and decides nothing. While the same sequences decode, a step's batch is the one
 before with every position moved by one, and only rows at the start of a block can need a page; so a
-step of 256 rows costs the host a few numpy calls. Any change of members rebuilds the batch, which
-happens in most steps where answers are short: a few list comprehensions, and no call per row.
+step of 256 rows costs the host a few numpy calls. Where answers are short a row leaves or joins in
+most steps: only that one is looked at, as long as who joins is the youngest.
 Invariant: `check_integrity()`; `seqs` is in order of service.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+
+import numpy as np
 
 from asyncllm.types import NO_DECODES, PADDING_SLOT, DecodeBatch, Sequence, SequenceStatus
 
@@ -25,12 +27,12 @@ class RunningSet:
         self.rewritten: set[Sequence] = set()  # members that are not as their slots say
         self.jumped: list[Sequence] = []  # members that jumped since the last plan
         self._beams: set[Sequence] = set()  # members that search
-        self._host_rows: set[Sequence] = set()  # members that need the host
+        self._left: set[Sequence] = set()  # who decodes no more, and may be in the batch
+        self._joining: set[Sequence] = set()  # who may decode, and is not in the batch
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
         self._max_num_seqs = max_num_seqs
-        self._batch = NO_DECODES  # of the next step, unless it is to be rebuilt
-        self._changed = False  # members came, went, or begin to decode
+        self._batch = NO_DECODES  # of the next step, but for who has left or joins
         self._num_steps_left = 0  # until a member of the batch has sampled its last token
 
     @property
@@ -43,24 +45,27 @@ class RunningSet:
         insort(self.seqs, seq, key=self._key)
         if seq.request.sampling_params.use_beam_search:
             self._beams.add(seq)
-        if seq.needs_host:
-            self._host_rows.add(seq)
-        self._changed = True
+        self._joining.add(seq)
 
     def remove(self, seq: Sequence) -> None:
         """`seq` gives its slot back; its new status is the caller's to set."""
-        self.seqs.remove(seq)
-        for members in (self.forked, self.rewritten, self._beams, self._host_rows):
-            members.discard(seq)
+        del self.seqs[bisect_left(self.seqs, self._key(seq), key=self._key)]
+        self.forked.discard(seq)
+        self.rewritten.discard(seq)
+        self._beams.discard(seq)
+        self._leave(seq)
         if seq in self.jumped:
             self.jumped.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = PADDING_SLOT
-        self._changed = True
 
-    def set_changed(self) -> None:
+    def join(self, seq: Sequence) -> None:
         """A member's prefill is planned to its end: it decodes from the next step on."""
-        self._changed = True
+        self._joining.add(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self._joining.discard(seq)
+        self._left.add(seq)
 
     def jump(self, seq: Sequence) -> None:
         """A member that decodes knows more tokens than it has computed: they are a prefill."""
@@ -68,7 +73,7 @@ class RunningSet:
         self.jumped.append(seq)
         if _counts_tokens(seq):  # as its slot does, of those that it samples
             self.rewritten.add(seq)
-        self._changed = True
+        self._leave(seq)
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
         """These members, each once, in order of service."""
@@ -80,7 +85,7 @@ class RunningSet:
         return taken
 
     def prefilling(self) -> list[Sequence]:
-        if not self._changed and len(self._batch) == len(self.seqs):
+        if not self._left and len(self._batch) == len(self.seqs):
             return []
         return [seq for seq in self.seqs if seq.num_computed < seq.num_prefill]
 
@@ -88,8 +93,8 @@ class RunningSet:
 
     def next_batch(self) -> DecodeBatch:
         """One token of each that may decode, in order of service; the same until it is taken."""
-        if self._changed or self._num_steps_left == 0:
-            self._rebuild()
+        if self._left or self._joining or self._beams or self._num_steps_left == 0:
+            self._update()
         return self._batch
 
     def take_batch(self) -> DecodeBatch:
@@ -102,24 +107,27 @@ class RunningSet:
         self._num_steps_left -= 1
         return batch
 
-    def _rebuild(self) -> None:
-        beams = self._beams
-        seqs = [  # all that `may_decode`
-            seq
-            for seq in self.seqs
-            if seq.num_prefill <= seq.num_computed < seq.num_to_compute
-            and not seq.held
-            and (seq.num_in_flight == 0 or seq not in beams)
-        ]
-        # A first prompt after idleness waits for this: ten numpy calls fewer are 50 us of it.
-        self._batch, self._num_steps_left = NO_DECODES, 1
-        if seqs:
-            needs_host = not self._host_rows.isdisjoint(seqs)
-            positions = [seq.num_computed for seq in seqs]
-            self._batch = DecodeBatch.of(tuple(seqs), positions, needs_host)
-            self._num_steps_left = min([seq.num_to_compute - seq.num_computed for seq in seqs])
-        # A beam is in every second batch, or waits longer: rebuild each time.
-        self._changed = bool(beams)
+    def _update(self) -> None:
+        """Rows that have left, or are at their end, go; whoever may decode joins."""
+        batch, joining = self._batch, sorted(self._joining, key=self._key)
+        overtakes = joining and batch.seqs and self._key(joining[0]) < self._key(batch.seqs[-1])
+        if overtakes or self._beams:  # a beam is in every second batch, or waits longer
+            batch, joining = NO_DECODES, self.seqs
+        if batch.seqs:
+            batch = batch.keep(self._staying(batch))
+        self._batch = batch = batch.plus([seq for seq in joining if may_decode(seq)])
+        self._num_steps_left = int((batch.ends - batch.positions).min()) if batch.seqs else 1
+        self._left.clear()
+        self._joining.clear()
+
+    def _staying(self, batch: DecodeBatch) -> np.ndarray:
+        """bool [rows]"""
+        stays = batch.positions < batch.ends
+        for seq in self._left:
+            row = bisect_left(batch.seqs, self._key(seq), key=self._key)
+            if row < len(batch) and batch.seqs[row] is seq:
+                stays[row] = False
+        return stays
 
     def check_integrity(self) -> None:
         slots = [seq.slot for seq in self.seqs]
@@ -127,16 +135,18 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        remembered = self.forked | self.rewritten | set(self.jumped) | self._beams | self._host_rows
+        remembered = self.forked | self.rewritten | set(self.jumped) | self._beams | self._joining
         assert remembered <= set(self.seqs), "a fork, beam or jump is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
-        if not self._changed and self._num_steps_left > 0:
+        if not (self._left or self._joining or self._beams) and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
             assert list(self._batch.seqs) == members, "the batch is out of date"
             needs_host = any(seq.needs_host for seq in members)
             assert self._batch.needs_host == needs_host, "the batch knows its host rows wrongly"
             for row in self._batch:
                 assert (row.slot, row.position) == (row.seq.slot, row.seq.num_computed)
+            ends = [seq.num_to_compute for seq in members]
+            assert self._batch.ends.tolist() == ends, "the batch knows its rows' ends wrongly"
 
 
 def may_decode(seq: Sequence) -> bool:

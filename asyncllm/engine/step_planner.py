@@ -73,14 +73,15 @@ class StepPlanner:
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         """One token of each that decodes; the youngest are preempted while pages are short."""
-        blocks, batch = self._blocks, self._running.next_batch()
+        blocks, running, batch = self._blocks, self._running, self._running.next_batch()
         # A page is full, or (right after a fork) shared: the rest of the rows need no look.
-        seqs = batch.seqs if self._running.forked else batch.at_block_start(blocks.block_size)
-        if self._running.jumped:
-            seqs = self._running.in_order([*seqs, *self._running.jumped])
-        for seq in seqs:
-            if seq.status is SequenceStatus.RUNNING:
-                self._take_pages(seq, self._next_positions(seq), draft)
+        seqs = batch.seqs if running.forked else batch.at_block_start(blocks.block_size)
+        if running.forked or running.jumped or blocks.device.num_free < len(seqs):
+            for seq in running.in_order([*seqs, *running.jumped]):
+                if seq.status is SequenceStatus.RUNNING:
+                    self._take_pages(seq, self._next_positions(seq), draft)
+        else:
+            draft.page_appends += blocks.extend(seqs)
         self._rewrite_slots(draft)
         draft.decodes = self._running.take_batch()
         if self._running.forked:
@@ -177,10 +178,9 @@ class StepPlanner:
             )
         )
         draft.budget -= end - start
-        if samples:
-            self._running.set_changed()
         seq.num_computed = end
         for sampled in samples:
+            self._running.join(sampled)
             sampled.num_computed = end
             sampled.num_in_flight += 1
 
@@ -255,7 +255,7 @@ class StepPlanner:
             self._prefill_chunk(seq, draft)
         elif may_decode(seq):
             self._take_pages(seq, [seq.num_computed], draft)
-            draft.decodes = draft.decodes.plus(seq, seq.num_computed)
+            draft.decodes = draft.decodes.plus([seq])
             draft.budget -= 1
             seq.num_computed += 1
             seq.num_in_flight += 1

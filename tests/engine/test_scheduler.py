@@ -20,6 +20,7 @@ from asyncllm.engine.scheduler import PUBLISHED_BLOCKS, Scheduler
 from asyncllm.engine.step_draft import StepDraft
 from asyncllm.types import (
     FinishReason,
+    PageAppend,
     Request,
     Sequence,
     SequenceStatus,
@@ -360,13 +361,13 @@ def test_a_step_of_the_same_decodes_looks_only_at_rows_that_begin_a_block(
     run_step(scheduler)
     before = run_step(scheduler).decodes
     asked: list[int] = []
-    needs_page = scheduler.blocks.needs_page
+    extend = scheduler.blocks.extend
 
-    def count(seq: Sequence, position: int) -> bool:
-        asked.append(position)
-        return needs_page(seq, position)
+    def count(seqs: list[Sequence]) -> list[PageAppend]:
+        asked.extend(seq.num_computed for seq in seqs)
+        return extend(seqs)
 
-    monkeypatch.setattr(scheduler.blocks, "needs_page", count)
+    monkeypatch.setattr(scheduler.blocks, "extend", count)
     for num_steps in range(1, 5):
         batch = run_step(scheduler).decodes
         assert batch.seqs is before.seqs and batch.slots is before.slots

@@ -61,8 +61,9 @@ class Rig:
         return seq
 
     def sample(self, logits: torch.Tensor) -> list[int]:
-        rows = DecodeBatch.of(tuple(self.seqs), [len(s.token_ids) - 1 for s in self.seqs])
-        plan = StepPlan(1, rows, (), slot_inits=self.inits)
+        for seq in self.seqs:
+            seq.num_computed = len(seq.token_ids) - 1
+        plan = StepPlan(1, DecodeBatch.of(self.seqs), (), slot_inits=self.inits)
         inputs = self.builder.build(plan)
         later = self.builder.build_sampling(inputs) if plan.needs_host else {}
         tensors = Staging(CPU).upload({**inputs.arrays, **later})
