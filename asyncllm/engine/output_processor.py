@@ -11,6 +11,7 @@ end by their text are returned, for the engine to tell the scheduler.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import NamedTuple
@@ -58,6 +59,7 @@ class OutputProcessor:
         self._sequences: dict[int, SequenceState] = {}  # those that go on, by seq_id
         self._iteration = IterationStats()
         self._ended: list[Request] = []
+        self._step_time = -math.inf  # of the last step's tokens
 
     @property
     def num_requests(self) -> int:
@@ -161,6 +163,8 @@ class OutputProcessor:
         sequences, latencies = self._sequences, self._iteration.inter_token_latencies
         with_text: list[SequenceState] = []
         touched: dict[RequestState, None] = {}  # an ordered set
+        # Most rows had their last token with the last step: they wait as long as each other.
+        last_step, num_since_last_step, self._step_time = self._step_time, 0, now
         for update in updates:
             seq, token_id, _ = update
             state = sequences.get(seq.seq_id)
@@ -169,7 +173,9 @@ class OutputProcessor:
             last_time, push_plain = state.last_token_time, state.push_plain
             state.last_token_time = now
             state.num_tokens += 1
-            if last_time is not None:
+            if last_time is last_step:
+                num_since_last_step += 1
+            elif last_time is not None:
                 latencies.append(now - last_time)
             else:
                 self._count_first_token(state.owner, now)
@@ -190,6 +196,7 @@ class OutputProcessor:
             if not state.num_news:
                 with_text.append(state)
             state.num_news += 1
+        latencies += [now - last_step] * num_since_last_step
         return with_text, touched
 
     def _count_first_token(self, owner: RequestState, now: float) -> None:
