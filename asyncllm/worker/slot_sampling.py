@@ -33,6 +33,7 @@ class Feature(enum.IntFlag):
     PROCESS = 32  # logits processors, of the request or of the engine
 
 
+PLAINEST = Feature(0)
 # What the sampler does plainly; logprobs are read from the logits beside it.
 PLAIN = Feature.LOGPROBS | Feature.MASK
 
@@ -57,11 +58,14 @@ class _SlotMemory:
 class SlotSampling:
     def __init__(self, num_slots: int) -> None:
         self._features = np.zeros(num_slots, np.int32)
+        self._special: dict[int, Feature] = {}  # of slots that have any
         self._memory: dict[int, _SlotMemory] = {}  # of slots with EDIT
         self._restricted: set[int] = set()  # slots whose row of `allowed` is not empty
 
     def features(self, slots: np.ndarray) -> Feature:
         """All that any of these slots needs."""
+        if not self._special:  # as in most batches
+            return PLAINEST
         return Feature(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
 
     def init(self, inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
@@ -83,10 +87,11 @@ class SlotSampling:
         )
         for init in inits:
             self._remember(init)
-        penalised = [i for i in inits if self._features[i.slot] & Feature.PENALTY]
+        special = [(i, self._special[i.slot]) for i in inits if i.slot in self._special]
+        penalised = [i for i, features in special if features & Feature.PENALTY]
         if penalised:
             _penalty_entries(penalised, arrays)
-        restricted = {i.slot for i in inits if self._features[i.slot] & Feature.ALLOWED}
+        restricted = {i.slot for i, features in special if features & Feature.ALLOWED}
         # A slot that was restricted and is no more needs its row cleared as well.
         changed = [i for i in inits if i.slot in restricted | self._restricted]
         if changed:
@@ -97,7 +102,7 @@ class SlotSampling:
         """Note which features the slot's new sequence uses, forgetting those of the one before."""
         request = init.seq.request
         params = request.sampling_params
-        features = Feature(0)
+        features = PLAINEST
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             features |= Feature.PENALTY
         if params.allowed_token_ids is not None:
@@ -109,11 +114,14 @@ class SlotSampling:
         if request.batch_processors or params.logits_processors:
             features |= Feature.PROCESS
         self._memory.pop(init.slot, None)
+        self._special.pop(init.slot, None)
         is_edited = params.logit_bias or params.min_tokens or request.bad_words_ids
         if is_edited or init.seq.forcer is not None:
             features |= Feature.EDIT
             self._memory[init.slot] = _SlotMemory.of(init.seq)
         self._features[init.slot] = features
+        if features:
+            self._special[init.slot] = features
 
     def add_logit_edits(self, slots: np.ndarray, arrays: Arrays) -> None:
         """(row, token, value to add) for bias, bad words and stop tokens before min_tokens.
