@@ -22,6 +22,8 @@
 
 namespace {
 
+constexpr uint16_t NAN_HALF = 0x7fff;
+
 // What all of a block's threads find in its shared memory.
 __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     const int thread = thread_index();
@@ -35,24 +37,27 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
         open_signal((&shared.full[0][0])[thread]);
         open_signal((&shared.empty[0][0])[thread]);
     }
-    if (block_index() == 0)  // a step that got stuck may have left others
-        for (int i = thread; i < args.rows * args.kv_heads; i += 2 * THREADS) args.counts[i] = 0;
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
         shared.layers[args.num_layers].input_norm = args.final_norm;
         shared.num_work = args.rows * args.kv_heads * count_splits(args);
+        shared.set = *args.turn >> 31;
+        shared.is_stuck = 0;
     }
     show_signals();
     sync_block();
 }
 
-__device__ __forceinline__ Operands operands_of(const Args& args, const Layer& layer, int kind) {
-    if (kind == HEAD) return {args.residual, args.final_norm, nullptr, args.logits, false};
+// Of the product `kind` of a layer, whose x the layer before it left: null for the first.
+__device__ __forceinline__ Operands operands_of(const Args& args, const Layer& layer, int kind,
+                                                const Exchange& own, const void* x) {
+    if (kind == HEAD) return {x, args.final_norm, nullptr, nullptr, args.logits};
     const void* bias = layer.biases[kind];
-    if (kind == QKV) return {args.residual, layer.input_norm, bias, args.qkv, false};
-    if (kind == OUTPUT) return {args.attended, nullptr, bias, args.residual, true};
-    if (kind == GATE_UP) return {args.residual, layer.post_norm, bias, args.gated, false};
-    return {args.gated, nullptr, bias, args.residual, true};
+    void *middle = at(own.base, own.middle), *gated = at(own.base, own.gated);
+    if (kind == QKV) return {x, layer.input_norm, bias, nullptr, at(own.base, own.qkv)};
+    if (kind == OUTPUT) return {at(own.base, own.attended), nullptr, bias, x, middle};
+    if (kind == GATE_UP) return {middle, layer.post_norm, bias, nullptr, gated};
+    return {gated, nullptr, bias, middle, own.base};
 }
 
 // Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
@@ -61,6 +66,18 @@ __device__ __forceinline__ void prefetch_norms(const Args& args, const Shared& s
     if (column >= args.hidden) return;
     prefetch(at(shared.layers[index].post_norm, column));
     prefetch(at(shared.layers[index + 1].input_norm, column));
+}
+
+// At the end. What a block computed that had given up waiting may be wrong, in all rows: each gets a
+// NaN among the block's own logits, and fails by it. The next step uses the other set once every
+// block has added: the top bit turns then, and needs no reset.
+__device__ __forceinline__ void finish(const Args& args, const Shared& shared) {
+    sync_workers();  // the logits are written
+    if (thread_index() == 0)
+        add_relaxed(args.turn, block_index() == 0 ? (1u << 31) - (num_blocks() - 1) : 1);
+    if (!shared.is_stuck) return;
+    for (int row = thread_index(); row < args.rows; row += THREADS)
+        *at(args.logits, static_cast<int64_t>(row) * args.vocab + block_index() * UNIT) = NAN_HALF;
 }
 
 __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args args) {
@@ -73,24 +90,25 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     }
     take_registers<WORKER_REGISTERS>();
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
-    Barrier barrier(args);
+    Patience patience;
     Ring ring;
     plan_share(args, block_index(), shared);
+    const int set = shared.set;
+    const void* x = args.embeddings;
 #pragma unroll 1
     for (int i = 0; i <= 4 * args.num_layers; i++) {
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
-        if (kind == QKV) prefetch_norms(args, shared, i / 4);
-        product(args, operands_of(args, layer, kind), kind, shared, ring, me);
-        if (kind == HEAD) break;
-        barrier.arrive();
+        const Exchange exchange(args, set, i / 4);
         if (kind == QKV) {
-            attention(args, layer, barrier, shared, me);
-            barrier.arrive();
+            prefetch_norms(args, shared, i / 4);
+            empty_layer(args, set ^ 1, i / 4);
         }
-        barrier.wait();
+        product(args, operands_of(args, layer, kind, exchange, x), kind, shared, ring, patience, me);
+        if (kind == QKV) attention(args, layer, exchange, shared, patience, me);
+        if (kind == DOWN) x = exchange.base;
     }
-    barrier.spoil(args);
+    finish(args, shared);
 }
 
 int shared_bytes(const Args& args) {

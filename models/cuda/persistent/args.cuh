@@ -19,7 +19,7 @@ constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 // Stages of a warp that are asked for or not yet used: all the shared memory there is.
-constexpr int DEPTH = GROUP_SIZE <= 4 ? 6 : 5;
+constexpr int DEPTH = GROUP_SIZE <= 4 ? 5 : 4;
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
 constexpr int WORKER_REGISTERS = 216, FEEDER_REGISTERS = 40;
@@ -48,21 +48,17 @@ struct Args {
     const Layer* layers;          // [num_layers]
     const void* final_norm;       // [hidden]
     const void* head;             // [vocab, hidden]
-    void* residual;               // [rows, hidden]: the embeddings; used up
-    void* qkv;                    // [rows, (heads + 2 * kv_heads) * HEAD_DIM]
-    void* attended;               // [rows, heads * HEAD_DIM]
-    void* gated;                  // [rows, intermediate]
+    const void* embeddings;       // [rows, hidden]
     void* logits;                 // [rows, vocab]
-    float* partial;               // [rows, heads, MAX_SPLITS, HEAD_DIM]
-    float* partial_lse;           // [rows, heads, MAX_SPLITS]
-    uint32_t* counts;             // [rows, kv_heads]
-    uint32_t* barrier;            // one word, zero at first
-    uint32_t* stuck;              // set where blocks waited for ever
+    void* exchange;               // [2, num_layers, layer_bytes]: exchange.cuh
+    uint32_t* turn;               // one word, zero at first
+    uint32_t* stuck;              // set where a block waited in vain
     const int32_t* block_tables;  // [rows, table_stride]
     const int32_t* positions;     // [rows], of the new tokens
     const int32_t* rotary_rows;   // [rows], each token's row of cos_sin
     const float* cos_sin;         // [.., HEAD_DIM], cosines then sines
     int64_t table_stride, page_stride, kv_stride;  // elements
+    int64_t layer_bytes;          // of the exchange
     int32_t num_layers, rows, hidden, heads, kv_heads, intermediate, vocab;
     float eps, head_eps, scale;   // of the norms; of the heads' norms; of q times k
 };

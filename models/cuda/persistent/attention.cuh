@@ -1,8 +1,7 @@
 // Attention of one token per row. Flash decoding: a row and KV head in shares of its tokens, one to a
-// block; the last of them to be done merges all, always in the same order.
+// block; each of these blocks then merges all shares of some entries, always in the same order.
 #pragma once
 
-#include "barrier.cuh"
 #include "heads.cuh"
 #include "softmax.cuh"
 
@@ -23,88 +22,123 @@ __device__ __forceinline__ float merge_warps(const Shared& shared, int member, i
     return sum / total;
 }
 
-// The shares of a row and KV head become one, always in the same order. `part`: the first head's.
-__device__ __forceinline__ void merge_shares(const Args& args, int64_t part, int num_active,
-                                             uint16_t* out) {
-    for (int i = thread_index(); i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
-        const float* lse = args.partial_lse + part + i / HEAD_DIM * MAX_SPLITS;
-        const float* from
-            = args.partial + (part + i / HEAD_DIM * MAX_SPLITS) * HEAD_DIM + i % HEAD_DIM;
-        float most = NO_SCORE, total = 0, sum = 0;
-        for (int first = 0; first < num_active; first += MERGED) {
-            float lses[MERGED], values[MERGED];  // all on their way at once
-#pragma unroll
-            for (int s = 0; s < MERGED; s++) {
-                const bool is_one = first + s < num_active;
-                lses[s] = is_one ? load_fresh_float(lse + first + s) : 2 * NO_SCORE;
-                values[s] = is_one ? load_fresh_float(from + (first + s) * HEAD_DIM) : 0;
-            }
-            float new_most = most;
-#pragma unroll
-            for (int s = 0; s < MERGED; s++) new_most = lses[s] > new_most ? lses[s] : new_most;
-            const float shrink = power_of_2(most - new_most);
-            total *= shrink, sum *= shrink;
-            most = new_most;
-#pragma unroll
-            for (int s = 0; s < MERGED; s++) {
-                const float weight = power_of_2(lses[s] - most);
-                total += weight, sum += weight * values[s];
-            }
-        }
-        out[i] = to_half(sum / total);
-    }
+// Neighbouring entries are one word.
+__device__ __forceinline__ void store_entry(uint16_t* out, int entry, bool is_one, float value) {
+    const uint32_t half = to_half(value);
+    const uint32_t other = from_lane(static_cast<int>(half), thread_index() % 32 ^ 1);
+    if (is_one && entry % 2 == 0) store_fresh_pair(out + entry, half | other << 16);
 }
 
-// The last share of a row and KV head to be done merges them.
-__device__ __forceinline__ void run_share(const Args& args, const Layer& layer, Share& share,
-                                          Shared& shared, const Lane& me) {
-    auto& own = shared.attention;
-    load_heads(args, layer, share, shared, me);
+// Where the shares of a row and KV head leave their results.
+struct Parts {
+    float* values;  // [num_blocks, GROUP_SIZE, HEAD_DIM], by the block whose share it is
+    float* lses;    // [num_blocks, GROUP_SIZE]
+
+    __device__ __forceinline__ Parts(const Exchange& exchange)
+        : values(reinterpret_cast<float*>(at(exchange.base, exchange.shares))),
+          lses(values + num_blocks() * GROUP_SIZE * HEAD_DIM) {}
+};
+
+// An entry of all shares of a row and KV head, always in the same order. By all lanes of a warp.
+// `first_block`: of the first share; the next ones' are `step` apart.
+__device__ __forceinline__ float merge_entry(const Args& args, const Parts& parts, int entry,
+                                             int first_block, int step, int num_active,
+                                             Shared& shared, Patience& patience) {
+    float most = NO_SCORE, total = 0, sum = 0;
+#pragma unroll 1
+    for (int first = 0; first < num_active; first += MERGED) {
+        float lses[MERGED], values[MERGED];  // all on their way at once
+        bool is_there;
+        do {
+            is_there = true;
+#pragma unroll
+            for (int s = 0; s < MERGED; s++) {
+                const int block = first_block + (first + s) * step;
+                const bool is_one = first + s < num_active;
+                const int place = block * GROUP_SIZE + entry / HEAD_DIM;
+                lses[s] = is_one ? load_fresh_float(parts.lses + place) : 2 * NO_SCORE;
+                values[s] = is_one ? load_fresh_float(
+                    parts.values + block * GROUP_SIZE * HEAD_DIM + entry) : 0;
+            }
+#pragma unroll
+            for (int s = 0; s < MERGED; s++)
+                is_there = is_there && !is_empty(to_bits(lses[s])) && !is_empty(to_bits(values[s]));
+        } while (patience.wait(args, shared, is_there));
+        float new_most = most;
+#pragma unroll
+        for (int s = 0; s < MERGED; s++) new_most = lses[s] > new_most ? lses[s] : new_most;
+        const float shrink = power_of_2(most - new_most);
+        total *= shrink, sum *= shrink;
+        most = new_most;
+#pragma unroll
+        for (int s = 0; s < MERGED; s++) {
+            const float weight = power_of_2(lses[s] - most);
+            total += weight, sum += weight * values[s];
+        }
+    }
+    return sum / total;
+}
+
+// A share of a row and KV head, and the entries of it that this block merges.
+__device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
+                                          const Exchange& exchange, Share& share, int work,
+                                          Shared& shared, Patience& patience, const Lane& me) {
+    constexpr int ENTRIES = GROUP_SIZE * HEAD_DIM;
+    load_heads(args, layer, exchange, share, shared, patience, me);
     sync_workers();
     attend_tokens(args, layer, share, shared, me);
     sync_workers();
     const int64_t head = static_cast<int64_t>(share.row) * args.heads + share.kv_head * GROUP_SIZE;
-    uint16_t* out = at(args.attended, head * HEAD_DIM);
-    for (int i = thread_index(); i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
-        float lse;
-        const float result = merge_warps(shared, i / HEAD_DIM, i % HEAD_DIM, lse);
+    uint16_t* out = at(exchange.base, exchange.attended + head * HEAD_DIM);
+    const Parts parts(exchange);
+#pragma unroll 1
+    for (int first = 0; first < ENTRIES; first += THREADS) {
+        const int i = first + thread_index();
+        const bool is_one = i < ENTRIES;
+        float lse = 0, result = 0;
+        if (is_one) result = merge_warps(shared, i / HEAD_DIM, i % HEAD_DIM, lse);
         if (share.num_active == 1) {
-            out[i] = to_half(result);
-        } else {
-            const int64_t part = (head + i / HEAD_DIM) * MAX_SPLITS + share.split;
-            args.partial[part * HEAD_DIM + i % HEAD_DIM] = result;
-            if (i % HEAD_DIM == 0) args.partial_lse[part] = lse;
+            store_entry(out, i, is_one, result);
+        } else if (is_one) {
+            store_fresh_float(parts.values + work * ENTRIES + i, result);
+            if (i % HEAD_DIM == 0)
+                store_fresh_float(parts.lses + work * GROUP_SIZE + i / HEAD_DIM, lse);
         }
     }
     if (share.num_active == 1) return;
-    uint32_t* count = args.counts + share.row * args.kv_heads + share.kv_head;
-    sync_workers();
-    if (thread_index() == 0) own.arrived = add_and_see(count, 1);
-    sync_workers();
-    if (own.arrived != static_cast<uint32_t>(share.num_active - 1)) return;
-    if (thread_index() == 0) *count = 0;  // for the next layer
-    merge_shares(args, head * MAX_SPLITS, share.num_active, out);
+    const int step = args.rows * args.kv_heads;
+    const int begin = ENTRIES / 2 * share.split / share.num_active * 2;
+    const int end = ENTRIES / 2 * (share.split + 1) / share.num_active * 2;
+#pragma unroll 1
+    for (int first = begin + me.warp * 32; first < end; first += THREADS) {
+        const int i = first + me.lane;
+        const float result = merge_entry(args, parts, i < end ? i : begin, work % step, step,
+                                         share.num_active, shared, patience);
+        store_entry(out, i, i < end, result);
+    }
 }
 
-// Rows and KV heads, each in shares. Between `arrive` and `wait`: what needs no projection.
-__device__ __forceinline__ void attention(const Args& args, const Layer& layer, Barrier& barrier,
-                                          Shared& shared, const Lane& me) {
+// Rows and KV heads, each in shares.
+__device__ __forceinline__ void attention(const Args& args, const Layer& layer,
+                                          const Exchange& exchange, Shared& shared,
+                                          Patience& patience, const Lane& me) {
     int work = block_index();
     const int num_work = shared.num_work;
+    sync_workers();  // nobody still reads the product's sums
     if (num_work > num_blocks()) {  // the plan of the start is another's now
         plan_share(args, work, shared);
         sync_workers();
     }
-    Share share = open_share(args, layer, shared, me);
-    barrier.wait();
+#pragma unroll 1
     while (work < num_work) {
-        if (share.num_active > 0) run_share(args, layer, share, shared, me);
+        Share share = open_share(args, layer, shared, me);
+        if (share.num_active > 0)
+            run_share(args, layer, exchange, share, work, shared, patience, me);
         work += num_blocks();
         if (work >= num_work) break;
         sync_workers();  // before the next share's q
         plan_share(args, work, shared);
         sync_workers();
-        share = open_share(args, layer, shared, me);
     }
 }
 

@@ -1,6 +1,7 @@
 // The heads of the new token: normalised, rotated, the key and value also written to their page.
 #pragma once
 
+#include "exchange.cuh"
 #include "share.cuh"
 
 namespace {
@@ -32,24 +33,32 @@ __device__ __forceinline__ void store_pairs(uint16_t* to, const Pairs& pairs, in
     *reinterpret_cast<uint32_t*>(to + HALF + 2 * lane) = pairs.second;
 }
 
+__device__ __forceinline__ bool is_there(const Pairs& pairs) {
+    return !is_empty(pairs.first) && !is_empty(pairs.second);
+}
+
 // The heads of q for the block; and where its share holds the new token, that one's key and value,
 // also to their page.
-__device__ __forceinline__ void load_heads(const Args& args, const Layer& layer, const Share& share,
-                                           Shared& shared, const Lane& me) {
+__device__ __forceinline__ void load_heads(const Args& args, const Layer& layer,
+                                           const Exchange& exchange, const Share& share,
+                                           Shared& shared, Patience& patience, const Lane& me) {
     auto& own = shared.attention;
     const bool has_norm = layer.q_norm != nullptr;
     const int64_t width = static_cast<int64_t>(args.heads + 2 * args.kv_heads) * HEAD_DIM;
-    const uint16_t* qkv = at(args.qkv, share.row * width);
+    const uint16_t* qkv = at(exchange.base, exchange.qkv + share.row * width);
     for (int member = me.warp; member < GROUP_SIZE; member += WARPS) {
-        const int head = share.kv_head * GROUP_SIZE + member;
-        const Pairs raw = load_pairs(qkv + head * HEAD_DIM, me.lane);
+        const uint16_t* source = qkv + (share.kv_head * GROUP_SIZE + member) * HEAD_DIM;
+        Pairs raw = load_pairs(source, me.lane);
+        while (patience.wait(args, shared, is_there(raw))) raw = load_pairs(source, me.lane);
         store_floats(own.q[member], rotate_head(args, share, raw, share.q_norm, has_norm, me.lane),
                      me.lane);
     }
     if (share.end <= share.position || me.warp != WARPS - 1) return;
     const uint16_t* source = qkv + (args.heads + share.kv_head) * HEAD_DIM;
-    const Pairs raw = load_pairs(source, me.lane);
-    const Pairs value = load_pairs(source + args.kv_heads * HEAD_DIM, me.lane);
+    const uint16_t* values = source + args.kv_heads * HEAD_DIM;
+    Pairs raw = load_pairs(source, me.lane), value = load_pairs(values, me.lane);
+    while (patience.wait(args, shared, is_there(raw) && is_there(value)))
+        raw = load_pairs(source, me.lane), value = load_pairs(values, me.lane);
     const Pairs key = rotate_head(args, share, raw, share.k_norm, has_norm, me.lane);
     store_floats(own.new_key, key, me.lane);
     store_floats(own.new_value, value, me.lane);

@@ -2,59 +2,77 @@
 // factor, SiLU, the addition to the residual.
 #pragma once
 
+#include "exchange.cuh"
 #include "weight_ring.cuh"
 
 namespace {
 
-// A lane's share of one slice of x: of its row, 8 columns of each 32. And of the norm's weights: for
-// row i of the lanes' 8, what all need of the i-th 32 columns.
-struct Piece {
-    uint4 values[SLICE / 32];
-    uint4 norm;
+struct Operands {
+    const void *x, *norm, *bias;  // norm, bias: may be null
+    const void* addend;           // may be null: of the outputs' shape
+    void* out;
+};
 
-    __device__ __forceinline__ void load(const void* x, const void* norm_weight, int size, int rows,
-                                         int slice, const Lane& me) {
-        static_assert(SLICE / 32 == 8);
-        if (norm_weight != nullptr) norm = load_constant(at(norm_weight, slice * SLICE + me.lane * 8));
+// A warp's slice of x, a lane's 8 columns of each row, and of the norm's weights; on their way.
+struct Piece {
+    uint4 values[MAX_ROWS] = {};
+    uint4 norm = {};
+
+    __device__ __forceinline__ void load(const Operands& operands, int size, int rows, int slice,
+                                         const Lane& me) {
+        const int column = slice * SLICE + me.lane * 8;
+        if (operands.norm != nullptr) norm = load_constant(at(operands.norm, column));
 #pragma unroll
-        for (int i = 0; i < SLICE / 32; i++) {
-            const int column = slice * SLICE + i * 32 + me.quad * 8;
-            values[i] = {0, 0, 0, 0};
-            if (me.row < rows)
-                values[i] = load_fresh(at(x, static_cast<int64_t>(me.row) * size + column));
-        }
+        for (int r = 0; r < MAX_ROWS; r++)
+            if (r < rows)
+                values[r] = load_fresh(at(operands.x, static_cast<int64_t>(r) * size + column));
     }
 
-    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, int lane,
-                                                     float& squares) {
-        by = static_cast<uint32_t>(from_lane(static_cast<int>(by), lane));
+    __device__ __forceinline__ bool is_there(int rows) const {
+        bool is_there = true;
+#pragma unroll
+        for (int r = 0; r < MAX_ROWS; r++)
+            if (r < rows) is_there = is_there && !is_empty(values[r]);
+        return is_there;
+    }
+
+    // Of many rows only the first is looked at until it is there: all are made at once.
+    __device__ __forceinline__ void load_missing(const Operands& operands, int size, int rows,
+                                                 int slice, const Lane& me) {
+        const int column = slice * SLICE + me.lane * 8;
+        const int num = rows > 2 && is_empty(values[0]) ? 1 : rows;
+#pragma unroll
+        for (int r = 0; r < MAX_ROWS; r++)
+            if (r < num && is_empty(values[r]))
+                values[r] = load_fresh(at(operands.x, static_cast<int64_t>(r) * size + column));
+    }
+
+    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, float& squares) {
         squares += low(pair) * low(pair) + high(pair) * high(pair);
         return to_pair(low(pair) * low(by), high(pair) * high(by));
     }
 
-    // Times the norm's weights, rounded as everywhere; the factor of a row comes at the end.
-    __device__ __forceinline__ void weigh(float& squares, const Lane& me) {
+    // To shared memory, times the norm's weights, rounded as everywhere; the factor of a row comes
+    // at the end.
+    __device__ __forceinline__ void store(bool has_norm, int rows, float (&squares)[MAX_ROWS],
+                                          Rows<1>& to, const Lane& me) const {
 #pragma unroll
-        for (int i = 0; i < SLICE / 32; i++) {
-            uint4& v = values[i];
-            const int lane = i * 4 + me.quad;
-            v = {weigh(v.x, norm.x, lane, squares), weigh(v.y, norm.y, lane, squares),
-                 weigh(v.z, norm.z, lane, squares), weigh(v.w, norm.w, lane, squares)};
+        for (int r = 0; r < MAX_ROWS; r++) {
+            if (r >= rows) break;
+            uint4 v = values[r];
+            if (has_norm)
+                v = {weigh(v.x, norm.x, squares[r]), weigh(v.y, norm.y, squares[r]),
+                     weigh(v.z, norm.z, squares[r]), weigh(v.w, norm.w, squares[r])};
+            *reinterpret_cast<uint4*>(to.row(0, r) + me.lane * 16) = v;
         }
     }
 };
 
-struct Operands {
-    const void *x, *norm, *bias;  // norm, bias: may be null
-    void* out;
-    bool adds;  // to what is there
-};
-
 // A thread's output of a group: where it goes and what is added to it, known before the sums.
 struct Output {
-    uint16_t* to;  // null: this thread has none
+    bool is_one;  // false: this thread has none
     int unit, row, column;
-    uint16_t bias[2], residual;  // as read: to make them floats is to wait for them
+    uint16_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
 
     // `first_unit`: the group's, of those of its set.
     __device__ __forceinline__ void open(const Args& args, const Operands& operands,
@@ -64,22 +82,31 @@ struct Output {
         row = thread / UNIT % MAX_ROWS;
         const int own = set + (first_unit + unit) * shape.num_sets;
         column = (block_index() + own * num_blocks()) * UNIT + thread % UNIT;
-        to = nullptr;
-        if (set >= shape.num_sets || unit >= GROUP_STAGES >> shape.gated || own >= shape.num_own
-            || row >= args.rows)
-            return;
-        to = at(operands.out, static_cast<int64_t>(row) * shape.features + column);
-        if (operands.adds) residual = load_fresh_half(to);
+        is_one = set < shape.num_sets && unit < GROUP_STAGES >> shape.gated && own < shape.num_own
+            && row < args.rows;
+        if (!is_one) return;
+        if (operands.addend != nullptr) addend = load_fresh_half(at(operands.addend, place(shape)));
         if (operands.bias == nullptr) return;
         bias[0] = *at(operands.bias, column);
         if (shape.gated) bias[1] = *at(operands.bias, shape.features + column);
     }
 
+    __device__ __forceinline__ int64_t place(const Shape& shape) const {
+        return static_cast<int64_t>(row) * shape.features + column;
+    }
+
+    __device__ __forceinline__ void wait(const Args& args, const Operands& operands,
+                                         const Shape& shape, Shared& shared, Patience& patience) {
+        const bool adds = is_one && operands.addend != nullptr;
+        while (patience.wait(args, shared, !adds || addend != EMPTY_HALF))
+            if (adds) addend = load_fresh_half(at(operands.addend, place(shape)));
+    }
+
     // From the sums of the set's warps.
-    __device__ __forceinline__ void finish(const Args& args, const Operands& operands,
-                                           const Shape& shape, const Shared& shared, int set,
-                                           int buffer) const {
-        if (to == nullptr) return;
+    __device__ __forceinline__ float finish(const Args& args, const Operands& operands,
+                                            const Shape& shape, const Shared& shared, int set,
+                                            int buffer) const {
+        if (!is_one) return 0;
         const int warp = set * shape.split, stage = unit << shape.gated;
         const int place = stage * MAX_ROWS * UNIT + thread_index() % (MAX_ROWS * UNIT);
         const int next = shape.gated ? place + MAX_ROWS * UNIT : place;
@@ -96,16 +123,23 @@ struct Output {
             sum *= factor, gated *= factor;
         }
         if (operands.bias != nullptr) sum += from_half(bias[0]), gated += from_half(bias[1]);
-        if (shape.gated) sum = sum / (1 + power_of_2(-sum * LOG2_E)) * gated;
-        if (operands.adds) sum += from_half(residual);
-        *to = to_half(sum);
+        if (shape.gated) sum = divide(sum, 1 + power_of_2(-sum * LOG2_E)) * gated;
+        return operands.addend == nullptr ? sum : sum + from_half(addend);
+    }
+
+    // Neighbours' outputs are one word.
+    __device__ __forceinline__ void store(const Operands& operands, const Shape& shape,
+                                          float sum) const {
+        const uint32_t half = to_half(sum);
+        const uint32_t other = from_lane(static_cast<int>(half), thread_index() % 32 ^ 1);
+        if (is_one && column % 2 == 0)
+            store_fresh_pair(at(operands.out, place(shape)), half | other << 16);
     }
 };
 
-// A lane's 16 bytes of 32 columns of its row of a stage.
-__device__ __forceinline__ uint4 load_window(const unsigned char* stage, int window,
-                                             const Lane& me) {
-    return load_shared_here(stage + me.row * SLICE * 2 + (window * 4 + me.quad) * 16);
+// A lane's 16 bytes of 32 columns of its row.
+__device__ __forceinline__ uint4 load_window(const unsigned char* row, int window, const Lane& me) {
+    return load_shared_here(row + (window * 4 + me.quad) * 16);
 }
 
 // Two stages times a slice of x. The loads are some windows ahead of their use, no more: registers
@@ -132,44 +166,62 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4 (&x)[S
     }
 }
 
+// A warp's slices of x times its stages of a group.
+__device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
+                                               const Shape& shape, const Work& work, int num_stages,
+                                               float (&sums)[GROUP_STAGES / 2][2][4],
+                                               float (&squares)[MAX_ROWS], Shared& shared,
+                                               Ring& ring, Patience& patience, const Lane& me) {
+    Rows<1>& rows = shared.x[me.warp];
+    Piece piece;
+    int slice = work.first_slice;
+    piece.load(operands, shape.size, args.rows, slice, me);
+#pragma unroll 1
+    for (int left = work.num_slices; left > 0; left--, slice += shape.split) {
+        while (patience.wait(args, shared, piece.is_there(args.rows)))
+            piece.load_missing(operands, shape.size, args.rows, slice, me);
+        piece.store(operands.norm != nullptr, args.rows, squares, rows, me);
+        // The next is on its way while this one is used.
+        if (left > 1) piece.load(operands, shape.size, args.rows, slice + shape.split, me);
+        sync_warp();
+        uint4 x[SLICE / 32];
+#pragma unroll
+        for (int window = 0; window < SLICE / 32; window++)
+            x[window] = me.row < args.rows ? load_window(rows.row(0, me.row), window, me)
+                                           : uint4{0, 0, 0, 0};
+#pragma unroll
+        for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
+            if (2 * pair >= num_stages) break;
+            const bool is_whole = 2 * pair + 1 < num_stages;
+            const unsigned char* upper = ring.next(shared, me);
+            const unsigned char* lower = is_whole ? ring.next(shared, me) : upper;
+            multiply(sums[pair], x, upper, lower, me);
+            ring.give_back(shared, me);
+        }
+    }
+}
+
 // All kinds by one piece of code: the kernel is a step's only one, and each kind's own would not fit
 // where instructions are kept (docs/LOG.md).
 __device__ __forceinline__ void product(const Args& args, const Operands& operands, int kind,
-                                        Shared& shared, Ring& ring, const Lane& me) {
-    constexpr int PAIRS = GROUP_STAGES / 2;
+                                        Shared& shared, Ring& ring, Patience& patience,
+                                        const Lane& me) {
     const Shape shape = shared.shapes[kind];
     const Work work = shared.works[kind][me.warp];
     const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
+    sync_workers();  // nobody still reads what the last product or the attention left
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
         const int left = (work.num_units - unit) << shape.gated;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
-        float sums[PAIRS][2][4] = {};  // two each, so that an addition need not wait for the last
-        float squares = 0;
+        float sums[GROUP_STAGES / 2][2][4] = {};  // two each: an addition need not wait for the last
+        float squares[MAX_ROWS] = {};
         Output outputs[MAX_SETS];
 #pragma unroll
         for (int set = 0; set < MAX_SETS; set++) outputs[set].open(args, operands, shape, set, unit);
-        Piece ahead;
-        int index = -1;  // of the warp's slices; the next one is on its way while one is used
-#pragma unroll 1
-        for (; num_stages > 0 && index < work.num_slices; index++) {
-            Piece x = ahead;
-            if (index + 1 < work.num_slices) {
-                const int slice = work.first_slice + (index + 1) * shape.split;
-                ahead.load(operands.x, operands.norm, shape.size, args.rows, slice, me);
-            }
-            if (index < 0) continue;
-            if (operands.norm != nullptr) x.weigh(squares, me);
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; pair++) {
-                if (2 * pair >= num_stages) break;
-                const bool is_whole = 2 * pair + 1 < num_stages;
-                const unsigned char* upper = ring.next(shared, me);
-                const unsigned char* lower = is_whole ? ring.next(shared, me) : upper;
-                multiply(sums[pair], x.values, upper, lower, me);
-                ring.give_back(shared, me);
-            }
-        }
+        if (num_stages > 0)
+            multiply_group(args, operands, shape, work, num_stages, sums, squares, shared, ring,
+                           patience, me);
 #pragma unroll
         for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
             const float(&parts)[2][4] = sums[i / 2];
@@ -179,14 +231,22 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
             to[UNIT] = parts[0][i % 2 * 2 + 1] + parts[1][i % 2 * 2 + 1];
         }
         if (operands.norm != nullptr && unit == 0) {
-            squares = add_across(add_across(squares, 1), 2);
-            if (me.quad == 0) shared.product.squares[me.warp][me.row] = squares;
+#pragma unroll
+            for (int r = 0; r < MAX_ROWS; r++) {
+                if (r >= args.rows) break;
+                for (int step = 16; step > 0; step /= 2)
+                    squares[r] = add_across(squares[r], step);
+                if (me.lane == 0) shared.product.squares[me.warp][r] = squares[r];
+            }
         }
         // One is enough: a buffer is written again after the next, which all reach done with it.
         sync_workers();
 #pragma unroll
-        for (int set = 0; set < MAX_SETS; set++)
-            outputs[set].finish(args, operands, shape, shared, set, buffer);
+        for (int set = 0; set < MAX_SETS; set++) {
+            outputs[set].wait(args, operands, shape, shared, patience);
+            const float sum = outputs[set].finish(args, operands, shape, shared, set, buffer);
+            outputs[set].store(operands, shape, sum);
+        }
     }
 }
 

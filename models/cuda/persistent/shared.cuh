@@ -46,10 +46,23 @@ __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
     return shape;
 }
 
+// Eight rows of SLICE columns, so that warps read two neighbours at once: the odd ones lie behind the
+// even ones, and 64 bytes further, in the other half of the banks.
+template <int NUM>
+struct Rows {
+    alignas(16) unsigned char bytes[NUM * STAGE_BYTES + 64];
+
+    __device__ __forceinline__ unsigned char* row(int index, int row) {
+        return bytes + row % 2 * (NUM * STAGE_BYTES / 2 + 64)
+            + (index * (UNIT / 2) + row / 2) * SLICE * 2;
+    }
+};
+
 constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row][output]
 
 struct Shared {
-    unsigned char ring[WARPS][DEPTH][STAGE_BYTES];
+    Rows<DEPTH> ring[WARPS];
+    Rows<1> x[WARPS];  // of the batch
     Signal full[WARPS][DEPTH], empty[WARPS][DEPTH];
     union {
         struct {
@@ -61,7 +74,6 @@ struct Shared {
             float new_key[HEAD_DIM], new_value[HEAD_DIM];
             float best[WARPS][GROUP_SIZE], total[WARPS][GROUP_SIZE];
             float sums[WARPS][GROUP_SIZE][HEAD_DIM];
-            uint32_t arrived;
         } attention;
     };
     struct {  // of the block's share of attention, by positions alone: the same in every layer
@@ -69,6 +81,7 @@ struct Shared {
         int64_t new_place, places[AHEAD][TILE];  // of tokens in the cache: elements
         float cos_sin[HEAD_DIM];
     } plan;
+    uint32_t set, is_stuck;  // set: of the exchange, this step's
     int num_work;            // shares of all rows and KV heads
     Shape shapes[HEAD + 1];  // of the products, by kind
     Work works[HEAD + 1][WARPS];

@@ -69,8 +69,7 @@ __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp,
         if (lane == 0) expect_bytes(full, STAGE_BYTES);
         sync_warp();
         if (lane < UNIT)
-            copy_bulk(shared.ring[warp][slot] + lane * SLICE * 2, cursor.row(lane), SLICE * 2,
-                      full);
+            copy_bulk(shared.ring[warp].row(slot, lane), cursor.row(lane), SLICE * 2, full);
         if (++slot == DEPTH) slot = 0, turn ^= 1;
     }
 }
@@ -80,10 +79,10 @@ struct Ring {
     int slot = 0, used = 0;  // the next to use, the next to give back
     uint32_t turn = 0;
 
-    // The next stage, complete: UNIT rows of SLICE columns.
+    // The lane's row of the next stage, complete.
     __device__ __forceinline__ const unsigned char* next(Shared& shared, const Lane& me) {
         wait_signal(shared.full[me.warp][slot], turn);
-        const unsigned char* stage = shared.ring[me.warp][slot];
+        const unsigned char* stage = shared.ring[me.warp].row(slot, me.row);
         if (++slot == DEPTH) slot = 0, turn ^= 1;
         return stage;
     }
