@@ -33,6 +33,7 @@ HEAD_DIMS = (64, 128)
 CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
+TOKENS = 8  # of a page
 
 POINTERS_OF_LAYER = 13
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -70,7 +71,7 @@ def supports(model: DenseDecoder) -> bool:
 
 def flags_for(model: CausalLM, block_size: int, device: torch.device) -> tuple[str, ...] | None:
     """What the source is compiled with; None where it is of no use to such a model or device."""
-    if device.type != "cuda" or not isinstance(model, DenseDecoder):
+    if device.type != "cuda" or not isinstance(model, DenseDecoder) or block_size % TOKENS:
         return None
     if torch.cuda.get_device_capability(device) not in CAPABILITIES or not supports(model):
         return None

@@ -97,6 +97,15 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
         ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&signal))
         : "memory");
 }
+// The signal's turn does not end before this thread's copies so far have come.
+__device__ __forceinline__ void signal_copies(Signal& signal) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&signal))
+                 : "memory");
+}
+// What this thread wrote to shared memory is before later bulk copies to the same place.
+__device__ __forceinline__ void show_to_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // By all threads of four warps.
 template <int NUM>
 __device__ __forceinline__ void give_registers() {

@@ -40,7 +40,6 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
         shared.layers[args.num_layers].input_norm = args.final_norm;
-        shared.num_work = args.rows * args.kv_heads * count_splits(args);
         shared.set = *args.turn >> 31;
         shared.is_stuck = 0;
     }
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
     Patience patience;
     Ring ring;
-    plan_share(args, block_index(), shared);
+    const Share share = share_of(args, block_index());
     const int set = shared.set;
     const void* x = args.embeddings;
 #pragma unroll 1
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
             empty_layer(args, set ^ 1, i / 4);
         }
         product(args, operands_of(args, layer, kind, exchange, x), kind, shared, ring, patience, me);
-        if (kind == QKV) attention(args, layer, exchange, shared, patience, me);
+        if (kind == QKV) attention(args, layer, exchange, share, shared, ring, patience, me);
         if (kind == DOWN) x = exchange.base;
     }
     finish(args, shared);

@@ -276,6 +276,20 @@ inline void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
     emulator::current->block->on_the_way.push_back({to, from, bytes, &signal});
     while (emulator::shuffle() % 4 == 0) emulator::receive();
 }
+// A thread's open group comes when it likes.
+inline void signal_copies(Signal& signal) {
+    auto& copies = emulator::current->groups.back();
+    for (const auto& copy : copies) {
+        emulator::current->block->on_the_way.push_back({copy.to, copy.from, 16, &signal});
+        emulator::SignalState state;
+        std::memcpy(&state, &signal, 8);
+        state.bytes += 16;
+        std::memcpy(&signal, &state, 8);
+    }
+    copies.clear();
+    while (emulator::shuffle() % 4 == 0) emulator::receive();
+}
+inline void show_to_copies() {}
 template <int NUM>
 void give_registers() {}
 template <int NUM>

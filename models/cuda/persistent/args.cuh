@@ -18,17 +18,14 @@ constexpr int SLICE = 256;          // columns of a slice
 constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
-// Stages of a warp that are asked for or not yet used: all the shared memory there is.
-constexpr int DEPTH = GROUP_SIZE <= 4 ? 5 : 4;
+constexpr int DEPTH = 5;  // stages of a warp that are asked for or not yet used
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
-constexpr int WORKER_REGISTERS = 216, FEEDER_REGISTERS = 40;
+constexpr int WORKER_REGISTERS = 200, FEEDER_REGISTERS = 56;
 constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
-constexpr int TOKEN_LANES = HEAD_DIM / 8;      // that hold one token's key
-constexpr int WARP_TOKENS = 32 / TOKEN_LANES;  // that a warp takes at a time
-constexpr int TILE = WARPS * WARP_TOKENS;      // that a block takes at a time
-// Tiles of which a lane's tokens are on their way; more heads leave fewer registers.
-constexpr int AHEAD = GROUP_SIZE <= 2 ? 6 : GROUP_SIZE <= 4 ? 4 : GROUP_SIZE == 5 ? 2 : 1;
+constexpr int TOKENS = 8;           // of a stage
+constexpr int TILE = WARPS * TOKENS;  // tokens that a block takes at a time
+static_assert(BLOCK_SIZE % TOKENS == 0);  // a stage is of one page
 constexpr int MERGED = 16;           // shares that a thread takes at a time
 constexpr int HALF = HEAD_DIM / 2;
 constexpr float LOG2_E = 1.4426950408889634f;

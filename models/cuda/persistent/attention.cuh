@@ -3,21 +3,26 @@
 #pragma once
 
 #include "heads.cuh"
-#include "softmax.cuh"
+#include "scores.cuh"
 
 namespace {
 
-// The warps become one: an entry of the output, and the log2 of its weights' sum.
-__device__ __forceinline__ float merge_warps(const Shared& shared, int member, int entry,
-                                             float& lse) {
+// The warps that have tokens become one: an entry of the output, and the log2 of its weights' sum.
+__device__ __forceinline__ float merge_warps(const Shared& shared, const Share& share, int member,
+                                             int entry, float& lse) {
     const auto& own = shared.attention;
+    const int num_stages = (share.end - share.start + TOKENS - 1) / TOKENS;
     float most = NO_SCORE, total = 0, sum = 0;
-    for (int w = 0; w < WARPS; w++) most = own.best[w][member] > most ? own.best[w][member] : most;
-    for (int w = 0; w < WARPS; w++) {
-        const float weight = power_of_2(own.best[w][member] - most);
-        total += weight * own.total[w][member];
-        sum += weight * own.sums[w][member][entry];
-    }
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+        if (w < num_stages && own.best[w][member] > most) most = own.best[w][member];
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+        if (w < num_stages) {
+            const float weight = power_of_2(own.best[w][member] - most);
+            total += weight * own.total[w][member];
+            sum += weight * own.sums[w][member][entry];
+        }
     lse = most + log2f(total);
     return sum / total;
 }
@@ -81,12 +86,13 @@ __device__ __forceinline__ float merge_entry(const Args& args, const Parts& part
 
 // A share of a row and KV head, and the entries of it that this block merges.
 __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
-                                          const Exchange& exchange, Share& share, int work,
-                                          Shared& shared, Patience& patience, const Lane& me) {
+                                          const Exchange& exchange, const Share& share, int work,
+                                          Shared& shared, Ring& ring, Patience& patience,
+                                          const Lane& me) {
     constexpr int ENTRIES = GROUP_SIZE * HEAD_DIM;
     load_heads(args, layer, exchange, share, shared, patience, me);
     sync_workers();
-    attend_tokens(args, layer, share, shared, me);
+    if (share.start + me.warp * TOKENS < share.end) attend_tokens(args, share, shared, ring, me);
     sync_workers();
     const int64_t head = static_cast<int64_t>(share.row) * args.heads + share.kv_head * GROUP_SIZE;
     uint16_t* out = at(exchange.base, exchange.attended + head * HEAD_DIM);
@@ -96,7 +102,7 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
         const int i = first + thread_index();
         const bool is_one = i < ENTRIES;
         float lse = 0, result = 0;
-        if (is_one) result = merge_warps(shared, i / HEAD_DIM, i % HEAD_DIM, lse);
+        if (is_one) result = merge_warps(shared, share, i / HEAD_DIM, i % HEAD_DIM, lse);
         if (share.num_active == 1) {
             store_entry(out, i, is_one, result);
         } else if (is_one) {
@@ -118,27 +124,18 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
     }
 }
 
-// Rows and KV heads, each in shares.
+// All shares of the block; `first`: of them.
 __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
-                                          const Exchange& exchange, Shared& shared,
-                                          Patience& patience, const Lane& me) {
-    int work = block_index();
-    const int num_work = shared.num_work;
-    sync_workers();  // nobody still reads the product's sums
-    if (num_work > num_blocks()) {  // the plan of the start is another's now
-        plan_share(args, work, shared);
-        sync_workers();
-    }
+                                          const Exchange& exchange, const Share& first,
+                                          Shared& shared, Ring& ring, Patience& patience,
+                                          const Lane& me) {
+    const int num_shares = count_shares(args);
 #pragma unroll 1
-    while (work < num_work) {
-        Share share = open_share(args, layer, shared, me);
+    for (int work = block_index(); work < num_shares; work += num_blocks()) {
+        const Share share = work == block_index() ? first : share_of(args, work);
+        sync_workers();  // nobody still reads the product's sums, or the last share's
         if (share.num_active > 0)
-            run_share(args, layer, exchange, share, work, shared, patience, me);
-        work += num_blocks();
-        if (work >= num_work) break;
-        sync_workers();  // before the next share's q
-        plan_share(args, work, shared);
-        sync_workers();
+            run_share(args, layer, exchange, share, work, shared, ring, patience, me);
     }
 }
 

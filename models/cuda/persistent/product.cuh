@@ -3,7 +3,7 @@
 #pragma once
 
 #include "exchange.cuh"
-#include "weight_ring.cuh"
+#include "multiply.cuh"
 
 namespace {
 
@@ -137,42 +137,14 @@ struct Output {
     }
 };
 
-// A lane's 16 bytes of 32 columns of its row.
-__device__ __forceinline__ uint4 load_window(const unsigned char* row, int window, const Lane& me) {
-    return load_shared_here(row + (window * 4 + me.quad) * 16);
-}
-
-// Two stages times a slice of x. The loads are some windows ahead of their use, no more: registers
-// are scarce.
-__device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4 (&x)[SLICE / 32],
-                                         const unsigned char* upper, const unsigned char* lower,
-                                         const Lane& me) {
-    constexpr int LOADED = 3;
-    uint4 p[LOADED], q[LOADED];
-#pragma unroll
-    for (int window = 0; window < LOADED; window++) {
-        p[window] = load_window(upper, window, me);
-        q[window] = load_window(lower, window, me);
-    }
-#pragma unroll
-    for (int window = 0; window < SLICE / 32; window++) {
-        const uint4 &v = x[window], &a = p[window % LOADED], &b = q[window % LOADED];
-        multiply_add(sums[0], a.x, b.x, a.y, b.y, v.x, v.y);
-        multiply_add(sums[1], a.z, b.z, a.w, b.w, v.z, v.w);
-        if (window + LOADED < SLICE / 32) {
-            p[window % LOADED] = load_window(upper, window + LOADED, me);
-            q[window % LOADED] = load_window(lower, window + LOADED, me);
-        }
-    }
-}
-
 // A warp's slices of x times its stages of a group.
 __device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
                                                const Shape& shape, const Work& work, int num_stages,
                                                float (&sums)[GROUP_STAGES / 2][2][4],
                                                float (&squares)[MAX_ROWS], Shared& shared,
                                                Ring& ring, Patience& patience, const Lane& me) {
-    Rows<1>& rows = shared.x[me.warp];
+    Rows<1>& rows = shared.product.x[me.warp];
+    Rows<DEPTH>& stages = shared.ring[me.warp];
     Piece piece;
     int slice = work.first_slice;
     piece.load(operands, shape.size, args.rows, slice, me);
@@ -193,9 +165,9 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
             if (2 * pair >= num_stages) break;
             const bool is_whole = 2 * pair + 1 < num_stages;
-            const unsigned char* upper = ring.next(shared, me);
-            const unsigned char* lower = is_whole ? ring.next(shared, me) : upper;
-            multiply(sums[pair], x, upper, lower, me);
+            const int upper = ring.next(shared, me);
+            const int lower = is_whole ? ring.next(shared, me) : upper;
+            multiply(sums[pair], x, stages.row(upper, me.row), stages.row(lower, me.row), me);
             ring.give_back(shared, me);
         }
     }

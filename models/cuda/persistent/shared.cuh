@@ -62,27 +62,21 @@ constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row
 
 struct Shared {
     Rows<DEPTH> ring[WARPS];
-    Rows<1> x[WARPS];  // of the batch
     Signal full[WARPS][DEPTH], empty[WARPS][DEPTH];
     union {
         struct {
-            float sums[2][WARPS][SUMS];    // two groups take turns
+            Rows<1> x[WARPS];  // of the batch
+            float sums[2][WARPS][SUMS];  // two groups take turns
             float squares[WARPS][MAX_ROWS];
         } product;
         struct {
-            float q[GROUP_SIZE][HEAD_DIM];
-            float new_key[HEAD_DIM], new_value[HEAD_DIM];
+            alignas(16) uint16_t q[GROUP_SIZE][HEAD_DIM];
+            uint16_t new_token[2 * HEAD_DIM];  // its key, then its value
             float best[WARPS][GROUP_SIZE], total[WARPS][GROUP_SIZE];
             float sums[WARPS][GROUP_SIZE][HEAD_DIM];
         } attention;
     };
-    struct {  // of the block's share of attention, by positions alone: the same in every layer
-        int row, kv_head, split, position, start, end, num_active;
-        int64_t new_place, places[AHEAD][TILE];  // of tokens in the cache: elements
-        float cos_sin[HEAD_DIM];
-    } plan;
     uint32_t set, is_stuck;  // set: of the exchange, this step's
-    int num_work;            // shares of all rows and KV heads
     Shape shapes[HEAD + 1];  // of the products, by kind
     Work works[HEAD + 1][WARPS];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
