@@ -68,84 +68,97 @@ struct Piece {
     }
 };
 
-// A thread's output of a group: where it goes and what is added to it, known before the sums.
+// A thread's two neighbouring outputs of a group, one word: where they go and what is added to them,
+// known before the sums.
 struct Output {
     bool is_one;  // false: this thread has none
-    int unit, row, column;
-    uint16_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
+    int set, unit, row, column;
+    uint32_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
 
     // `first_unit`: the group's, of those of its set.
-    __device__ __forceinline__ void open(const Args& args, const Operands& operands,
-                                         const Shape& shape, int set, int first_unit) {
+    __device__ __forceinline__ Output(const Args& args, const Operands& operands,
+                                      const Shape& shape, int first_unit) {
+        static_assert(MAX_SETS * GROUP_STAGES * MAX_ROWS * UNIT / 2 == THREADS);
         const int thread = thread_index();
-        unit = thread / (MAX_ROWS * UNIT);
-        row = thread / UNIT % MAX_ROWS;
+        set = thread / (THREADS / MAX_SETS);
+        unit = thread / (MAX_ROWS * UNIT / 2) % GROUP_STAGES;
+        row = thread / (UNIT / 2) % MAX_ROWS;
         const int own = set + (first_unit + unit) * shape.num_sets;
-        column = (block_index() + own * num_blocks()) * UNIT + thread % UNIT;
+        column = (block_index() + own * num_blocks()) * UNIT + thread % (UNIT / 2) * 2;
         is_one = set < shape.num_sets && unit < GROUP_STAGES >> shape.gated && own < shape.num_own
             && row < args.rows;
         if (!is_one) return;
-        if (operands.addend != nullptr) addend = load_fresh_half(at(operands.addend, place(shape)));
+        if (operands.addend != nullptr) load_addend(operands, shape);
         if (operands.bias == nullptr) return;
-        bias[0] = *at(operands.bias, column);
-        if (shape.gated) bias[1] = *at(operands.bias, shape.features + column);
+        bias[0] = load_fresh_pair(at(operands.bias, column));
+        if (shape.gated) bias[1] = load_fresh_pair(at(operands.bias, shape.features + column));
     }
 
     __device__ __forceinline__ int64_t place(const Shape& shape) const {
         return static_cast<int64_t>(row) * shape.features + column;
     }
 
-    __device__ __forceinline__ void wait(const Args& args, const Operands& operands,
-                                         const Shape& shape, Shared& shared, Patience& patience) {
-        const bool adds = is_one && operands.addend != nullptr;
-        while (patience.wait(args, shared, !adds || addend != EMPTY_HALF))
-            if (adds) addend = load_fresh_half(at(operands.addend, place(shape)));
+    __device__ __forceinline__ void load_addend(const Operands& operands, const Shape& shape) {
+        addend = load_fresh_pair(at(operands.addend, place(shape)));
+    }
+
+    // One of the two, from the sum without bias and the gated's; `half`: of a pair.
+    template <typename Half>
+    static __device__ __forceinline__ float finish(const Operands& operands, bool is_gated,
+                                                   float sum, float gated, uint32_t bias0,
+                                                   uint32_t bias1, uint32_t addend, Half half) {
+        if (operands.bias != nullptr) sum += half(bias0), gated += half(bias1);
+        if (is_gated) sum = divide(sum, 1 + power_of_2(-sum * LOG2_E)) * gated;
+        return operands.addend == nullptr ? sum : sum + half(addend);
     }
 
     // From the sums of the set's warps.
-    __device__ __forceinline__ float finish(const Args& args, const Operands& operands,
-                                            const Shape& shape, const Shared& shared, int set,
-                                            int buffer) const {
-        if (!is_one) return 0;
-        const int warp = set * shape.split, stage = unit << shape.gated;
-        const int place = stage * MAX_ROWS * UNIT + thread_index() % (MAX_ROWS * UNIT);
-        const int next = shape.gated ? place + MAX_ROWS * UNIT : place;
-        float squares = 0, sum = 0, gated = 0;
+    __device__ __forceinline__ void store(const Args& args, const Operands& operands,
+                                          const Shape& shape, const Shared& shared,
+                                          int buffer) const {
+        if (!is_one) return;
+        const int warp = set * shape.split;
+        const int place_of_sums = ((unit << shape.gated) * MAX_ROWS + row) * UNIT + column % UNIT;
+        const int next = shape.gated ? place_of_sums + MAX_ROWS * UNIT : place_of_sums;
+        float squares = 0, sums[2] = {}, gated[2] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; w++)
             if (w < shape.split) {
+                const float* from = shared.product.sums[buffer][warp + w];
                 squares += shared.product.squares[warp + w][row];
-                sum += shared.product.sums[buffer][warp + w][place];
-                gated += shared.product.sums[buffer][warp + w][next];
+                sums[0] += from[place_of_sums], sums[1] += from[place_of_sums + 1];
+                gated[0] += from[next], gated[1] += from[next + 1];
             }
         if (operands.norm != nullptr) {
             const float factor = inverse_root(squares * shape.inverse_size + args.eps);
-            sum *= factor, gated *= factor;
+            sums[0] *= factor, sums[1] *= factor, gated[0] *= factor, gated[1] *= factor;
         }
-        if (operands.bias != nullptr) sum += from_half(bias[0]), gated += from_half(bias[1]);
-        if (shape.gated) sum = divide(sum, 1 + power_of_2(-sum * LOG2_E)) * gated;
-        return operands.addend == nullptr ? sum : sum + from_half(addend);
-    }
-
-    // Neighbours' outputs are one word.
-    __device__ __forceinline__ void store(const Operands& operands, const Shape& shape,
-                                          float sum) const {
-        const uint32_t half = to_half(sum);
-        const uint32_t other = from_lane(static_cast<int>(half), thread_index() % 32 ^ 1);
-        if (is_one && column % 2 == 0)
-            store_fresh_pair(at(operands.out, place(shape)), half | other << 16);
+        sums[0] = finish(operands, shape.gated, sums[0], gated[0], bias[0], bias[1], addend, low);
+        sums[1] = finish(operands, shape.gated, sums[1], gated[1], bias[0], bias[1], addend, high);
+        store_fresh_pair(at(operands.out, place(shape)), to_pair(sums[0], sums[1]));
     }
 };
+
+__device__ __forceinline__ void store_squares(float (&squares)[MAX_ROWS], int rows, Shared& shared,
+                                              const Lane& me) {
+#pragma unroll
+    for (int r = 0; r < MAX_ROWS; r++) {
+        if (r >= rows) break;
+        for (int step = 16; step > 0; step /= 2) squares[r] = add_across(squares[r], step);
+        if (me.lane == 0) shared.product.squares[me.warp][r] = squares[r];
+    }
+}
 
 // A warp's slices of x times its stages of a group.
 __device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
                                                const Shape& shape, const Work& work, int num_stages,
-                                               float (&sums)[GROUP_STAGES / 2][2][4],
-                                               float (&squares)[MAX_ROWS], Shared& shared,
-                                               Ring& ring, Patience& patience, const Lane& me) {
+                                               float (&sums)[GROUP_STAGES / 2][CHAINS][4],
+                                               Shared& shared, Ring& ring, Patience& patience,
+                                               const Lane& me) {
     Rows<1>& rows = shared.product.x[me.warp];
     Rows<DEPTH>& stages = shared.ring[me.warp];
     Piece piece;
+    float squares[MAX_ROWS] = {};
     int slice = work.first_slice;
     piece.load(operands, shape.size, args.rows, slice, me);
 #pragma unroll 1
@@ -161,6 +174,7 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
         for (int window = 0; window < SLICE / 32; window++)
             x[window] = me.row < args.rows ? load_window(rows.row(0, me.row), window, me)
                                            : uint4{0, 0, 0, 0};
+        if (left == 1 && operands.norm != nullptr) store_squares(squares, args.rows, shared, me);
 #pragma unroll
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
             if (2 * pair >= num_stages) break;
@@ -186,39 +200,23 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
         const int left = (work.num_units - unit) << shape.gated;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
-        float sums[GROUP_STAGES / 2][2][4] = {};  // two each: an addition need not wait for the last
-        float squares[MAX_ROWS] = {};
-        Output outputs[MAX_SETS];
-#pragma unroll
-        for (int set = 0; set < MAX_SETS; set++) outputs[set].open(args, operands, shape, set, unit);
+        float sums[GROUP_STAGES / 2][CHAINS][4] = {};
+        Output output(args, operands, shape, unit);
         if (num_stages > 0)
-            multiply_group(args, operands, shape, work, num_stages, sums, squares, shared, ring,
-                           patience, me);
+            multiply_group(args, operands, shape, work, num_stages, sums, shared, ring, patience, me);
 #pragma unroll
         for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
-            const float(&parts)[2][4] = sums[i / 2];
             const int place = (i * MAX_ROWS + 2 * me.quad) * UNIT + me.row;
             float* to = &shared.product.sums[buffer][me.warp][place];
-            to[0] = parts[0][i % 2 * 2] + parts[1][i % 2 * 2];
-            to[UNIT] = parts[0][i % 2 * 2 + 1] + parts[1][i % 2 * 2 + 1];
+            to[0] = add_chains(sums[i / 2], i % 2 * 2);
+            to[UNIT] = add_chains(sums[i / 2], i % 2 * 2 + 1);
         }
-        if (operands.norm != nullptr && unit == 0) {
-#pragma unroll
-            for (int r = 0; r < MAX_ROWS; r++) {
-                if (r >= args.rows) break;
-                for (int step = 16; step > 0; step /= 2)
-                    squares[r] = add_across(squares[r], step);
-                if (me.lane == 0) shared.product.squares[me.warp][r] = squares[r];
-            }
-        }
+        const bool adds = output.is_one && operands.addend != nullptr;
+        while (patience.wait(args, shared, !adds || !is_empty(output.addend)))
+            if (adds) output.load_addend(operands, shape);
         // One is enough: a buffer is written again after the next, which all reach done with it.
         sync_workers();
-#pragma unroll
-        for (int set = 0; set < MAX_SETS; set++) {
-            outputs[set].wait(args, operands, shape, shared, patience);
-            const float sum = outputs[set].finish(args, operands, shape, shared, set, buffer);
-            outputs[set].store(operands, shape, sum);
-        }
+        output.store(args, operands, shape, shared, buffer);
     }
 }
 

@@ -94,13 +94,13 @@ __device__ __forceinline__ void attend_tokens(const Args& args, const Share& sha
         const int upper = ring.next(shared, me), lower = is_whole ? ring.next(shared, me) : upper;
         place_new(share, first, upper, shared, me);
         if (is_whole) place_new(share, first + TILE, lower, shared, me);
-        float parts[2][4] = {};
+        float parts[CHAINS][4] = {};
         multiply(parts, q, stages.row(upper, me.row), stages.row(lower, me.row), me);
         float scores[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int token = first + me.row + (i < 2 ? 0 : TILE);
-            scores[i] = token < share.end ? (parts[0][i] + parts[1][i]) * scale : 2 * NO_SCORE;
+            scores[i] = token < share.end ? add_chains(parts, i) * scale : 2 * NO_SCORE;
         }
         softmax.weigh(scores);
         softmax.add(scores, stages, upper, lower, me);
