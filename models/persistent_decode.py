@@ -35,7 +35,7 @@ COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
 TOKENS = 8  # of a page
 
-POINTERS_OF_LAYER = 13
+POINTERS_OF_LAYER = 15
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
@@ -217,7 +217,9 @@ def _pointers(layer: DecoderLayer) -> list[int]:
         *(linear.weights["weight"] for linear in linears),
         *(linear.weights.get("bias") for linear in linears),
         layer.input_norm.constants.weight,
+        None,
         layer.post_attention_norm.constants.weight,
+        None,
         norm.q_weight if norm is not None else None,
         norm.k_weight if norm is not None else None,
     ]

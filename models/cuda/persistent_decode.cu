@@ -39,7 +39,9 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     }
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
-        shared.layers[args.num_layers].input_norm = args.final_norm;
+        shared.layers[args.num_layers].norms[0] = args.final_norm;
+        shared.layers[args.num_layers].biases[0] = nullptr;
+        shared.shares = Places(args).shares;
         shared.set = *args.turn >> 31;
         shared.is_stuck = 0;
     }
@@ -47,24 +49,12 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     sync_block();
 }
 
-// Of the product `kind` of a layer, whose x the layer before it left: null for the first.
-__device__ __forceinline__ Operands operands_of(const Args& args, const Layer& layer, int kind,
-                                                const Exchange& own, const void* x) {
-    if (kind == HEAD) return {x, args.final_norm, nullptr, nullptr, args.logits};
-    const void* bias = layer.biases[kind];
-    void *middle = at(own.base, own.middle), *gated = at(own.base, own.gated);
-    if (kind == QKV) return {x, layer.input_norm, bias, nullptr, at(own.base, own.qkv)};
-    if (kind == OUTPUT) return {at(own.base, own.attended), nullptr, bias, x, middle};
-    if (kind == GATE_UP) return {middle, layer.post_norm, bias, nullptr, gated};
-    return {gated, nullptr, bias, middle, own.base};
-}
-
 // Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
 __device__ __forceinline__ void prefetch_norms(const Args& args, const Shared& shared, int index) {
     const int column = (block_index() * THREADS + thread_index()) * 64;
     if (column >= args.hidden) return;
-    prefetch(at(shared.layers[index].post_norm, column));
-    prefetch(at(shared.layers[index + 1].input_norm, column));
+    prefetch(at(shared.layers[index].norms[GATE_UP], column));
+    prefetch(at(shared.layers[index + 1].norms[QKV], column));
 }
 
 // At the end. What a block computed that had given up waiting may be wrong, in all rows: each gets a
@@ -79,6 +69,8 @@ __device__ __forceinline__ void finish(const Args& args, const Shared& shared) {
         *at(args.logits, static_cast<int64_t>(row) * args.vocab + block_index() * UNIT) = NAN_HALF;
 }
 
+// ROWS: most that the step may have.
+template <int ROWS>
 __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args args) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     const int thread = thread_index(), lane = thread % 32;
@@ -93,21 +85,28 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     Ring ring;
     const Share share = share_of(args, block_index());
     const int set = shared.set;
-    const void* x = args.embeddings;
+    unsigned char* exchange = exchange_of(args, set, 0);
+    const void* input = args.embeddings;
 #pragma unroll 1
     for (int i = 0; i <= 4 * args.num_layers; i++) {
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
-        const Exchange exchange(args, set, i / 4);
+        const Shape shape = shared.shapes[kind];
+        const Operands operands = operands_of(args, layer, kind, shape, exchange, input);
+        product<ROWS>(args, operands, shape, kind, shared, ring, patience, me);
         if (kind == QKV) {
             prefetch_norms(args, shared, i / 4);
             empty_layer(args, set ^ 1, i / 4);
+            attention(args, layer, exchange, share, shared, ring, patience, me);
         }
-        product(args, operands_of(args, layer, kind, exchange, x), kind, shared, ring, patience, me);
-        if (kind == QKV) attention(args, layer, exchange, share, shared, ring, patience, me);
-        if (kind == DOWN) x = exchange.base;
+        if (kind == DOWN) input = exchange, exchange += args.layer_bytes;
     }
     finish(args, shared);
+}
+
+// One row, the commonest, has its own code, without what there is for others.
+auto kernel_for(const Args& args) {
+    return args.rows == 1 ? persistent_decode<1> : persistent_decode<MAX_ROWS>;
 }
 
 int shared_bytes(const Args& args) {
@@ -124,8 +123,9 @@ int shared_bytes(const Args& args) {
 extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
     const Args& given = *static_cast<const Args*>(args);
     const int bytes = shared_bytes(given);
+    const auto kernel = kernel_for(given);
     const cudaError_t error = cudaFuncSetAttribute(
-        persistent_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     cudaLaunchConfig_t config = {};
     config.gridDim = num_blocks;
@@ -137,14 +137,14 @@ extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void
     attribute.val.cooperative = 1;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, persistent_decode, given);
+    return cudaLaunchKernelEx(&config, kernel, given);
 }
 #else  // `stream` is the seed of the order in which threads take turns
 extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
     const Args& given = *static_cast<const Args*>(args);
     const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
     emulator::launch(num_blocks, 2 * THREADS, shared_bytes(given), seed,
-                     [&given] { persistent_decode(given); });
+                     [&given] { kernel_for(given)(given); });
     return 0;
 }
 #endif

@@ -36,8 +36,8 @@ enum Kind { QKV, OUTPUT, GATE_UP, DOWN, HEAD };  // four products of a layer, an
 struct Layer {
     const void* weights[4];  // by kind: [features, size]
     const void* biases[4];   // [features], or null
-    const void *input_norm, *post_norm;                             // [hidden]
-    const void *q_norm, *k_norm;                                    // [HEAD_DIM], or null
+    const void* norms[4];    // [hidden], of x, or null
+    const void *q_norm, *k_norm;  // [HEAD_DIM], or null
     void* cache;  // [pages, 2, block_size, kv_heads, HEAD_DIM]
 };
 

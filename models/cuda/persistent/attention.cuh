@@ -7,31 +7,26 @@
 
 namespace {
 
-// The warps that have tokens become one: an entry of the output, and the log2 of its weights' sum.
+// The warps that have tokens become one: two entries of the output, and the log2 of the sum of its
+// weights.
 __device__ __forceinline__ float merge_warps(const Shared& shared, const Share& share, int member,
-                                             int entry, float& lse) {
+                                             int entry, float (&results)[2]) {
     const auto& own = shared.attention;
-    const int num_stages = (share.end - share.start + TOKENS - 1) / TOKENS;
-    float most = NO_SCORE, total = 0, sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++)
-        if (w < num_stages && own.best[w][member] > most) most = own.best[w][member];
-#pragma unroll
-    for (int w = 0; w < WARPS; w++)
-        if (w < num_stages) {
-            const float weight = power_of_2(own.best[w][member] - most);
-            total += weight * own.total[w][member];
-            sum += weight * own.sums[w][member][entry];
-        }
-    lse = most + log2f(total);
-    return sum / total;
-}
-
-// Neighbouring entries are one word.
-__device__ __forceinline__ void store_entry(uint16_t* out, int entry, bool is_one, float value) {
-    const uint32_t half = to_half(value);
-    const uint32_t other = from_lane(static_cast<int>(half), thread_index() % 32 ^ 1);
-    if (is_one && entry % 2 == 0) store_fresh_pair(out + entry, half | other << 16);
+    const int stages = (share.end - share.start + TOKENS - 1) / TOKENS;
+    const int num_warps = stages < WARPS ? stages : WARPS;
+    float most = NO_SCORE, total = 0, sums[2] = {};
+#pragma unroll 1
+    for (int w = 0; w < num_warps; w++)
+        most = own.best[w][member] > most ? own.best[w][member] : most;
+#pragma unroll 1
+    for (int w = 0; w < num_warps; w++) {
+        const float weight = power_of_2(own.best[w][member] - most);
+        total += weight * own.total[w][member];
+        sums[0] += weight * own.sums[w][member][entry];
+        sums[1] += weight * own.sums[w][member][entry + 1];
+    }
+    results[0] = divide(sums[0], total), results[1] = divide(sums[1], total);
+    return most + log2f(total);
 }
 
 // Where the shares of a row and KV head leave their results.
@@ -39,94 +34,100 @@ struct Parts {
     float* values;  // [num_blocks, GROUP_SIZE, HEAD_DIM], by the block whose share it is
     float* lses;    // [num_blocks, GROUP_SIZE]
 
-    __device__ __forceinline__ Parts(const Exchange& exchange)
-        : values(reinterpret_cast<float*>(at(exchange.base, exchange.shares))),
+    __device__ __forceinline__ Parts(unsigned char* exchange, const Shared& shared)
+        : values(reinterpret_cast<float*>(exchange + shared.shares)),
           lses(values + num_blocks() * GROUP_SIZE * HEAD_DIM) {}
 };
 
-// An entry of all shares of a row and KV head, always in the same order. By all lanes of a warp.
-// `first_block`: of the first share; the next ones' are `step` apart.
-__device__ __forceinline__ float merge_entry(const Args& args, const Parts& parts, int entry,
-                                             int first_block, int step, int num_active,
-                                             Shared& shared, Patience& patience) {
-    float most = NO_SCORE, total = 0, sum = 0;
-#pragma unroll 1
-    for (int first = 0; first < num_active; first += MERGED) {
-        float lses[MERGED], values[MERGED];  // all on their way at once
-        bool is_there;
-        do {
-            is_there = true;
-#pragma unroll
-            for (int s = 0; s < MERGED; s++) {
-                const int block = first_block + (first + s) * step;
-                const bool is_one = first + s < num_active;
-                const int place = block * GROUP_SIZE + entry / HEAD_DIM;
-                lses[s] = is_one ? load_fresh_float(parts.lses + place) : 2 * NO_SCORE;
-                values[s] = is_one ? load_fresh_float(
-                    parts.values + block * GROUP_SIZE * HEAD_DIM + entry) : 0;
-            }
-#pragma unroll
-            for (int s = 0; s < MERGED; s++)
-                is_there = is_there && !is_empty(to_bits(lses[s])) && !is_empty(to_bits(values[s]));
-        } while (patience.wait(args, shared, is_there));
-        float new_most = most;
-#pragma unroll
-        for (int s = 0; s < MERGED; s++) new_most = lses[s] > new_most ? lses[s] : new_most;
-        const float shrink = power_of_2(most - new_most);
-        total *= shrink, sum *= shrink;
-        most = new_most;
-#pragma unroll
-        for (int s = 0; s < MERGED; s++) {
-            const float weight = power_of_2(lses[s] - most);
-            total += weight, sum += weight * values[s];
-        }
+// A lane's share of two neighbouring entries.
+struct Part {
+    float lse = 2 * NO_SCORE, values[2] = {};
+
+    // `block`: whose share it is.
+    __device__ __forceinline__ void load(const Parts& parts, int block, int entry) {
+        const float* from = parts.values + block * GROUP_SIZE * HEAD_DIM + entry;
+        lse = load_fresh_float(parts.lses + block * GROUP_SIZE + entry / HEAD_DIM);
+        values[0] = load_fresh_float(from), values[1] = load_fresh_float(from + 1);
     }
-    return sum / total;
+
+    __device__ __forceinline__ bool is_there() const {
+        return !is_empty(to_bits(lse)) && !is_empty(to_bits(values[0]))
+            && !is_empty(to_bits(values[1]));
+    }
+
+    // All lanes' of `width` neighbours, a power of 2.
+    __device__ __forceinline__ uint32_t merge(int width) const {
+        float most = lse;
+        for (int step = 1; step < width; step *= 2) most = most_across(most, step);
+        float total = power_of_2(lse - most);
+        float sums[2] = {total * values[0], total * values[1]};
+        for (int step = 1; step < width; step *= 2) {
+            total = add_across(total, step);
+            sums[0] = add_across(sums[0], step), sums[1] = add_across(sums[1], step);
+        }
+        return to_pair(divide(sums[0], total), divide(sums[1], total));
+    }
+};
+
+// The shares of a row and KV head become one, a part of its entries in each of their blocks, always
+// in the same order: a lane has a share of two entries. `out`: the first head's.
+__device__ __forceinline__ void merge_shares(const Args& args, const Parts& parts, const Share& share,
+                                             int work, uint16_t* out, Shared& shared,
+                                             Patience& patience) {
+    constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;
+    int width = 2;
+    while (width < share.num_active) width *= 2;
+    const int step = args.rows * args.kv_heads, thread = thread_index();
+    const int split = thread % width;
+    const int block = work + (split - share.split) * step;
+    const int end = PAIRS * (share.split + 1) / share.num_active;
+    const int pairs_at_once = THREADS / width;
+#pragma unroll 1
+    for (int first = PAIRS * share.split / share.num_active; first < end; first += pairs_at_once) {
+        const int pair = first + thread / width;
+        const bool is_one = pair < end && split < share.num_active;
+        Part part;
+        if (is_one) part.load(parts, block, 2 * pair);
+        while (patience.wait(args, shared, part.is_there()))
+            if (is_one) part.load(parts, block, 2 * pair);
+        const uint32_t merged = part.merge(width);
+        if (split == 0 && pair < end) store_fresh_pair(out + 2 * pair, merged);
+    }
 }
 
 // A share of a row and KV head, and the entries of it that this block merges.
 __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
-                                          const Exchange& exchange, const Share& share, int work,
+                                          unsigned char* exchange, const Share& share, int work,
                                           Shared& shared, Ring& ring, Patience& patience,
                                           const Lane& me) {
-    constexpr int ENTRIES = GROUP_SIZE * HEAD_DIM;
+    constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;
     load_heads(args, layer, exchange, share, shared, patience, me);
     sync_workers();
     if (share.start + me.warp * TOKENS < share.end) attend_tokens(args, share, shared, ring, me);
     sync_workers();
-    const int64_t head = static_cast<int64_t>(share.row) * args.heads + share.kv_head * GROUP_SIZE;
-    uint16_t* out = at(exchange.base, exchange.attended + head * HEAD_DIM);
-    const Parts parts(exchange);
+    const int head = share.row * args.heads + share.kv_head * GROUP_SIZE;
+    auto* out = reinterpret_cast<uint16_t*>(exchange + shared.shapes[OUTPUT].x) + head * HEAD_DIM;
+    const Parts parts(exchange, shared);
 #pragma unroll 1
-    for (int first = 0; first < ENTRIES; first += THREADS) {
-        const int i = first + thread_index();
-        const bool is_one = i < ENTRIES;
-        float lse = 0, result = 0;
-        if (is_one) result = merge_warps(shared, share, i / HEAD_DIM, i % HEAD_DIM, lse);
+    for (int i = thread_index(); i < PAIRS; i += THREADS) {
+        const int member = 2 * i / HEAD_DIM;
+        float results[2];
+        const float lse = merge_warps(shared, share, member, 2 * i % HEAD_DIM, results);
         if (share.num_active == 1) {
-            store_entry(out, i, is_one, result);
-        } else if (is_one) {
-            store_fresh_float(parts.values + work * ENTRIES + i, result);
-            if (i % HEAD_DIM == 0)
-                store_fresh_float(parts.lses + work * GROUP_SIZE + i / HEAD_DIM, lse);
+            store_fresh_pair(out + 2 * i, to_pair(results[0], results[1]));
+            continue;
         }
+        float* to = parts.values + work * GROUP_SIZE * HEAD_DIM + 2 * i;
+        store_fresh_float(to, results[0]), store_fresh_float(to + 1, results[1]);
+        if (2 * i % HEAD_DIM == 0) store_fresh_float(parts.lses + work * GROUP_SIZE + member, lse);
     }
-    if (share.num_active == 1) return;
-    const int step = args.rows * args.kv_heads;
-    const int begin = ENTRIES / 2 * share.split / share.num_active * 2;
-    const int end = ENTRIES / 2 * (share.split + 1) / share.num_active * 2;
-#pragma unroll 1
-    for (int first = begin + me.warp * 32; first < end; first += THREADS) {
-        const int i = first + me.lane;
-        const float result = merge_entry(args, parts, i < end ? i : begin, work % step, step,
-                                         share.num_active, shared, patience);
-        store_entry(out, i, i < end, result);
-    }
+    if (share.num_active > 1)
+        merge_shares(args, parts, share, work, out, shared, patience);
 }
 
 // All shares of the block; `first`: of them.
 __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
-                                          const Exchange& exchange, const Share& first,
+                                          unsigned char* exchange, const Share& first,
                                           Shared& shared, Ring& ring, Patience& patience,
                                           const Lane& me) {
     const int num_shares = count_shares(args);

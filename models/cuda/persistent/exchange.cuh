@@ -19,21 +19,6 @@ __device__ __forceinline__ bool is_empty(const uint4& v) {
     return is_empty(v.x) || is_empty(v.y) || is_empty(v.z) || is_empty(v.w);
 }
 
-// A layer's words, in elements of two bytes, and behind them those of its attention's shares.
-struct Exchange {
-    void* base;
-    int64_t middle, gated, qkv, attended, shares;
-
-    // `base[0..]`: the layer's output.
-    __device__ __forceinline__ Exchange(const Args& args, int set, int layer)
-        : base(static_cast<unsigned char*>(args.exchange)
-               + (set * args.num_layers + layer) * args.layer_bytes),
-          middle(MAX_ROWS * args.hidden), gated(2 * middle),
-          qkv(gated + MAX_ROWS * args.intermediate),
-          attended(qkv + MAX_ROWS * (args.heads + 2 * args.kv_heads) * HEAD_DIM),
-          shares(attended + MAX_ROWS * args.heads * HEAD_DIM) {}
-};
-
 // How long a warp still waits in this step, for all that it waits for: seconds, because what did not
 // come may never come, and the kernel must end.
 struct Patience {
@@ -48,9 +33,14 @@ struct Patience {
     }
 };
 
+__device__ __forceinline__ unsigned char* exchange_of(const Args& args, int set, int layer) {
+    return static_cast<unsigned char*>(args.exchange)
+        + (set * args.num_layers + layer) * args.layer_bytes;
+}
+
 // A step empties what the one before it used. By all workers of all blocks.
 __device__ __forceinline__ void empty_layer(const Args& args, int set, int layer) {
-    auto* words = static_cast<uint4*>(Exchange(args, set, layer).base);
+    auto* words = reinterpret_cast<uint4*>(exchange_of(args, set, layer));
     const int64_t num_words = args.layer_bytes / sizeof(uint4);
 #pragma unroll 1
     for (int64_t i = block_index() * THREADS + thread_index(); i < num_words;

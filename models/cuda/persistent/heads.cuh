@@ -61,11 +61,11 @@ struct Rotation {
 // The heads of q for the block, a warp each; and where its share holds the new token, that one's key
 // and value, also to their page.
 __device__ __forceinline__ void load_heads(const Args& args, const Layer& layer,
-                                           const Exchange& exchange, const Share& share,
+                                           unsigned char* exchange, const Share& share,
                                            Shared& shared, Patience& patience, const Lane& me) {
     auto& own = shared.attention;
     const int64_t width = static_cast<int64_t>(args.heads + 2 * args.kv_heads) * HEAD_DIM;
-    const uint16_t* qkv = at(exchange.base, exchange.qkv + share.row * width);
+    const uint16_t* qkv = at(exchange + shared.shapes[QKV].out, share.row * width);
     const bool has_key = me.warp == WARPS - 1 && share.end > share.position;
     if (me.warp < GROUP_SIZE) {
         const uint16_t* source = qkv + (share.kv_head * GROUP_SIZE + me.warp) * HEAD_DIM;

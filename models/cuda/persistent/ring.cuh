@@ -102,7 +102,7 @@ __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp,
 
 // A warp's stages as it uses them.
 struct Ring {
-    int slot = 0, used = 0;  // the next to use, the next to give back
+    int slot = 0;  // the next to use
     uint32_t turn = 0;
 
     // The next stage, complete.
@@ -113,11 +113,12 @@ struct Ring {
         return stage;
     }
 
-    // All lanes have read the stages so far.
-    __device__ __forceinline__ void give_back(Shared& shared, const Lane& me) {
+    // All lanes have read these two, which may be one.
+    __device__ __forceinline__ void give_back(Shared& shared, int upper, int lower,
+                                              const Lane& me) const {
         sync_warp();
-        for (; used != slot; used = used == DEPTH - 1 ? 0 : used + 1)
-            if (me.lane == 0) arrive(shared.empty[me.warp][used]);
+        if (me.lane < (upper == lower ? 1 : 2))
+            arrive(shared.empty[me.warp][me.lane == 0 ? upper : lower]);
     }
 };
 

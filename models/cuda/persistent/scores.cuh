@@ -84,9 +84,8 @@ __device__ __forceinline__ void attend_tokens(const Args& args, const Share& sha
     uint4 q[HEAD_DIM / 32];
 #pragma unroll
     for (int window = 0; window < HEAD_DIM / 32; window++)
-        q[window] = me.row < GROUP_SIZE
-            ? load_shared(shared.attention.q[me.row] + (window * 4 + me.quad) * 8)
-            : uint4{0, 0, 0, 0};
+        q[window] = load_shared(shared.attention.q[me.row < GROUP_SIZE ? me.row : 0]
+                                + (window * 4 + me.quad) * 8);
     Softmax softmax;
 #pragma unroll 1
     for (int first = share.start + me.warp * TOKENS; first < share.end; first += 2 * TILE) {
@@ -104,7 +103,7 @@ __device__ __forceinline__ void attend_tokens(const Args& args, const Share& sha
         }
         softmax.weigh(scores);
         softmax.add(scores, stages, upper, lower, me);
-        ring.give_back(shared, me);
+        ring.give_back(shared, upper, lower, me);
     }
     softmax.store(shared, me);
 }
