@@ -131,6 +131,8 @@ class Case:
         )
         logits = decode.forward(self.token_ids, self.rows, self.positions + 1)
         assert not decode.is_stuck
+        assert (decode._exchange[1] == -1).all()  # emptied for the next step
+        assert (decode._exchange[0] != -1).any()
         again = self.cache(torch.bfloat16)
         for layer, fresh in zip(cache.layers, again.layers, strict=True):
             fresh.copy_(layer)
@@ -206,6 +208,27 @@ def test_the_order_of_threads_does_not_matter(
     function = function_for(compiled, step.config)
     outcomes = [step.by_one_kernel(function, 12, seed)[0] for seed in range(3)]
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+
+
+def test_steps_of_different_sizes_take_turns(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    """No step takes for its own what another of more or fewer rows left."""
+    step = case("qwen3", tmp_path, [180, 4, 77])
+    function = function_for(compiled, step.config)
+    model, cache = step.model(torch.bfloat16), step.cache(torch.bfloat16)
+
+    def new() -> PersistentDecode:
+        return PersistentDecode(model, cache, lambda args, n, _: function(args, n, 0), 12)
+
+    def logits(decode: PersistentDecode, rows: slice) -> torch.Tensor:
+        where = DecodeRows(step.block_tables[rows], step.positions[rows])
+        return decode.forward(step.token_ids[rows], where, step.positions[rows] + 1)
+
+    sizes = [slice(0, 3), slice(1, 2), slice(1, 3), slice(2, 3), slice(0, 1), slice(0, 3)]
+    decode = new()
+    for rows in sizes:
+        assert torch.equal(logits(decode, rows), logits(new(), rows)), rows
 
 
 def compile_impatient(folder: Path, flags: tuple[str, ...]) -> Any:
