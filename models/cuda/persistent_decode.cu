@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     Patience patience;
     Ring ring;
     const Share share = share_of(args, block_index());
+    const int num_shares = count_shares(args);
     unsigned char* exchange = exchange_of(args, shared.set, 0);
     const void* input = args.embeddings;
 #pragma unroll 1
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
         const Operands operands = operands_of(args, layer, kind, shape, exchange, input);
         product<ROWS>(args, operands, shape, kind, shared, ring, patience, me);
         if (kind == QKV)
-            attention(args, layer, exchange, share, shared, ring, patience, me);
+            attention(args, layer, exchange, share, num_shares, shared, ring, patience, me);
         if (kind == DOWN) input = exchange, exchange += args.layer_bytes;
     }
     finish(args, shared);

@@ -19,6 +19,7 @@ constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 constexpr int DEPTH = 5;  // stages of a warp that are asked for or not yet used
+constexpr int ON_THE_WAY = 2;  // of these, at once
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
 constexpr int WORKER_REGISTERS = 200, FEEDER_REGISTERS = 56;
@@ -26,7 +27,7 @@ constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
 constexpr int TOKENS = 8;           // of a stage
 constexpr int TILE = WARPS * TOKENS;  // tokens that a block takes at a time
 static_assert(BLOCK_SIZE % TOKENS == 0);  // a stage is of one page
-constexpr int MERGED = 16;           // shares that a thread takes at a time
+constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;  // of neighbouring entries of a KV head's results
 constexpr int HALF = HEAD_DIM / 2;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NO_SCORE = -1e30f;  // below any score, and finite: no difference of two is NaN

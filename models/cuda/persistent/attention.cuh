@@ -74,24 +74,22 @@ struct Part {
 __device__ __forceinline__ void merge_shares(const Args& args, const Parts& parts, const Share& share,
                                              int work, uint16_t* out, Shared& shared,
                                              Patience& patience) {
-    constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;
     int width = 2;
     while (width < share.num_active) width *= 2;
     const int step = args.rows * args.kv_heads, thread = thread_index();
     const int split = thread % width;
     const int block = work + (split - share.split) * step;
-    const int end = PAIRS * (share.split + 1) / share.num_active;
     const int pairs_at_once = THREADS / width;
 #pragma unroll 1
-    for (int first = PAIRS * share.split / share.num_active; first < end; first += pairs_at_once) {
+    for (int first = share.first_pair; first < share.end_pair; first += pairs_at_once) {
         const int pair = first + thread / width;
-        const bool is_one = pair < end && split < share.num_active;
+        const bool is_one = pair < share.end_pair && split < share.num_active;
         Part part;
         if (is_one) part.load(parts, block, 2 * pair);
         while (patience.wait(args, shared, part.is_there()))
             if (is_one) part.load(parts, block, 2 * pair);
         const uint32_t merged = part.merge(width);
-        if (split == 0 && pair < end) store_fresh_pair(out + 2 * pair, merged);
+        if (split == 0 && pair < share.end_pair) store_fresh_pair(out + 2 * pair, merged);
     }
 }
 
@@ -100,7 +98,6 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
                                           unsigned char* exchange, const Share& share, int work,
                                           Shared& shared, Ring& ring, Patience& patience,
                                           const Lane& me) {
-    constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;
     load_heads(args, layer, exchange, share, shared, patience, me);
     sync_workers();
     if (share.start + me.warp * TOKENS < share.end) attend_tokens(args, share, shared, ring, me);
@@ -125,12 +122,11 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
         merge_shares(args, parts, share, work, out, shared, patience);
 }
 
-// All shares of the block; `first`: of them.
+// All shares of the block; `first`: of them, known before. `num_shares`: of all blocks.
 __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
-                                          unsigned char* exchange, const Share& first,
+                                          unsigned char* exchange, const Share& first, int num_shares,
                                           Shared& shared, Ring& ring, Patience& patience,
                                           const Lane& me) {
-    const int num_shares = count_shares(args);
 #pragma unroll 1
     for (int work = block_index(); work < num_shares; work += num_blocks()) {
         const Share share = work == block_index() ? first : share_of(args, work);

@@ -18,9 +18,10 @@ struct Feeder {
     // Until there is place for a stage.
     __device__ __forceinline__ Signal& begin() {
         wait_signal(shared.empty[warp][slot], turn ^ 1);
-        // Two stages on their way and no more: what the workers ask for has to queue behind them.
-        const int before = slot < 2 ? slot + DEPTH - 2 : slot - 2;
-        if (num_asked++ >= 2) wait_signal(shared.full[warp][before], slot < 2 ? turn ^ 1 : turn);
+        // What the workers ask for has to queue behind what is on its way.
+        const bool wraps = slot < ON_THE_WAY;
+        const int before = wraps ? slot + DEPTH - ON_THE_WAY : slot - ON_THE_WAY;
+        if (num_asked++ >= ON_THE_WAY) wait_signal(shared.full[warp][before], turn ^ wraps);
         return shared.full[warp][slot];
     }
 

@@ -9,6 +9,7 @@ struct Share {
     int row, kv_head, split, position;
     int start, end;  // tokens
     int num_active;  // shares of this row and KV head; 0: this one is none of them
+    int first_pair, end_pair;  // of the entries, those whose shares this one's block merges
 };
 
 __device__ __forceinline__ int count_splits(const Args& args) {
@@ -34,6 +35,8 @@ __device__ __forceinline__ Share share_of(const Args& args, int work) {
     const int num_active = (num_stages + stages - 1) / stages;
     if (share.split >= num_active) return share;
     share.num_active = num_active;
+    share.first_pair = PAIRS * share.split / num_active;
+    share.end_pair = PAIRS * (share.split + 1) / num_active;
     share.start = share.split * stages * TOKENS;
     const int end = share.start + stages * TOKENS;
     share.end = end < share.position + 1 ? end : share.position + 1;
