@@ -1,13 +1,17 @@
 // A decode step of a dense decoder, from the embeddings to the logits, in one kernel: see
 // persistent_decode.py.
 //
-// One block per multiprocessor stays for the whole step. Weights depend on nothing that the step
-// computes, so each warp has a feeder, a warp that does nothing but ask for its weights, in the order
-// in which they will be needed, DEPTH stages ahead of their use and across every barrier: memory
-// goes on being read while blocks wait for each other, for the attention, and for the last of them
-// to end. A warp that asked for its own would stop asking where it waits (docs/LOG.md).
+// One block per multiprocessor stays for the whole step. Weights, and the keys and values of earlier
+// tokens, depend on nothing that the step computes, so each warp has a feeder, a warp that does
+// nothing but ask for them, in the order in which they will be needed, DEPTH stages ahead of their
+// use and across every point where blocks wait for each other. What blocks compute for each other
+// passes through memory in words that say by themselves whether they are there (exchange.cuh).
 //
-//   stage     8 rows x 256 columns of a weight matrix, by a bulk copy per row
+// A product of few rows is a chain of latencies, not of work: what a step costs beyond reading memory
+// is the number of instructions between a word's arrival and the words that follow from it.
+//
+//   stage     8 rows x 256 columns of a weight matrix, by a bulk copy per row; or the keys and values
+//             of 8 tokens
 //   slice     256 columns of a product; a set of warps shares out the slices of its units
 //   unit      8 outputs of a product (8 gates and their 8 ups); blocks share out the units, and in a
 //             block its sets of warps, of which there are several where slices are few

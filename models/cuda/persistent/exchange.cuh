@@ -10,8 +10,7 @@
 
 namespace {
 
-constexpr uint32_t EMPTY = ~0u;  // what is computed is rounded, and a NaN that is has other bits
-constexpr uint16_t EMPTY_HALF = 0xffff;
+constexpr uint32_t EMPTY = ~0u;     // no result: a NaN that is computed has other bits
 constexpr int MAX_POLLS = 1 << 24;  // of a step: seconds
 
 __device__ __forceinline__ bool is_empty(uint32_t v) { return v == EMPTY; }
