@@ -53,6 +53,14 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     sync_block();
 }
 
+// Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
+__device__ __forceinline__ void prefetch_norms(const Args& args, const Shared& shared, int index) {
+    const int column = (block_index() * THREADS + thread_index()) * 64;
+    if (column >= args.hidden) return;
+    prefetch(at(shared.layers[index].norms[GATE_UP], column));
+    prefetch(at(shared.layers[index + 1].norms[QKV], column));
+}
+
 // At the end. What a block computed that had given up waiting may be wrong, in all rows: each gets a
 // NaN among the block's own logits, and fails by it. The next step uses the other set once every
 // block has added: the top bit turns then, and needs no reset.
@@ -81,7 +89,8 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     Ring ring;
     const Share share = share_of(args, block_index());
     const int num_shares = count_shares(args);
-    unsigned char* exchange = exchange_of(args, shared.set, 0);
+    const int set = shared.set;
+    unsigned char* exchange = exchange_of(args, set, 0);
     const void* input = args.embeddings;
 #pragma unroll 1
     for (int i = 0; i <= 4 * args.num_layers; i++) {
@@ -90,8 +99,11 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
         const Shape shape = shared.shapes[kind];
         const Operands operands = operands_of(args, layer, kind, shape, exchange, input);
         product<ROWS>(args, operands, shape, kind, shared, ring, patience, me);
-        if (kind == QKV)
+        if (kind == QKV) {
+            prefetch_norms(args, shared, i / 4);
+            empty_layer(args, set ^ 1, i / 4);
             attention(args, layer, exchange, share, num_shares, shared, ring, patience, me);
+        }
         if (kind == DOWN) input = exchange, exchange += args.layer_bytes;
     }
     finish(args, shared);

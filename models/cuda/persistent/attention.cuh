@@ -122,7 +122,7 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
         merge_shares(args, parts, share, work, out, shared, patience);
 }
 
-// All shares of the block; `first`: of them, known before. `num_shares`: of all blocks.
+// The block's shares, of `num_shares` in all. `first`: its first, known before the step.
 __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
                                           unsigned char* exchange, const Share& first, int num_shares,
                                           Shared& shared, Ring& ring, Patience& patience,

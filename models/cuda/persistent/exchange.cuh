@@ -18,20 +18,6 @@ __device__ __forceinline__ bool is_empty(const uint4& v) {
     return is_empty(v.x) || is_empty(v.y) || is_empty(v.z) || is_empty(v.w);
 }
 
-__device__ __forceinline__ unsigned char* exchange_of(const Args& args, int set, int layer) {
-    return static_cast<unsigned char*>(args.exchange)
-        + (set * args.num_layers + layer) * args.layer_bytes;
-}
-
-// A step empties what the one before it used. By THREADS threads of all blocks.
-__device__ __forceinline__ void empty_layer(const Args& args, int set, int layer, int thread) {
-    auto* words = reinterpret_cast<uint4*>(exchange_of(args, set, layer));
-    const int num_words = static_cast<int>(args.layer_bytes / sizeof(uint4));
-#pragma unroll 1
-    for (int i = block_index() * THREADS + thread; i < num_words; i += num_blocks() * THREADS)
-        words[i] = {EMPTY, EMPTY, EMPTY, EMPTY};
-}
-
 // How long a warp still waits in this step, for all that it waits for: seconds, because what did not
 // come may never come, and the kernel must end.
 struct Patience {
@@ -45,5 +31,20 @@ struct Patience {
         return true;
     }
 };
+
+__device__ __forceinline__ unsigned char* exchange_of(const Args& args, int set, int layer) {
+    return static_cast<unsigned char*>(args.exchange)
+        + (set * args.num_layers + layer) * args.layer_bytes;
+}
+
+// A step empties what the one before it used. By all workers of all blocks.
+__device__ __forceinline__ void empty_layer(const Args& args, int set, int layer) {
+    auto* words = reinterpret_cast<uint4*>(exchange_of(args, set, layer));
+    const int64_t num_words = args.layer_bytes / sizeof(uint4);
+#pragma unroll 1
+    for (int64_t i = block_index() * THREADS + thread_index(); i < num_words;
+         i += num_blocks() * THREADS)
+        words[i] = {EMPTY, EMPTY, EMPTY, EMPTY};
+}
 
 }  // namespace

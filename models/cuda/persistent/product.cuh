@@ -190,32 +190,32 @@ __device__ __forceinline__ void store_squares(float (&squares)[ROWS], int rows, 
 
 using Sums = float[GROUP_STAGES / 2][CHAINS][4];
 
-// A warp's slices of x times its stages of a group; the sums go to shared memory. `piece`: the first
-// slice, on its way.
+// A warp's slices of x times its stages of a group.
 template <int ROWS>
 __device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
                                                const Shape& shape, const Work& work, int num_stages,
-                                               int buffer, Piece<ROWS>& piece, Shared& shared,
-                                               Ring& ring, Patience& patience, const Lane& me) {
+                                               Sums& sums, Shared& shared, Ring& ring,
+                                               Patience& patience, const Lane& me) {
     const int num_rows = ROWS == 1 ? 1 : args.rows;
     Rows<1>& rows = shared.product.x[me.warp];
     Rows<DEPTH>& stages = shared.ring[me.warp];
-    float sums[GROUP_STAGES / 2][CHAINS][4] = {}, squares[ROWS] = {};
-    int left = work.num_slices, slice = work.first_slice;
+    Piece<ROWS> piece;
+    float squares[ROWS] = {};
+    int slice = work.first_slice;
+    piece.load(operands, shape.size, num_rows, slice, me);
 #pragma unroll 1
-    do {
+    for (int left = work.num_slices; left > 0; left--, slice += shape.split) {
         while (patience.wait(args, shared, piece.is_there(num_rows)))
             piece.load_missing(operands, shape.size, num_rows, slice, me);
         piece.store(operands.norm != nullptr, num_rows, squares, rows, me);
-        slice += shape.split, left--;
         // The next is on its way while this one is used.
-        if (left > 0) piece.load(operands, shape.size, num_rows, slice, me);
+        if (left > 1) piece.load(operands, shape.size, num_rows, slice + shape.split, me);
         sync_warp();
         uint4 x[SLICE / 32];  // rows beyond the batch are what they are: so are their outputs
 #pragma unroll
         for (int window = 0; window < SLICE / 32; window++)
             x[window] = load_window(rows.row(0, me.row), window, me);
-        if (left == 0 && operands.norm != nullptr) store_squares(squares, num_rows, shared, me);
+        if (left == 1 && operands.norm != nullptr) store_squares(squares, num_rows, shared, me);
 #pragma unroll
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
             if (2 * pair >= num_stages) break;
@@ -225,14 +225,6 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
             multiply(sums[pair], x, stages.row(upper, me.row), stages.row(lower, me.row), me);
             ring.give_back(shared, upper, lower, me);
         }
-    } while (left > 0);
-#pragma unroll
-    for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
-        if (i >= num_stages) break;
-        const int place = (i * MAX_ROWS + 2 * me.quad) * UNIT + me.row;
-        float* to = &shared.product.sums[buffer][me.warp][place];
-        to[0] = add_chains(sums[i / 2], i % 2 * 2);
-        if (ROWS > 1) to[UNIT] = add_chains(sums[i / 2], i % 2 * 2 + 1);
     }
 }
 
@@ -245,18 +237,24 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
     const Work work = shared.works[kind][me.warp];
     const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
+    sync_workers();  // nobody still reads what the last product or the attention left
 #pragma unroll 1
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
         const int left = (work.num_units - unit) << shape.gated;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
-        Piece<ROWS> piece;
-        if (num_stages > 0)
-            piece.load(operands, shape.size, ROWS == 1 ? 1 : args.rows, work.first_slice, me);
-        if (unit == 0) sync_workers();  // nobody still reads what came before in shared memory
+        Sums sums = {};
         Output output(args, operands, shape, unit);
         if (num_stages > 0)
-            multiply_group<ROWS>(args, operands, shape, work, num_stages, buffer, piece, shared,
-                                 ring, patience, me);
+            multiply_group<ROWS>(args, operands, shape, work, num_stages, sums, shared, ring,
+                                 patience, me);
+#pragma unroll
+        for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
+            if (i >= num_stages) break;
+            const int place = (i * MAX_ROWS + 2 * me.quad) * UNIT + me.row;
+            float* to = &shared.product.sums[buffer][me.warp][place];
+            to[0] = add_chains(sums[i / 2], i % 2 * 2);
+            if (ROWS > 1) to[UNIT] = add_chains(sums[i / 2], i % 2 * 2 + 1);
+        }
         output.wait(args, operands, shared, patience);
         // One is enough: a buffer is written again after the next, which all reach done with it.
         sync_workers();

@@ -2,7 +2,6 @@
 // asks for them in the order in which they will be needed, whatever the step waits for meanwhile.
 #pragma once
 
-#include "exchange.cuh"
 #include "share.cuh"
 
 namespace {
@@ -86,16 +85,6 @@ struct Feeder {
     }
 };
 
-// Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
-__device__ __forceinline__ void prefetch_norms(const Args& args, const Shared& shared, int index,
-                                               int feeder) {
-    const int column = (block_index() * THREADS + feeder) * 64;
-    if (column >= args.hidden) return;
-    prefetch(at(shared.layers[index].norms[GATE_UP], column));
-    prefetch(at(shared.layers[index + 1].norms[QKV], column));
-}
-
-// The life of a feeder. Between, what must be done once in a layer, at any time.
 __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp, int lane) {
     Feeder feeder = {args, shared, warp, lane};
     const int num_shares = count_shares(args);
@@ -106,8 +95,6 @@ __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp,
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
         feeder.feed_product(layer.weights[i % 4], kind);
         if (kind != QKV) continue;
-        prefetch_norms(args, shared, i / 4, warp * 32 + lane);
-        empty_layer(args, shared.set ^ 1, i / 4, warp * 32 + lane);
 #pragma unroll 1
         for (int work = block_index(); work < num_shares; work += num_blocks())
             feeder.feed_share(layer, work == block_index() ? first_share : share_of(args, work));
