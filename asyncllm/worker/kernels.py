@@ -9,6 +9,7 @@ import torch
 
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.worker.decode_rows import FillDecodes, fill_decodes_torch
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
 from asyncllm.worker.slot_rows import GatherSlots, gather_slots_torch
@@ -19,6 +20,7 @@ from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 class Kernels:
     ops: Ops
     gather_slots: GatherSlots
+    fill_decodes: FillDecodes
     sample_slots: SampleSlots
     apply_masks: ApplyMasks
 
@@ -26,8 +28,15 @@ class Kernels:
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """Triton's on CUDA, FlashInfer's too in half precision where it is there; else plain torch."""
     if device.type != "cuda":
-        return Kernels(TorchOps(), gather_slots_torch, sample_slots_torch, apply_masks_torch)
+        return Kernels(
+            TorchOps(),
+            gather_slots_torch,
+            fill_decodes_torch,
+            sample_slots_torch,
+            apply_masks_torch,
+        )
     # Slow to import: only where they are used.
+    from asyncllm.worker.decode_rows_kernel import fill_decodes_triton
     from asyncllm.worker.mask_kernel import apply_masks_triton
     from asyncllm.worker.sampling_kernels import sample_slots_triton
     from asyncllm.worker.slot_rows_kernel import gather_slots_triton
@@ -37,7 +46,9 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         from asyncllm.models.layers.flashinfer_ops import FlashInferOps
 
         ops = FlashInferOps(device)
-    return Kernels(ops, gather_slots_triton, sample_slots_triton, apply_masks_triton)
+    return Kernels(
+        ops, gather_slots_triton, fill_decodes_triton, sample_slots_triton, apply_masks_triton
+    )
 
 
 def make_executor(device: torch.device) -> Executor:

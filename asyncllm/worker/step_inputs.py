@@ -33,13 +33,33 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step with prefills, D decodes and P tokens of prompts, and its R samples."""
+
+    decode_slots: np.ndarray  # int32 [D]
+    max_decode_len: int  # the longest context of a decode
+    token_ids: np.ndarray  # int32 [P]
+    positions: np.ndarray  # int32 [P]
+    prompt_lens: np.ndarray  # int32 [P]: of each token's sequence
+    write_slots: np.ndarray  # int64 [P]: flat KV positions
+    sample_tokens: np.ndarray  # int32 [R]: which of the D + P tokens are sampled from
+    sample_slots: np.ndarray  # int32 [R]
+    sample_positions: np.ndarray  # int32 [R]: of the new tokens
+    prefills: PrefillRows
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_slots) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     plan: StepPlan
     arrays: Arrays
     decode_slots: np.ndarray  # int32 [decodes]
     sampled_slots: np.ndarray  # int32 [rows that sample]
     max_decode_len: int
-    prefills: PrefillRows | None
+    tokens: StepTokens | None  # of a step with prefills
     features: Feature
     wants_logprobs: tuple[SamplingParams, ...]  # of the sampled rows; empty: no row wants any
     prompt_logprobs: tuple[PromptLogprobs, ...]
@@ -58,10 +78,11 @@ class StepBuilder:
             self._sampling.init(plan.slot_inits, arrays)
         _block_table_entries(plan, arrays)
         slots, features = plan.decodes.slots, self._features_of_decodes(plan)
-        prefills = self._prefills(plan, arrays) if plan.prefills else None
-        sampled_slots = slots
+        max_decode_len = int(plan.decodes.positions.max()) + 1 if len(slots) else 0
+        tokens, sampled_slots = None, slots
         if plan.prefills:
-            sampled_slots = int32([seq.slot for seq in plan.sampled])
+            tokens = self._tokens(plan, max_decode_len)
+            sampled_slots = tokens.sample_slots
             features = self._sampling.features(sampled_slots)
         if features & Feature.EDIT and not plan.needs_host:
             self._sampling.add_logit_edits(sampled_slots, arrays)
@@ -74,8 +95,8 @@ class StepBuilder:
             arrays=arrays,
             decode_slots=slots,
             sampled_slots=sampled_slots,
-            max_decode_len=int(plan.decodes.positions.max()) + 1 if len(slots) else 0,
-            prefills=prefills,
+            max_decode_len=max_decode_len,
+            tokens=tokens,
             features=features,
             wants_logprobs=wants,
             prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
@@ -95,8 +116,7 @@ class StepBuilder:
             self._decode_slots, self._decode_features = slots, self._sampling.features(slots)
         return self._decode_features
 
-    def _prefills(self, plan: StepPlan, arrays: Arrays) -> PrefillRows:
-        """The arrays of a mixed step's prefill part, and of what it samples."""
+    def _tokens(self, plan: StepPlan, max_decode_len: int) -> StepTokens:
         rows = plan.prefills
         lens = np.array([len(row.token_ids) for row in rows], np.int32)
         indptr = _indptr(lens)
@@ -107,32 +127,38 @@ class StepBuilder:
         page_indptr = _indptr(np.array([len(row.block_ids) for row in rows], np.int32))
         row_pages = page_indptr[:-1].repeat(lens) + positions // self._block_size
         write_slots = pages[row_pages].astype(np.int64) * self._block_size
-        arrays["decode_slots"] = plan.decodes.slots
-        arrays["prefill_tokens"] = np.concatenate(
-            [np.array(row.token_ids, np.int32) for row in rows]
-        )
-        arrays["prefill_positions"] = positions
-        arrays["prefill_prompt_lens"] = int32([r.seq.num_prompt_tokens for r in rows]).repeat(lens)
-        arrays["write_slots"] = write_slots + positions % self._block_size
         kv_lens = np.array([row.start for row in rows], np.int32) + lens
-        self._samples(plan, indptr, kv_lens, arrays)
-        return PrefillRows(indptr, kv_lens, page_indptr, pages)
+        sample_tokens, sample_slots, sample_positions = _samples(plan, indptr, kv_lens)
+        return StepTokens(
+            decode_slots=plan.decodes.slots,
+            max_decode_len=max_decode_len,
+            token_ids=np.concatenate([np.array(row.token_ids, np.int32) for row in rows]),
+            positions=positions,
+            prompt_lens=int32([r.seq.num_prompt_tokens for r in rows]).repeat(lens),
+            write_slots=write_slots + positions % self._block_size,
+            sample_tokens=sample_tokens,
+            sample_slots=sample_slots,
+            sample_positions=sample_positions,
+            prefills=PrefillRows(indptr, kv_lens, page_indptr, pages),
+        )
 
-    @staticmethod
-    def _samples(plan: StepPlan, indptr: np.ndarray, kv_lens: np.ndarray, arrays: Arrays) -> None:
-        """Which tokens' hidden states are sampled from, for which slots, at which positions."""
-        num_decodes = len(plan.decodes)
-        tokens = list(range(num_decodes))
-        slots = plan.decodes.slots.tolist()
-        positions = (plan.decodes.positions + 1).tolist()
-        for i, row in enumerate(plan.prefills):
-            for seq in row.samples:
-                tokens.append(num_decodes + int(indptr[i + 1]) - 1)
-                slots.append(seq.slot)
-                positions.append(int(kv_lens[i]))
-        arrays["sample_tokens"] = int32(tokens)
-        arrays["sample_slots"] = int32(slots)
-        arrays["sample_positions"] = int32(positions)
+
+def _samples(
+    plan: StepPlan, indptr: np.ndarray, kv_lens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int32 [R] each: which tokens are sampled from, for which slots, at which positions."""
+    num_decodes = len(plan.decodes)
+    last = [
+        (num_decodes + int(indptr[i + 1]) - 1, seq.slot, int(kv_lens[i]))
+        for i, row in enumerate(plan.prefills)
+        for seq in row.samples
+    ]
+    tokens, slots, positions = np.array(last, np.int32).reshape(-1, 3).T
+    return (
+        np.concatenate([np.arange(num_decodes, dtype=np.int32), tokens]),
+        np.concatenate([plan.decodes.slots, slots]),
+        np.concatenate([plan.decodes.positions + 1, positions], dtype=np.int32),
+    )
 
 
 def _init_slots(inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
