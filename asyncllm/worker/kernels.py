@@ -12,6 +12,7 @@ from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.decode_rows import FillDecodes, fill_decodes_torch
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
+from asyncllm.worker.slot_changes import WriteSlots, write_slots_torch
 from asyncllm.worker.slot_rows import GatherSlots, gather_slots_torch
 from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
@@ -21,6 +22,7 @@ class Kernels:
     ops: Ops
     gather_slots: GatherSlots
     fill_decodes: FillDecodes
+    write_slots: WriteSlots
     sample_slots: SampleSlots
     apply_masks: ApplyMasks
 
@@ -32,6 +34,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
             TorchOps(),
             gather_slots_torch,
             fill_decodes_torch,
+            write_slots_torch,
             sample_slots_torch,
             apply_masks_torch,
         )
@@ -39,6 +42,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     from asyncllm.worker.decode_rows_kernel import fill_decodes_triton
     from asyncllm.worker.mask_kernel import apply_masks_triton
     from asyncllm.worker.sampling_kernels import sample_slots_triton
+    from asyncllm.worker.slot_changes_kernel import write_slots_triton
     from asyncllm.worker.slot_rows_kernel import gather_slots_triton
 
     ops: Ops = TorchOps()
@@ -47,7 +51,12 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
         ops = FlashInferOps(device)
     return Kernels(
-        ops, gather_slots_triton, fill_decodes_triton, sample_slots_triton, apply_masks_triton
+        ops,
+        gather_slots_triton,
+        fill_decodes_triton,
+        write_slots_triton,
+        sample_slots_triton,
+        apply_masks_triton,
     )
 
 

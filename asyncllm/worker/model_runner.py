@@ -29,6 +29,7 @@ from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_forward import MixedForward, duration_key
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.slot_changes import WriteSlots
 from asyncllm.worker.slot_rows import GatherSlots
 from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
 from asyncllm.worker.staging import Staging
@@ -89,6 +90,7 @@ class ModelRunner:
         sampler: Sampler,
         gather_slots: GatherSlots,
         fill_decodes: FillDecodes,
+        write_slots: WriteSlots,
         executor: Executor,
         builder: StepBuilder,
         processors: LogitsProcessors,
@@ -102,6 +104,7 @@ class ModelRunner:
         self._state = state
         self._sampler = sampler
         self._gather_slots = gather_slots
+        self._write_slots = write_slots
         self._executor = executor
         self._builder = builder
         self._processors = processors
@@ -115,7 +118,7 @@ class ModelRunner:
         self.mixed_forward = MixedForward(
             model, attention, cache, state, inbox, self._staging, fill_decodes
         )
-        self.warm_up = WarmUp(cache, self.run_tokens, state, sampler, masks)
+        self.warm_up = WarmUp(cache, self.run_tokens, state, write_slots, sampler, masks)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host`.
@@ -241,13 +244,13 @@ class ModelRunner:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         num_padded = None if graph is None else graph.num_tokens
         self.work.ran("mixed", step.num_tokens, num_padded)
-        tensors = self._staging.upload(inputs.arrays)
         # Prefills read nothing of the slots: without decodes they need not wait for the changes.
         if len(step.decode_slots):
-            self._state.apply(tensors)
-        hidden = self.mixed_forward.run(step, graph)
-        if not len(step.decode_slots):
-            self._state.apply(tensors)
+            tensors = self._upload(inputs.arrays)
+            hidden = self.mixed_forward.run(step, graph)
+        else:
+            hidden = self.mixed_forward.run(step, graph)
+            tensors = self._upload(inputs.arrays)
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs
@@ -331,5 +334,9 @@ class ModelRunner:
 
     def _upload(self, arrays: Arrays) -> Tensors:
         tensors = self._staging.upload(arrays)
-        self._state.apply(tensors)
+        if tensors:
+            records, entries = tensors.get("slot_inits"), tensors.get("table_entries")
+            if records is not None or entries is not None:
+                self._write_slots(self._state, records, entries)
+            self._state.apply(tensors)
         return tensors

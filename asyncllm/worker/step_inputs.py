@@ -1,7 +1,7 @@
 """A `StepPlan` as arrays: everything that the device must be told for one step, packed on the host.
 
-A step of the same decodes as the one before, with no new page, builds nothing. Arrays named
-`init_*`, `table_*` and so on are the changes that `DeviceState.apply` writes; forward pass and
+A step of the same decodes as the one before, with no new page, builds nothing. `slot_inits` and
+`table_entries` are what a `WriteSlots` writes, others are for `DeviceState.apply`; forward pass and
 sampler read the rest.
 """
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import PrefillRow, SlotInit, StepPlan
+from asyncllm.types import PrefillRow, StepPlan
+from asyncllm.worker.slot_changes import pack_entries, pack_inits
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
 
@@ -74,9 +75,10 @@ class StepBuilder:
     def build(self, plan: StepPlan) -> StepInputs:
         arrays: Arrays = {}
         if plan.slot_inits:
-            _init_slots(plan.slot_inits, arrays)
+            arrays["slot_inits"] = pack_inits(plan.slot_inits)
             self._sampling.init(plan.slot_inits, arrays)
-        _block_table_entries(plan, arrays)
+        if plan.slot_inits or plan.page_appends:
+            arrays["table_entries"] = pack_entries(plan.slot_inits, plan.page_appends)
         slots, features = plan.decodes.slots, self._features_of_decodes(plan)
         max_decode_len = int(plan.decodes.positions.max()) + 1 if len(slots) else 0
         tokens, sampled_slots = None, slots
@@ -159,26 +161,6 @@ def _samples(
         np.concatenate([plan.decodes.slots, slots]),
         np.concatenate([plan.decodes.positions + 1, positions], dtype=np.int32),
     )
-
-
-def _init_slots(inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
-    arrays["init_slots"] = int32([init.slot for init in inits])
-    # A sequence that comes back decoding continues from its last token; a prefill ignores it.
-    arrays["init_last_tokens"] = int32([init.token_ids[-1] for init in inits])
-    arrays["init_positions"] = int32([init.num_computed for init in inits])
-    arrays["init_prompt_lens"] = int32([init.seq.num_prompt_tokens for init in inits])
-
-
-def _block_table_entries(plan: StepPlan, arrays: Arrays) -> None:
-    inits, appends = plan.slot_inits, plan.page_appends
-    if not inits and not appends:
-        return
-    slots = [init.slot for init in inits for _ in init.block_ids] + [a.slot for a in appends]
-    indices = [i for init in inits for i in range(len(init.block_ids))]
-    pages = [page for init in inits for page in init.block_ids]
-    arrays["table_slots"] = int32(slots)
-    arrays["table_indices"] = int32(indices + [a.block_index for a in appends])
-    arrays["table_pages"] = int32(pages + [a.block_id for a in appends])
 
 
 def _logprob_ids(wants: tuple[SamplingParams, ...], arrays: Arrays) -> None:

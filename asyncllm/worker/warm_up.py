@@ -16,6 +16,7 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 from asyncllm.worker.slot_sampling import Feature
 from asyncllm.worker.step_inputs import StepTokens
 from asyncllm.worker.token_masks import TokenMaskBuffer
@@ -27,12 +28,14 @@ class WarmUp:
         cache: KVCache,
         run_tokens: Callable[[StepTokens], None],
         state: DeviceState,
+        write_slots: WriteSlots,
         sampler: Sampler,
         masks: TokenMaskBuffer,
     ) -> None:
         self._block_size = cache.block_size
         self._run_tokens = run_tokens
         self._state = state
+        self._write_slots = write_slots
         self._sampler = sampler
         self._masks = masks
 
@@ -61,12 +64,14 @@ class WarmUp:
         )
 
     def sampling(self, dtype: torch.dtype) -> None:
-        """A row sampled in every other way. `dtype`: of the model's logits."""
+        """A slot written, a row sampled in every other way. `dtype`: of the model's logits."""
         zero = torch.zeros(1, dtype=torch.int32, device=self._state.positions.device)
         vocab_size = self._state.in_prompt.shape[1]
         self._masks.host()[:1] = -1
         masks = self._masks.upload(np.zeros(1, np.int32), 1)
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=zero.device)
+        record = torch.zeros(1, RECORD_WORDS, dtype=torch.int32, device=zero.device)
+        self._write_slots(self._state, record, zero.expand(3, 1).contiguous())
         for positions in (zero, None):  # as after prefills, as after a decode step
             self._sampler.plain(logits, zero, positions, masks)
             self._sampler.full(logits, zero, positions, Feature(0), {}, masks)

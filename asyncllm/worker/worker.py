@@ -230,6 +230,7 @@ class Worker:
             sampler=Sampler(state, kernels.sample_slots, kernels.apply_masks),
             gather_slots=kernels.gather_slots,
             fill_decodes=kernels.fill_decodes,
+            write_slots=kernels.write_slots,
             executor=self._executor,
             builder=StepBuilder(self._config.num_slots, self._config.block_size),
             processors=self._processors,

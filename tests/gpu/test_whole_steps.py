@@ -15,6 +15,7 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.worker.decode_rows import fill_decodes_torch
 from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.slot_changes import RECORD_WORDS, SLOT_INIT, write_slots_torch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,3 +151,30 @@ def test_decodes_are_read_as_by_the_reference() -> None:
     assert both[0][0].tolist()[11:] == [-1] * 5 and both[0][2].tolist()[11:] == [3] * 9
     for expected, ours in zip(*both, strict=True):
         assert torch.equal(ours, expected)
+
+
+@torch.inference_mode()
+def test_slots_are_written_as_by_the_reference() -> None:
+    from asyncllm.worker.slot_changes_kernel import write_slots_triton
+
+    device, rng = torch.device("cuda"), np.random.default_rng(0)
+    for num_records, num_entries in ((1, 3), (0, 200), (150, 1), (7, 0), (39, 300)):
+        records = np.zeros(num_records, SLOT_INIT)
+        for name in SLOT_INIT.names or ():
+            values = rng.integers(-(1 << 31), 1 << 31, num_records)
+            records[name] = values * (1 << 31) + 7 if name == "seed" else values
+        records["slot"] = rng.permutation(200)[:num_records]
+        places = rng.permutation(200 * 9)[:num_entries]
+        entries = np.stack([places // 9, places % 9, rng.integers(1, 99, num_entries)])
+        packed = torch.from_numpy(records.view(np.int32).reshape(num_records, RECORD_WORDS))
+        changes = (packed.to(device), torch.from_numpy(entries.astype(np.int32)).to(device))
+        states = []
+        for write in (write_slots_torch, write_slots_triton):
+            state = DeviceState(200, 9, 10, device)
+            write(state, *(tensor if tensor.numel() else None for tensor in changes))
+            states.append(state)
+        for name in ("last_tokens", "positions", "prompt_lens", "top_ks", "seeds"):
+            assert torch.equal(*(getattr(state, name) for state in states)), name
+        assert torch.equal(*(state.float_params for state in states))
+        assert torch.equal(*(state.block_tables for state in states))
+        assert num_entries == 0 or states[0].block_tables.any()
