@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.cache_folder import cache_folder
 from asyncllm.commands.bytecode import write_bytecode
 from asyncllm.config import EngineArgs, EngineConfig
 
@@ -87,7 +88,7 @@ def _build(missing: list[Buildable]) -> None:
 
 def _compile_triton(engine_args: EngineArgs) -> None:
     """By starting the engine with made-up weights, as `serve` would start it with real ones."""
-    from asyncllm.attention.flashinfer_modules import cache_folder, used_modules
+    from asyncllm.attention import flashinfer_modules
     from asyncllm.engine.async_engine import AsyncLLMEngine
 
     print("Triton kernels, by a start with made-up weights:", flush=True)
@@ -100,10 +101,12 @@ def _compile_triton(engine_args: EngineArgs) -> None:
     with _triton_lines() as counts:
         startup = asyncio.run(start())
     print(f"{counts['compiled']} compiled, {counts['cached']} were there")
-    unlisted = used_modules() - {module.name for module in modules_of_args(engine_args)}
+    unlisted = flashinfer_modules.used_modules() - {
+        module.name for module in modules_of_args(engine_args)
+    }
     if unlisted:
         print(f"also loaded: {', '.join(sorted(unlisted))}")
-    print(f"start: {startup['seconds']}\nFlashInfer's cache: {cache_folder()}")
+    print(f"start: {startup['seconds']}\nFlashInfer's cache: {flashinfer_modules.cache_folder()}")
 
 
 def modules_of_args(engine_args: EngineArgs) -> list[Buildable]:
@@ -132,8 +135,7 @@ def _triton_lines() -> Iterator[dict[str, int]]:
 def _print_folders() -> None:
     from triton import knobs
 
-    from asyncllm.attention import cuda_source
-    from asyncllm.attention.flashinfer_modules import cache_folder
+    from asyncllm.attention import flashinfer_modules
 
-    print(f"FlashInfer's cache: {cache_folder()}\nTriton's cache: {knobs.cache.dir}")
-    print(f"our own: {cuda_source.cache_folder()}")
+    print(f"FlashInfer's cache: {flashinfer_modules.cache_folder()}")
+    print(f"Triton's cache: {knobs.cache.dir}\nour own: {cache_folder()}")
