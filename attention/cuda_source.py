@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from asyncllm.cache_folder import cache_folder
+
 logger = logging.getLogger("asyncllm")
 
 DEVICE_FOLDER = Path(__file__).parent / "cuda"  # of what all sources include
@@ -99,11 +101,6 @@ def _load(
         if not _compile(compiler, source, _flags(capability, definitions), library):
             return None
     return ctypes.CDLL(str(library))
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "asyncllm"
 
 
 def find_compiler() -> str | None:

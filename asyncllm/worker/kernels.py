@@ -18,8 +18,9 @@ from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
-    ops: Ops
+class SlotKernels:
+    """What is done to slots around the model's forward pass."""
+
     gather_slots: GatherSlots
     fill_decodes: FillDecodes
     write_slots: WriteSlots
@@ -27,11 +28,10 @@ class Kernels:
     apply_masks: ApplyMasks
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Triton's on CUDA, FlashInfer's too in half precision where it is there; else plain torch."""
+def select_slot_kernels(device: torch.device) -> SlotKernels:
+    """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
-        return Kernels(
-            TorchOps(),
+        return SlotKernels(
             gather_slots_torch,
             fill_decodes_torch,
             write_slots_torch,
@@ -45,19 +45,23 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     from asyncllm.worker.slot_changes_kernel import write_slots_triton
     from asyncllm.worker.slot_rows_kernel import gather_slots_triton
 
-    ops: Ops = TorchOps()
-    if dtype != torch.float32 and importlib.util.find_spec("flashinfer") is not None:
-        from asyncllm.models.layers.flashinfer_ops import FlashInferOps
-
-        ops = FlashInferOps(device)
-    return Kernels(
-        ops,
+    return SlotKernels(
         gather_slots_triton,
         fill_decodes_triton,
         write_slots_triton,
         sample_slots_triton,
         apply_masks_triton,
     )
+
+
+def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """FlashInfer's and ours on CUDA in half precision, where it is there; else plain torch."""
+    is_half = device.type == "cuda" and dtype != torch.float32
+    if not is_half or importlib.util.find_spec("flashinfer") is None:
+        return TorchOps()
+    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+
+    return FlashInferOps(device)
 
 
 def make_executor(device: torch.device) -> Executor:

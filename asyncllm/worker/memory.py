@@ -47,12 +47,10 @@ def profile_step(model: CausalLM, config: EngineConfig, device: torch.device) ->
     num_tokens = config.max_num_batched_tokens
     if not cuda:
         num_tokens = min(num_tokens, PROFILE_TOKENS_CPU)
-    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    prompt_lens = tokens + 1 if model.uses_prompt_lens else None
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    hidden = model.forward(tokens, tokens, prompt_lens, _no_attention)
+    hidden = forward_without_attention(model, num_tokens, device)
     seconds_per_token = _time_forward(model, min(num_tokens, TIMED_TOKENS), device)
     if not cuda:
         return Profile(0, seconds_per_token)
@@ -68,16 +66,23 @@ def profile_step(model: CausalLM, config: EngineConfig, device: torch.device) ->
 
 def _time_forward(model: CausalLM, num_tokens: int, device: torch.device) -> float:
     """Seconds per token of a step of `num_tokens`; the second of two, the first is warm-up."""
-    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    prompt_lens = tokens + 1 if model.uses_prompt_lens else None
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
-        model.forward(tokens, tokens, prompt_lens, _no_attention)
+        forward_without_attention(model, num_tokens, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
     return seconds / num_tokens
+
+
+def forward_without_attention(
+    model: CausalLM, num_tokens: int, device: torch.device
+) -> torch.Tensor:
+    """Hidden states [num_tokens, hidden_size] that mean nothing, by a whole step's work else."""
+    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    prompt_lens = tokens + 1 if model.uses_prompt_lens else None
+    return model.forward(tokens, tokens, prompt_lens, _no_attention)
 
 
 def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -24,6 +24,7 @@ from asyncllm.graphs.decode_ways import Way
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
@@ -32,9 +33,10 @@ from asyncllm.types import StepCost, StepPlan, SwapCost
 from asyncllm.worker import decode_choice
 from asyncllm.worker.decode_trial import DecodeTrial
 from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.inbox import Inbox
-from asyncllm.worker.kernels import Kernels, make_executor, select_kernels
+from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
 from asyncllm.worker.model_runner import ModelRunner
@@ -67,10 +69,14 @@ class Worker:
         self.backend_name = resolve_backend(config.attention_backend, self.device)
         page_bytes = self._page_bytes()
         host_pages = self._host_pages(page_bytes)
+        early = EarlyLaunches(self.device)
         with self._phase("kernels"):
-            kernels = select_kernels(self.device, self._dtype)
+            kernels = select_slot_kernels(self.device)
+            early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
+            ops = select_ops(self.device, self._dtype)
         with self._phase("load"):
-            model = self._build_model(kernels)
+            model = self._build_model(ops)
+            early.begin_one_row(model)
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
@@ -87,7 +93,7 @@ class Worker:
         attention = build_backend(self.backend_name, cache, model.attention_layers)
         self.runner = self._make_runner(model, cache, attention, state, kernels)
         with self._phase("warm_up"), self._on_stream():
-            self._warm_up()
+            self._warm_up(early)
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
             pool = GraphPool()
@@ -181,11 +187,11 @@ class Worker:
         )
         return HostPages(shape, self._dtype, self.device)
 
-    def _build_model(self, kernels: Kernels) -> CausalLM:
+    def _build_model(self, ops: Ops) -> CausalLM:
         """Without its weights."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        return build_model(config.model, self._dtype, self.device, kernels.ops, model_len)
+        return build_model(config.model, self._dtype, self.device, ops, model_len)
 
     def _allocate_cache(self, host_pages: HostPages) -> KVCache:
         """Raises `ValueError` naming the flags where the memory is not there."""
@@ -220,7 +226,7 @@ class Worker:
         cache: KVCache,
         attention: AttentionBackend,
         state: DeviceState,
-        kernels: Kernels,
+        kernels: SlotKernels,
     ) -> ModelRunner:
         return ModelRunner(
             model=model,
@@ -243,9 +249,14 @@ class Worker:
             device=self.device,
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, early: EarlyLaunches) -> None:
+        """On the current stream, and in the threads of what else is to be compiled."""
+        if isinstance(self._executor, StreamExecutor):
+            slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
+            early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
             self.runner.warm_up.prefill(min(num_tokens, self._most_tokens))
+        early.wait()
         self.runner.warm_up.sampling(self._dtype)
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm.attention import cuda_source
+from asyncllm.cache_folder import cache_folder
 from asyncllm.models.persistent_decode import SOURCE
 
 # A "compiler" that makes an empty library of any C compiler's; it notes that it ran.
@@ -69,7 +70,7 @@ def test_a_compiler_that_fails_leaves_nothing(
     source.write_text("// broken")
     assert cuda_source.load(source, (9, 0)) is None
     assert "kernel.cu(1): error: no" in caplog.text
-    assert list(cuda_source.cache_folder().iterdir()) == []
+    assert list(cache_folder().iterdir()) == []
 
 
 def test_without_a_compiler(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncllm.attention import cuda_source
+from asyncllm.cache_folder import cache_folder
 from asyncllm.commands import own_kernels
 from asyncllm.config import EngineArgs
 from asyncllm.models.layers.torch_ops import TorchOps
@@ -84,7 +85,7 @@ def test_built_and_missing(card: SimpleNamespace, tmp_path: Path) -> None:
     kernels = needed()
     assert len({kernel.name for kernel in kernels}) == 2
     assert not any(kernel.is_built for kernel in kernels)
-    folder = cuda_source.cache_folder()
+    folder = cache_folder()
     folder.mkdir(parents=True)
     (folder / f"{kernels[1].name}.so").touch()
     assert [kernel.is_built for kernel in kernels] == [False, True]
