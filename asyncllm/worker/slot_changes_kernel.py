@@ -22,10 +22,10 @@ def _write_slots(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
         inside = place < num_entries
-        slot = tl.load(entries_ptr + place, inside, other=0).to(tl.int64)
+        row = tl.load(entries_ptr + place, inside, other=0).to(tl.int64)
         index = tl.load(entries_ptr + num_entries + place, inside, other=0)
         page = tl.load(entries_ptr + 2 * num_entries + place, inside, other=0)
-        tl.store(tables_ptr + slot * num_pages + index, page, inside)
+        tl.store(tables_ptr + row * num_pages + index, page, inside)
     else:
         inside = place < num_records
         record_ptr = records_ptr + place * WORDS
