@@ -10,6 +10,8 @@ With flashinfer.py, flashinfer_prefill.py and xqa_call.py the adapter to FlashIn
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -58,7 +60,7 @@ class FlashInferSteps:
         device = workspace.device
         self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
         self._balanced = balanced
-        self._rows = _FixedRows(device, cache.block_size)
+        self._rows = _FixedRows(device)
         lists = torch.empty(LISTS_BYTES, dtype=torch.uint8, device=device)
         self._plans = [
             _Plan(PrefillModule(layer, cache, workspace, lists), self._rows, max_tokens)
@@ -86,11 +88,22 @@ class FlashInferSteps:
         return attend
 
 
-class _FixedRows:
-    """A step's prefill rows on the device, always at the same addresses; rows beyond are empty."""
+class _Arrays(NamedTuple):
+    """The host's views of a plan's rows, int32."""
 
-    def __init__(self, device: torch.device, block_size: int) -> None:
-        self._block_size = block_size
+    query_indptr: np.ndarray
+    page_indptr: np.ndarray
+    kv_lens: np.ndarray
+    pages: np.ndarray
+
+
+class _FixedRows:
+    """A step's prefill rows on the device, always at the same addresses; rows beyond are empty.
+
+    FA3 goes by `kv_lens`: lengths of last pages, which the call has too, are never filled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._sizes = (MAX_PREFILLS + 1, MAX_PREFILLS + 1, MAX_PREFILLS, MAX_PREFILLS, MAX_PAGES)
         self._tensor = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self.on_device = self.split(self._tensor)
@@ -102,26 +115,20 @@ class _FixedRows:
     def pinned(self) -> torch.Tensor:
         return torch.zeros(len(self._tensor), dtype=torch.int32, pin_memory=True)
 
-    def put(self, num_decodes: int, prefills: PrefillRows, pinned: torch.Tensor) -> None:
+    def put(
+        self, num_decodes: int, prefills: PrefillRows, pinned: torch.Tensor, arrays: _Arrays
+    ) -> None:
         """By way of a `pinned` tensor, which the device reads later. Without waiting for it."""
-        host, num_rows = self.split(pinned), len(prefills.kv_lens)
-        num_pages = prefills.page_indptr[1:] - prefills.page_indptr[:-1]
-        for tensor, values in (
-            (host.query_indptr, prefills.query_indptr + num_decodes),
-            (host.page_indptr, prefills.page_indptr),
-        ):
-            array = tensor.numpy()
-            array[: num_rows + 1] = values
-            array[num_rows + 1 :] = values[-1]
-        for tensor, values in (
-            (host.kv_lens, prefills.kv_lens),
-            (host.last_page_lens, prefills.kv_lens - (num_pages - 1) * self._block_size),
-        ):
-            array = tensor.numpy()
-            array[:num_rows] = values
-            array[num_rows:] = 0
-        host.pages.numpy()[: len(prefills.pages)] = prefills.pages
-        end = len(pinned) - MAX_PAGES + len(prefills.pages)
+        num_rows, num_pages = len(prefills.kv_lens), len(prefills.pages)
+        arrays.query_indptr[: num_rows + 1] = prefills.query_indptr
+        arrays.query_indptr[num_rows + 1 :] = prefills.query_indptr[-1]
+        arrays.query_indptr[:] += num_decodes
+        arrays.page_indptr[: num_rows + 1] = prefills.page_indptr
+        arrays.page_indptr[num_rows + 1 :] = prefills.page_indptr[-1]
+        arrays.kv_lens[:num_rows] = prefills.kv_lens
+        arrays.kv_lens[num_rows:] = 0
+        arrays.pages[:num_pages] = prefills.pages
+        end = len(pinned) - MAX_PAGES + num_pages
         self._tensor[:end].copy_(pinned[:end], non_blocking=True)
 
 
@@ -132,14 +139,20 @@ class _Plan:
         self.module = module
         self._rows, self._max_tokens = rows, max_tokens
         self._pinned = rows.pinned()
-        self._host = rows.split(self._pinned)
+        self._host = host = rows.split(self._pinned)
+        self._arrays = _Arrays(
+            host.query_indptr.numpy(),
+            host.page_indptr.numpy(),
+            host.kv_lens.numpy(),
+            host.pages.numpy(),
+        )
         self._copied = torch.cuda.Event()
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> tuple[int, ...]:
         """The plan's `places`."""
         # Done long ago: the step that used this plan was waited for before this one was planned.
         self._copied.synchronize()
-        self._rows.put(num_decodes, prefills, self._pinned)
+        self._rows.put(num_decodes, prefills, self._pinned, self._arrays)
         self.module.plan(self._host, self._rows.on_device, self._max_tokens)
         self._copied.record()
         return self.module.places

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from asyncllm import LLM, RequestOutput, SamplingParams
-from asyncllm.attention.flashinfer import FlashInferAttention
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.graphs.step_graph import Way
 from asyncllm.graphs.whole_graphs import WholeGraphs
@@ -55,10 +54,16 @@ def answers(params: SamplingParams, **args: Any) -> list[RequestOutput]:
         return outputs
 
 
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncllm.attention.flashinfer import FlashInferAttention
+
+    monkeypatch.setattr(FlashInferAttention, "step_attention", lambda self, most: None)
+
+
 @pytest.fixture(params=["whole", "pieces"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "pieces":
-        monkeypatch.setattr(FlashInferAttention, "step_attention", lambda self, most: None)
+        in_pieces(monkeypatch)
     elif torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("no card for whole mixed steps")
     return str(request.param)
@@ -103,7 +108,7 @@ def test_around_the_edges_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for eager, whole, fresh in ((0, 1, 0), (0, 0, 1), (0, 0, 0), (1, 0, 0)):
         with monkeypatch.context() as patch:
             if not whole:
-                patch.setattr(FlashInferAttention, "step_attention", lambda self, most: None)
+                in_pieces(patch)
             llm = LLM("tiny", **ARGS, enforce_eager=bool(eager))
         with llm:
             graphs = llm.engine._running().worker.runner.mixed_forward.graphs

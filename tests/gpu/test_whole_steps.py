@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows
-from asyncllm.attention.flashinfer import FlashInferAttention
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.worker.decode_rows import fill_decodes_torch
@@ -72,6 +71,8 @@ def random_step(rng: random.Random, num_decodes: int, num_prefills: int) -> Step
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 2, 64)])
 @torch.inference_mode()
 def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> None:
+    from asyncllm.attention.flashinfer import FlashInferAttention
+
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
     cache = KVCache(
