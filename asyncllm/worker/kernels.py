@@ -9,8 +9,10 @@ import torch
 
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.worker.decode_rows import FillDecodes, fill_decodes_torch
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
+from asyncllm.worker.slot_changes import WriteSlots, write_slots_torch
 from asyncllm.worker.slot_rows import GatherSlots, gather_slots_torch
 from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
@@ -20,6 +22,8 @@ class SlotKernels:
     """What is done to slots around the model's forward pass."""
 
     gather_slots: GatherSlots
+    fill_decodes: FillDecodes
+    write_slots: WriteSlots
     sample_slots: SampleSlots
     apply_masks: ApplyMasks
 
@@ -27,13 +31,27 @@ class SlotKernels:
 def select_slot_kernels(device: torch.device) -> SlotKernels:
     """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
-        return SlotKernels(gather_slots_torch, sample_slots_torch, apply_masks_torch)
+        return SlotKernels(
+            gather_slots_torch,
+            fill_decodes_torch,
+            write_slots_torch,
+            sample_slots_torch,
+            apply_masks_torch,
+        )
     # Slow to import: only where they are used.
+    from asyncllm.worker.decode_rows_kernel import fill_decodes_triton
     from asyncllm.worker.mask_kernel import apply_masks_triton
     from asyncllm.worker.sampling_kernels import sample_slots_triton
+    from asyncllm.worker.slot_changes_kernel import write_slots_triton
     from asyncllm.worker.slot_rows_kernel import gather_slots_triton
 
-    return SlotKernels(gather_slots_triton, sample_slots_triton, apply_masks_triton)
+    return SlotKernels(
+        gather_slots_triton,
+        fill_decodes_triton,
+        write_slots_triton,
+        sample_slots_triton,
+        apply_masks_triton,
+    )
 
 
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:

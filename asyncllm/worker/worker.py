@@ -23,7 +23,6 @@ from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_ways import Way
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool
-from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
@@ -36,6 +35,7 @@ from asyncllm.worker.decode_trial import DecodeTrial
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
+from asyncllm.worker.inbox import Inbox
 from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
@@ -73,6 +73,7 @@ class Worker:
         with self._phase("kernels"):
             kernels = select_slot_kernels(self.device)
             early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
+            early.begin_slots(kernels, config.block_size)
             ops = select_ops(self.device, self._dtype)
         with self._phase("load"):
             model = self._build_model(ops)
@@ -97,7 +98,7 @@ class Worker:
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
             pool = GraphPool()
-            self._make_prefill_graphs(model, attention, cache, pool)
+            self._make_prefill_graphs(pool)
             with self._phase("decode_kernel"):
                 ways = decode_choice.other_ways(self.runner, model, cache, loading)
             self._make_decode_graphs(state, pool, ways)
@@ -164,7 +165,8 @@ class Worker:
             self._executor.close()
         finally:
             self._pending.clear()
-            self.runner.graphs = None  # they hold the runner's decode_step: break the circle
+            # They hold the runner's own methods: break the circles.
+            self.runner.graphs = self.runner.sample_graphs = None
             del self.runner
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -234,10 +236,17 @@ class Worker:
             state=state,
             sampler=Sampler(state, kernels.sample_slots, kernels.apply_masks),
             gather_slots=kernels.gather_slots,
+            fill_decodes=kernels.fill_decodes,
+            write_slots=kernels.write_slots,
             executor=self._executor,
             builder=StepBuilder(self._config.num_slots, self._config.block_size),
             processors=self._processors,
             masks=self.token_masks,
+            inbox=Inbox(
+                max(self._config.prefill_graph_sizes, default=0),
+                self._config.num_slots,
+                self.device,
+            ),
             device=self.device,
         )
 
@@ -256,16 +265,26 @@ class Worker:
         """Of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
 
-    def _make_prefill_graphs(
-        self, model: CausalLM, attention: AttentionBackend, cache: KVCache, pool: GraphPool
-    ) -> None:
-        sizes = self._config.prefill_graph_sizes
-        if not sizes:
+    def _make_prefill_graphs(self, pool: GraphPool) -> None:
+        """Of steps with prefills: forward passes by their tokens, samples by their rows."""
+        config, runner = self._config, self.runner
+        if not config.prefill_graph_sizes:
             return
-        prefill = PrefillGraphs(model, attention, cache, sizes[-1], pool, self._dtype, self.device)
+        hidden = torch.zeros(
+            config.cuda_graph_sizes[-1],
+            config.model.hf_config.hidden_size,
+            dtype=self._dtype,
+            device=self.device,
+        )
+        graphs = runner.mixed_forward.make_graphs(
+            config.prefill_graph_sizes[-1], config.max_num_seqs, pool
+        )
+        samples = runner.make_sample_graphs(hidden, pool)
         with self._phase("prefill_graphs"), self._on_stream():
-            self._capture(prefill.capture, sizes, "prefill")
-        self.runner.mixed_forward.graphs = prefill
+            self._capture(graphs.capture, config.prefill_graph_sizes, "prefill")
+            for size in first_sizes(config.cuda_graph_sizes):
+                samples.capture(size)
+        runner.mixed_forward.graphs, runner.sample_graphs = graphs, samples
 
     def _make_decode_graphs(self, state: DeviceState, pool: GraphPool, others: list[Way]) -> None:
         """`others`: ways to run a step besides the layers."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.early_launches import EarlyLaunches
-from asyncllm.worker.kernels import SlotKernels, select_slot_kernels
+from asyncllm.worker.kernels import select_slot_kernels
 from asyncllm.worker.token_masks import RowMasks
 from tests.waiting import PATIENCE_SECONDS
 
@@ -69,6 +70,22 @@ class AtOnce(EarlyLaunches):
         launch()
 
 
+def test_slots_are_read_and_written() -> None:
+    kernels = select_slot_kernels(CPU)
+    asked: list[str] = []
+
+    def watch(name: str) -> Callable[..., object]:
+        def kernel(*args: object) -> object:
+            asked.append(name)
+            return getattr(kernels, name)(*args)
+
+        return kernel
+
+    names = ("gather_slots", "fill_decodes", "write_slots")
+    AtOnce(CPU).begin_slots(replace(kernels, **{name: watch(name) for name in names}), 16)
+    assert asked == list(names)
+
+
 def test_sampling_in_every_way_of_a_step() -> None:
     kernels = select_slot_kernels(CPU)
     asked = []
@@ -83,7 +100,7 @@ def test_sampling_in_every_way_of_a_step() -> None:
         asked.append((logits.dtype, masks is not None))
         return kernels.sample_slots(state, logits, slots, positions, masks)
 
-    watched = SlotKernels(kernels.gather_slots, sample_slots, kernels.apply_masks)
+    watched = replace(kernels, sample_slots=sample_slots)
     half, single = torch.bfloat16, torch.float32
     AtOnce(CPU).begin_sampling(watched, VOCAB, half)
     assert asked == [(half, False), (half, True), (single, False)]
