@@ -36,7 +36,13 @@ from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.inbox import Inbox
-from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
+from asyncllm.worker.kernels import (
+    SlotKernels,
+    has_fast_ops,
+    make_executor,
+    select_ops,
+    select_slot_kernels,
+)
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
     measure_swap_cost,
@@ -45,6 +51,7 @@ from asyncllm.worker.memory import (
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.own_kernels import begin_building
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
@@ -79,6 +86,8 @@ class Worker:
             kernels = select_slot_kernels(self.device)
             early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
             early.begin_slots(kernels, config.block_size)
+            if has_fast_ops(self.device, self._dtype):
+                begin_building(config, self.device)
             ops = select_ops(self.device, self._dtype)
         with self._phase("load"):
             model = self._build_model(ops)
