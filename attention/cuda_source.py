@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from asyncllm.cache_folder import cache_folder
@@ -50,11 +51,21 @@ def load(
 def begin_loading(
     source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
 ) -> Callable[[], ctypes.CDLL | None]:
-    """`load`, by a thread from now on; to call what this returns is to wait for its result."""
+    """`load`, by a thread from now on; to call what this returns is to wait for its result.
+
+    Whoever asks again, in this process, waits for the same.
+    """
+    return _begin_loading(source, capability, tuple(definitions)).result
+
+
+@cache
+def _begin_loading(
+    source: Path, capability: tuple[int, int], definitions: tuple[str, ...]
+) -> Future[ctypes.CDLL | None]:
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-nvcc")
     loading = thread.submit(load, source, capability, definitions)
     thread.shutdown(wait=False)
-    return loading.result
+    return loading
 
 
 def begin_loading_launch(

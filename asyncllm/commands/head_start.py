@@ -12,11 +12,16 @@ import ctypes
 from threading import Thread
 
 from asyncllm.commands.bytecode import keep_bytecode
+from asyncllm.commands.unopened import leave_unopened
+
+UNOPENED = {"transformers": "transformers", "flashinfer": "flashinfer-python"}
 
 
 def take_head_start(device: str) -> Thread | None:
     """`device`: as the flag has it. Returns the thread that makes the context, where one may be."""
     keep_bytecode()
+    for package, distribution in UNOPENED.items():
+        leave_unopened(package, distribution)
     if device == "cpu":
         return None
     # No daemon: who exits waits for it, rather than to end the driver while it begins.

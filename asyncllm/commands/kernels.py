@@ -69,9 +69,9 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
     import torch
 
     from asyncllm.attention.flashinfer_modules import modules_for
-    from asyncllm.commands.own_kernels import own_kernels
     from asyncllm.models.layers.torch_ops import TorchOps
     from asyncllm.models.registry import build_model
+    from asyncllm.worker.own_kernels import own_kernels
 
     dtype = getattr(torch, config.dtype)
     model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)

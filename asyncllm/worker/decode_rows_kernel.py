@@ -11,8 +11,14 @@ from asyncllm.graphs.prefill_graphs import TokenBuffers
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_rows_kernel import TABLE_BLOCK
 
+# Of which a program reads or writes one number: whether they are aligned makes no other variant.
+SCALARS = [
+    "slots_ptr", "last_tokens_ptr", "positions_ptr", "prompt_lens_ptr", "token_ids_ptr",
+    "token_positions_ptr", "token_prompt_lens_ptr", "write_slots_ptr", "row_positions_ptr",
+]  # fmt: skip
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _fill_decodes(
     slots_ptr, last_tokens_ptr, positions_ptr, prompt_lens_ptr, tables_ptr,
     token_ids_ptr, token_positions_ptr, token_prompt_lens_ptr, write_slots_ptr,

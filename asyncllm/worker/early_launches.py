@@ -14,13 +14,16 @@ from functools import partial
 
 import torch
 
+from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.models.base import CausalLM
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.memory import forward_without_attention
+from asyncllm.worker.slot_changes import RECORD_WORDS
 from asyncllm.worker.token_masks import RowMasks
 
 MAX_THREADS = 8  # more launches wait; each is a second or two of one core
+FEW_PAGES = 16
 
 
 class EarlyLaunches:
@@ -45,6 +48,12 @@ class EarlyLaunches:
             self.begin(partial(self._sample, kernels, vocab_size, of_logits, is_masked))
         self.begin(partial(self._mask, kernels, vocab_size))
 
+    def begin_slots(self, kernels: SlotKernels, block_size: int) -> None:
+        """One slot, read and written."""
+        self.begin(partial(self._gather, kernels))
+        self.begin(partial(self._fill, kernels, block_size))
+        self.begin(partial(self._write, kernels))
+
     def begin_one_row(self, model: CausalLM) -> None:
         """Its products, which are other kernels than those of more rows. Weights may be missing."""
 
@@ -63,10 +72,28 @@ class EarlyLaunches:
         self, kernels: SlotKernels, vocab_size: int, dtype: torch.dtype, is_masked: bool
     ) -> None:
         state = DeviceState(1, 1, vocab_size, self._device)
-        slots = torch.zeros(1, dtype=torch.int32, device=self._device)
+        slots = self._zeros(1)
         masks = self._masks(vocab_size) if is_masked else None
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=self._device)
         kernels.sample_slots(state, logits, slots, slots, masks)
+
+    def _gather(self, kernels: SlotKernels) -> None:
+        kernels.gather_slots(self._few_pages(), self._zeros(1))
+
+    def _fill(self, kernels: SlotKernels, block_size: int) -> None:
+        row = self._zeros(1)
+        tokens = TokenBuffers(row, row, row, row.long(), row, row)
+        kernels.fill_decodes(self._few_pages(), row, tokens, block_size)
+
+    def _write(self, kernels: SlotKernels) -> None:
+        kernels.write_slots(self._few_pages(), self._zeros(1, RECORD_WORDS), self._zeros(3, 1))
+
+    def _few_pages(self) -> DeviceState:
+        """Of one slot, its pages as aligned as those of usual context windows."""
+        return DeviceState(1, FEW_PAGES, 1, self._device)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def _mask(self, kernels: SlotKernels, vocab_size: int) -> None:
         logits = torch.zeros(1, vocab_size, device=self._device)
@@ -74,8 +101,7 @@ class EarlyLaunches:
 
     def _masks(self, vocab_size: int) -> RowMasks:
         """Of one row, which allow every token."""
-        of_row = torch.zeros(1, dtype=torch.int32, device=self._device)
-        return RowMasks(of_row, of_row.new_full((1, -(-vocab_size // 32)), -1))
+        return RowMasks(self._zeros(1), self._zeros(1, -(-vocab_size // 32)) - 1)
 
 
 def _run(launch: Callable[[], object], stream: torch.cuda.Stream | None) -> None:

@@ -54,10 +54,14 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     )
 
 
-def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """FlashInfer's and ours on CUDA in half precision, where it is there; else plain torch."""
+def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
+    """FlashInfer's and ours: on CUDA in half precision, where it is installed."""
     is_half = device.type == "cuda" and dtype != torch.float32
-    if not is_half or importlib.util.find_spec("flashinfer") is None:
+    return is_half and importlib.util.find_spec("flashinfer") is not None
+
+
+def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    if not has_fast_ops(device, dtype):
         return TorchOps()
     from asyncllm.models.layers.flashinfer_ops import FlashInferOps
 

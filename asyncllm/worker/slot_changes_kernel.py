@@ -12,7 +12,10 @@ from asyncllm.worker.slot_changes import FIRST_FLOAT, FIRST_INT, RECORD_WORDS
 BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_records", "num_entries"])
+@triton.jit(
+    do_not_specialize=["num_records", "num_entries", "num_slots", "num_pages"],
+    do_not_specialize_on_alignment=["records_ptr", "entries_ptr"],
+)
 def _write_slots(
     records_ptr, entries_ptr, last_tokens_ptr, positions_ptr, prompt_lens_ptr, top_ks_ptr,
     seeds_ptr, floats_ptr, tables_ptr, num_records, num_entries, num_slots, num_pages,

@@ -36,10 +36,22 @@ from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.inbox import Inbox
-from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
+from asyncllm.worker.kernels import (
+    SlotKernels,
+    has_fast_ops,
+    make_executor,
+    select_ops,
+    select_slot_kernels,
+)
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
+from asyncllm.worker.memory import (
+    measure_swap_cost,
+    plan_memory,
+    profile_step,
+    time_prefill_on_cpu,
+)
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.own_kernels import begin_building
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
@@ -73,6 +85,9 @@ class Worker:
         with self._phase("kernels"):
             kernels = select_slot_kernels(self.device)
             early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
+            early.begin_slots(kernels, config.block_size)
+            if has_fast_ops(self.device, self._dtype):
+                begin_building(config, self.device)
             ops = select_ops(self.device, self._dtype)
         with self._phase("load"):
             model = self._build_model(ops)
@@ -80,8 +95,8 @@ class Worker:
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
-            profile = profile_step(model, config, self.device)
-            self.memory = plan_memory(config, page_bytes, profile, self.device)
+            peak_bytes = profile_step(model, config, self.device)
+            self.memory = plan_memory(config, page_bytes, peak_bytes, self.device)
         with self._phase("kv_cache"):
             cache = self._allocate_cache(host_pages)
             state = self._allocate_state()
@@ -106,7 +121,7 @@ class Worker:
             with self._phase("step_cost"), self._on_stream():
                 self.step_cost = measure_step_cost(self.runner, self._most_tokens)
         with self._phase("swap_space"):
-            self.swap_cost = self._measure_swap_cost(cache, profile)
+            self.swap_cost = self._measure_swap_cost(model, cache)
 
     @property
     def num_graphs(self) -> int:
@@ -306,10 +321,14 @@ class Worker:
             capture(size)
         self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
 
-    def _measure_swap_cost(self, cache: KVCache, profile: Profile) -> SwapCost | None:
+    def _measure_swap_cost(self, model: CausalLM, cache: KVCache) -> SwapCost | None:
         """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""
+        if self.step_cost is not None:
+            seconds_per_token = self.step_cost.seconds_per_token
+        else:
+            seconds_per_token = time_prefill_on_cpu(model, self._config)
         try:
-            return measure_swap_cost(cache, profile)
+            return measure_swap_cost(cache, seconds_per_token)
         except (MemoryError, RuntimeError) as error:
             raise ValueError(
                 f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"

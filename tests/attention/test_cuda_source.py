@@ -115,8 +115,20 @@ def test_a_launch_function_is_waited_for_and_called(compiler: Path, tmp_path: Pa
     assert launch is not None
     assert launch(ctypes.byref(ctypes.c_int(20)), 2, 0) == 41
     write_compiler(compiler, "exit 1")
-    source.write_text("// other")
-    assert cuda_source.begin_loading_launch(source, "twice", (9, 0), [])() is None
+    assert cuda_source.begin_loading_launch(source, "twice", (9, 0), [])() is not None
+    other = tmp_path / "other.cu"
+    other.write_text("// other")
+    assert cuda_source.begin_loading_launch(other, "twice", (9, 0), [])() is None
+
+
+def test_who_asks_while_it_is_compiled_waits_for_the_same(compiler: Path, tmp_path: Path) -> None:
+    write_compiler(compiler, "exit 1")
+    source = tmp_path / "kernel.cu"
+    source.write_text("// any")
+    first = cuda_source.begin_loading(source, (9, 0))
+    second = cuda_source.begin_loading(source, (9, 0), [])
+    assert first() is None and second() is None
+    assert len((compiler / "calls").read_text().splitlines()) == 1
 
 
 def test_without_a_home_there_is_no_library(

@@ -70,6 +70,22 @@ class AtOnce(EarlyLaunches):
         launch()
 
 
+def test_slots_are_read_and_written() -> None:
+    kernels = select_slot_kernels(CPU)
+    asked: list[str] = []
+
+    def watch(name: str) -> Callable[..., object]:
+        def kernel(*args: object) -> object:
+            asked.append(name)
+            return getattr(kernels, name)(*args)
+
+        return kernel
+
+    names = ("gather_slots", "fill_decodes", "write_slots")
+    AtOnce(CPU).begin_slots(replace(kernels, **{name: watch(name) for name in names}), 16)
+    assert asked == list(names)
+
+
 def test_sampling_in_every_way_of_a_step() -> None:
     kernels = select_slot_kernels(CPU)
     asked = []
