@@ -126,6 +126,7 @@ class Sequence:
     num_in_flight  output tokens sampled by launched steps, not yet known on the host (0 or 1
                    between turns, one more while a step is planned ahead)
     num_computed   positions whose KV is written by launched steps
+    num_to_compute those until its last token is sampled, if it goes on to max_tokens
     num_prefill    tokens known when it was admitted, or jumped to: it decodes once num_computed has
                    reached them
     num_to_drop    of the samples in flight, those whose token is known already
@@ -151,6 +152,10 @@ class Sequence:
     forcer: TokenForcer | None = None  # only with a request that needs_host
     num_to_drop: int = 0
     num_accepted: int = 0
+    num_to_compute: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_to_compute = len(self.request.prompt_token_ids) + self.request.max_tokens - 1
 
     @property
     def needs_host(self) -> bool:
@@ -238,9 +243,10 @@ class DecodeBatch:
     needs_host: bool = False  # some row does
 
     @classmethod
-    def of(cls, seqs: tuple[Sequence, ...], positions: list[int]) -> DecodeBatch:
+    def of(
+        cls, seqs: tuple[Sequence, ...], positions: list[int], needs_host: bool = False
+    ) -> DecodeBatch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
-        needs_host = any(seq.needs_host for seq in seqs)
         rows = cls(seqs, slots, np.array(positions, np.int32), needs_host)
         rows.slots.flags.writeable = rows.positions.flags.writeable = False
         return rows
@@ -255,7 +261,8 @@ class DecodeBatch:
 
     def plus(self, seq: Sequence, position: int) -> DecodeBatch:
         """And one token of `seq`."""
-        return DecodeBatch.of((*self.seqs, seq), [*self.positions.tolist(), position])
+        positions = [*self.positions.tolist(), position]
+        return DecodeBatch.of((*self.seqs, seq), positions, self.needs_host or seq.needs_host)
 
     def at_block_start(self, block_size: int) -> list[Sequence]:
         """Whose token is the first of a block."""

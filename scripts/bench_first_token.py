@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import subprocess
 import sys
@@ -44,8 +43,10 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.collector import patient_collector
 from asyncllm.server.connection import Connection
 from asyncllm.server.listener import Listener
+from asyncllm.server.service import SERVICE
 from asyncllm.server.sse import SSEStream
 from asyncllm.types import Request, StepPlan, StepResult
 
@@ -132,23 +133,21 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     await engine.start()
     server_args = ServerArgs(port=0)
-    runner = web.AppRunner(
-        build_app(engine, server_args), handler_cancellation=True, access_log=None
-    )
+    app = build_app(engine, server_args)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     listener = Listener.bind(server_args)
     await listener.start(runner)
     assert listener.sock is not None
     stamps = Stamps(engine._running())
-    gc.collect()
-    gc.freeze()  # as the server does
     port = listener.sock.getsockname()[1]
     client = await asyncio.create_subprocess_exec(
         sys.executable, str(CLIENT), str(port), str(args.requests + NUM_WARM_UP), str(args.burst),
         str(args.input_len), str(args.output_len), str(args.running), stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
-        output, _ = await client.communicate()
+        with patient_collector(app[SERVICE]):
+            output, _ = await client.communicate()
     finally:
         if client.returncode is None:
             client.kill()

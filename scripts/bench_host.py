@@ -15,7 +15,8 @@ per number of streams, in microseconds per step:
 
 Lag is how long a packet from another process lies before the loop sees it. With --json, late is the
 share of steps whose masks came after their forward pass (late_us: by how much, over all steps).
-Ends in a JSON line.
+With --answer-tokens answers end, and their clients ask again: members change in almost every step.
+The quantiles of each phase's steps, and the collector's pauses, are in the JSON line that ends it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
 import json
 import platform
 import pstats
@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 import uvloop
 from aiohttp import web
+from host_pauses import CollectorPauses
 from json_streams import ANSWER_TOKENS, JsonStreams
 from simulated_worker import SimulatedWorker
 from tqdm import tqdm
@@ -49,6 +50,7 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.collector import patient_collector
 from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.sse import SSEStream
@@ -68,6 +70,7 @@ class Meter:
     steps: int = 0
     tokens: int = 0
     lags_s: list[float] = field(default_factory=list)
+    marks: list[list[float]] = field(default_factory=list)  # `seconds` at each step's end
 
     def wrap(self, owner: Any, name: str, phase: str, *inner: str) -> None:
         """Add the time of a method to `phase`, without that of the phases within."""
@@ -99,6 +102,7 @@ class Meter:
             self.seconds["wake"] += time.perf_counter() - event.due_s
             self.steps += 1
             self.tokens += len(result.token_ids)
+            self.marks.append(list(self.seconds.values()))
             finish(plan, result)
 
         core.finish = count  # type: ignore[method-assign]
@@ -109,6 +113,13 @@ class Meter:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
         self.steps = self.tokens = 0
         self.lags_s.clear()
+        self.marks.clear()
+
+    def quantiles_us(self) -> dict[str, list[float]]:
+        """Of each phase's steps: 10, 50, 90, 99 and 100 %."""
+        per_step = np.diff(np.array(self.marks), axis=0) * 1e6
+        of_phases = np.percentile(per_step, [10, 50, 90, 99, 100], axis=0).T.round(1).tolist()
+        return dict(zip(PHASES, of_phases, strict=True))
 
 
 class LagProbe(asyncio.DatagramProtocol):
@@ -119,11 +130,11 @@ class LagProbe(asyncio.DatagramProtocol):
         self._meter.lags_s.append(time.perf_counter() - struct.unpack("d", data)[0])
 
 
-async def measure(
-    model: str, as_json: bool, num_streams: int, num_steps: int, profile: bool
-) -> dict[str, Any]:
-    args = EngineArgs(model, max_num_seqs=num_streams, max_num_batched_tokens=8192)
-    engine = AsyncLLMEngine.from_engine_args(args)
+async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
+    engine_args = EngineArgs(
+        args.model, max_num_seqs=num_streams, max_num_batched_tokens=8192, chunked_prefill_size=1536
+    )
+    engine = AsyncLLMEngine.from_engine_args(engine_args)
     await engine.start()
     server_args = ServerArgs(port=0)
     app = build_app(engine, server_args)
@@ -134,21 +145,23 @@ async def measure(
     assert listener.sock is not None
     meter = Meter()
     meter.watch(engine._running(), app[SERVICE])
-    if as_json:
+    if args.json:
         worker: Any = engine._running().worker
         worker.answer = JsonStreams(engine._running()).answer
     loop = asyncio.get_running_loop()
     lag, _ = await loop.create_datagram_endpoint(lambda: LagProbe(meter), ("127.0.0.1", 0))
-    max_tokens = ANSWER_TOKENS - 1 if as_json else MAX_TOKENS
-    body = {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": max_tokens}
+    max_tokens = ANSWER_TOKENS - 1 if args.json else args.answer_tokens or MAX_TOKENS
+    body = {"prompt": list(range(100, 100 + args.prompt_tokens)), "max_tokens": max_tokens}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0}
     lag_port = lag.get_extra_info("sockname")[1]
     port = listener.sock.getsockname()[1]
+    numbers = map(str, (port, num_streams, lag_port))
     clients = subprocess.Popen(  # noqa: ASYNC220 (once, at the start)
-        [sys.executable, CLIENTS, str(port), str(num_streams), str(lag_port), json.dumps(body)]
+        [sys.executable, CLIENTS, *numbers, json.dumps(body), str(int(args.answer_tokens > 0))]
     )
     try:
-        return await _measure(engine, meter, num_streams, num_steps, profile)
+        with patient_collector(app[SERVICE]):
+            return await _measure(engine, meter, args, num_streams)
     finally:
         clients.kill()
         clients.wait()
@@ -158,31 +171,31 @@ async def measure(
 
 
 async def _measure(
-    engine: AsyncLLMEngine, meter: Meter, num_streams: int, num_steps: int, profile: bool
+    engine: AsyncLLMEngine, meter: Meter, args: argparse.Namespace, num_streams: int
 ) -> dict[str, Any]:
     await _until(lambda: engine.stats().num_running == num_streams)
-    gc.collect()
-    gc.freeze()  # as the server does
-    await _steps(meter, WARM_UP_STEPS)
+    await _steps(meter, WARM_UP_STEPS + args.answer_tokens)
     profiler = cProfile.Profile()
-    if profile:
+    if args.profile:
         profiler.enable()
     meter.reset()
     worker: Any = engine._running().worker
     worker.lateness_s.clear()
     start_s, cpu_s, all_cpu_s = time.perf_counter(), time.thread_time(), time.process_time()
-    await _steps(meter, num_steps)
+    with CollectorPauses() as pauses:
+        await _steps(meter, args.steps)
     wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - cpu_s
     other_cpu_s = time.process_time() - all_cpu_s - cpu_s
     steps, tokens, seconds = meter.steps, meter.tokens, dict(meter.seconds)
+    quantiles = meter.quantiles_us()
     lags_s = np.array(meter.lags_s or [0.0])
-    if profile:
+    if args.profile:
         profiler.disable()
-        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(25)
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     num_writes, num_bytes, num_tokens = await _count_writes(meter)
-    gc.unfreeze()
     late_s = np.array(worker.lateness_s or [-np.inf])
-    assert tokens == steps * num_streams, f"{tokens} tokens in {steps} steps: the streams changed"
+    if not args.answer_tokens:
+        assert tokens == steps * num_streams, f"{tokens} tokens in {steps} steps: a stream ended"
     loop_s = cpu_s - sum(seconds[name] for name in PHASES if name != "wake")
     return {
         "streams": num_streams,
@@ -197,6 +210,8 @@ async def _measure(
         "lag_p99_us": round(float(np.percentile(lags_s, 99)) * 1e6),
         "bytes_per_token": round(num_bytes / num_tokens, 1),
         "writes_per_token": round(num_writes / num_tokens, 3),
+        "us_of_steps_p10_50_90_99_100": quantiles,
+        "collections": pauses.summary(),
     }
 
 
@@ -259,22 +274,25 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256, 512])
     parser.add_argument("--steps", type=int, default=400, help="measured, per number of streams")
     parser.add_argument("--device-ms", type=float, default=5.0, help="the device's time per step")
+    parser.add_argument("--prefill-ms", type=float, help="of a step with prompt tokens")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    parser.add_argument("--answer-tokens", type=int, default=0, help="0: streams do not end")
     parser.add_argument("--model", default="tiny", help="of whose vocabulary the tokens are")
     parser.add_argument("--json", action="store_true", help="all streams are JSON by a schema")
     parser.add_argument("--profile", action="store_true", help="top functions, on stderr")
     args = parser.parse_args()
-    if args.steps > MAX_TOKENS // 2:
+    if args.steps > MAX_TOKENS // 2 and not args.answer_tokens:
         parser.error(f"--steps: at most {MAX_TOKENS // 2}")
     SimulatedWorker.step_s = args.device_ms / 1e3
+    if args.prefill_ms is not None:
+        SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
     core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
     rows = [
-        uvloop.run(measure(args.model, args.json, num_streams, args.steps, args.profile))
+        uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)
     ]
     print_table(rows)
-    conditions = {"steps": args.steps, "device_ms": args.device_ms, "profile": args.profile}
-    conditions |= {"model": args.model, "json": args.json}
-    conditions |= {"python": platform.python_version(), "machine": platform.processor()}
+    conditions = vars(args) | {"python": platform.python_version(), "machine": platform.processor()}
     print(json.dumps({"conditions": conditions, "rows": rows}))
 
 

@@ -34,9 +34,10 @@ class AsyncLLMEngine:
     `AsyncLLMEngine(model, **fields of EngineArgs)`, then `await start()` or `async with engine`;
     `generate` starts it on first use. Raises `ValueError` or `ModelLoadError` for what cannot run.
 
-    Steps leave next to nothing for the garbage collector. Where the application does, a full
-    collection walks over all that torch and transformers made, 0.1 s and more between two tokens:
-    `gc.collect(); gc.freeze()` after `start()` spares that, and is the application's to decide.
+    Neither steps nor requests leave anything for the garbage collector, but they set it off, and a
+    full collection walks over all that torch and transformers made, 0.1 s and more between two
+    tokens: `gc.collect(); gc.freeze()` after `start()` spares that, `gc.set_threshold` most others;
+    both are the application's to decide. `asyncllm serve` does so in `server/collector.py`.
     """
 
     def __init__(self, model: str = "tiny", **engine_args: Any) -> None:

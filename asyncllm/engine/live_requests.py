@@ -124,6 +124,7 @@ class LiveRequests:
         for stop in stops:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
         self._abort_deferred()
+        self._forget_ended()
 
     def _end_search(self, search: EndedSearch) -> None:
         """Its pages are free; its words follow, when a thread has put them together."""
@@ -136,6 +137,7 @@ class LiveRequests:
                 logger.exception("request %s: output failed", output.request_id)
                 whole = replace(output, error=output_failed(output.request_id, error))
             sink(whole)
+            search.request.sequences.clear()  # as in `_forget_ended`
 
         task = asyncio.create_task(tell())
         self._rendering.add(task)
@@ -159,6 +161,7 @@ class LiveRequests:
             return False
         self.admission.leave(request)
         self._aborts[cause] += 1
+        self._forget_ended()
         return True
 
     def _abort_deferred(self) -> None:
@@ -182,6 +185,7 @@ class LiveRequests:
         self.scheduler.abort(request.request_id, FinishReason.ERROR)
         self.admission.leave(request)
         self.outputs.fail(request, error, time.monotonic())
+        self._forget_ended()
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
         """End the request of `seq`, if it is live, for what it brought with it raised."""
@@ -213,6 +217,11 @@ class LiveRequests:
         self._abort_deferred()
 
     # --- books -------------------------------------------------------------------------------
+
+    def _forget_ended(self) -> None:
+        """Part them from their sequences, which point back: only the collector would free both."""
+        for request in self.outputs.take_ended():
+            request.sequences.clear()
 
     def check_empty(self) -> None:
         """Assert that nothing is left of any request."""

@@ -57,6 +57,7 @@ class OutputProcessor:
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[int, SequenceState] = {}  # those that go on, by seq_id
         self._iteration = IterationStats()
+        self._ended: list[Request] = []
 
     @property
     def num_requests(self) -> int:
@@ -135,6 +136,11 @@ class OutputProcessor:
         if owner is not None:
             owner.error = error
             self._end(owner, "error", now)
+
+    def take_ended(self) -> list[Request]:
+        """Those whose last output went out since the last call; not those of `end_search`."""
+        taken, self._ended = self._ended, []
+        return taken
 
     def take_iteration_stats(self) -> IterationStats:
         """What came since the last call."""
@@ -294,6 +300,7 @@ class OutputProcessor:
         if output.finished:
             del self._requests[output.request_id]
             self._iteration.finished.append(owner.stats())
+            self._ended.append(owner.request)
         elif owner.text_sink is not None:  # the first token is out: from now on, text alone
             (seq,) = owner.request.sequences
             self._sequences[seq.seq_id].text_sink = owner.text_sink

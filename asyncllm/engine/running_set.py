@@ -2,7 +2,8 @@
 
 It knows no pages and decides nothing. While the same sequences decode, a step's batch is the one
 before with every position moved by one, and only rows at the start of a block can need a page; so a
-step of 256 rows costs the host a few numpy calls. Any change of members rebuilds the batch.
+step of 256 rows costs the host a few numpy calls. Any change of members rebuilds the batch, which
+happens in most steps where answers are short: a few list comprehensions, and no call per row.
 Invariant: `check_integrity()`; `seqs` is in order of service.
 """
 
@@ -23,6 +24,8 @@ class RunningSet:
         self.forked: set[Sequence] = set()  # members that may share the page they write to
         self.rewritten: set[Sequence] = set()  # members that are not as their slots say
         self.jumped: list[Sequence] = []  # members that jumped since the last plan
+        self._beams: set[Sequence] = set()  # members that search
+        self._host_rows: set[Sequence] = set()  # members that need the host
         self._key = key
         self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
         self._max_num_seqs = max_num_seqs
@@ -38,13 +41,17 @@ class RunningSet:
         seq.slot = self._free_slots.popleft()
         seq.status = SequenceStatus.RUNNING
         insort(self.seqs, seq, key=self._key)
+        if seq.request.sampling_params.use_beam_search:
+            self._beams.add(seq)
+        if seq.needs_host:
+            self._host_rows.add(seq)
         self._changed = True
 
     def remove(self, seq: Sequence) -> None:
         """`seq` gives its slot back; its new status is the caller's to set."""
         self.seqs.remove(seq)
-        self.forked.discard(seq)
-        self.rewritten.discard(seq)
+        for members in (self.forked, self.rewritten, self._beams, self._host_rows):
+            members.discard(seq)
         if seq in self.jumped:
             self.jumped.remove(seq)
         self._free_slots.append(seq.slot)
@@ -96,13 +103,23 @@ class RunningSet:
         return batch
 
     def _rebuild(self) -> None:
-        seqs = [seq for seq in self.seqs if may_decode(seq)]
-        positions = [seq.num_computed for seq in seqs]
+        beams = self._beams
+        seqs = [  # all that `may_decode`
+            seq
+            for seq in self.seqs
+            if seq.num_prefill <= seq.num_computed < seq.num_to_compute
+            and not seq.held
+            and (seq.num_in_flight == 0 or seq not in beams)
+        ]
         # A first prompt after idleness waits for this: ten numpy calls fewer are 50 us of it.
-        self._batch = DecodeBatch.of(tuple(seqs), positions) if seqs else NO_DECODES
-        self._num_steps_left = min([_num_steps_left(seq) for seq in seqs], default=1)
+        self._batch, self._num_steps_left = NO_DECODES, 1
+        if seqs:
+            needs_host = not self._host_rows.isdisjoint(seqs)
+            positions = [seq.num_computed for seq in seqs]
+            self._batch = DecodeBatch.of(tuple(seqs), positions, needs_host)
+            self._num_steps_left = min([seq.num_to_compute - seq.num_computed for seq in seqs])
         # A beam is in every second batch, or waits longer: rebuild each time.
-        self._changed = any(seq.request.sampling_params.use_beam_search for seq in self.seqs)
+        self._changed = bool(beams)
 
     def check_integrity(self) -> None:
         slots = [seq.slot for seq in self.seqs]
@@ -110,27 +127,23 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        remembered = self.forked | self.rewritten | set(self.jumped)
+        remembered = self.forked | self.rewritten | set(self.jumped) | self._beams | self._host_rows
         assert remembered <= set(self.seqs), "a fork, beam or jump is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not self._changed and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
             assert list(self._batch.seqs) == members, "the batch is out of date"
+            needs_host = any(seq.needs_host for seq in members)
+            assert self._batch.needs_host == needs_host, "the batch knows its host rows wrongly"
             for row in self._batch:
                 assert (row.slot, row.position) == (row.seq.slot, row.seq.num_computed)
 
 
 def may_decode(seq: Sequence) -> bool:
     """False for a prefill, and for a beam that waits for its token or for other beams."""
-    if seq.num_computed < seq.num_prefill or seq.held or _num_steps_left(seq) <= 0:
+    if seq.held or not seq.num_prefill <= seq.num_computed < seq.num_to_compute:
         return False
     return seq.num_in_flight == 0 or not seq.request.sampling_params.use_beam_search
-
-
-def _num_steps_left(seq: Sequence) -> int:
-    """Decodes until its last token is sampled, those in flight not counted."""
-    request = seq.request
-    return len(request.prompt_token_ids) + request.max_tokens - 1 - seq.num_computed
 
 
 def _counts_tokens(seq: Sequence) -> bool:

@@ -161,12 +161,19 @@ def error_middleware(
                 check(request)
             return await handler(request)
         except Exception as error:
-            own = (form for prefix, form in forms.items() if request.path.startswith(prefix))
-            told = _no_route(request) if isinstance(error, web.HTTPNotFound) else error
-            response = next(own, _four_keys)(told)
+            response = told(request, error)
             if request.writer.output_size:
                 raise  # a stream has begun, which cannot turn into this: aiohttp cuts it off
             return response
+
+    # In a function of its own: a variable that outlives the error's own would tie it to its frames,
+    # and what they hold, the request's body too, until the collector comes.
+    def told(request: web.Request, error: Exception) -> web.Response:
+        if isinstance(error, web.HTTPException):
+            error.with_traceback(None)  # the request holds those of its router
+        own = (form for prefix, form in forms.items() if request.path.startswith(prefix))
+        known = _no_route(request) if isinstance(error, web.HTTPNotFound) else error
+        return next(own, _four_keys)(known)
 
     return answer_errors
 

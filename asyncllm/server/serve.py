@@ -8,7 +8,6 @@ at once. While the model loads Python's own handling applies.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.errors import EngineDeadError
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.collector import patient_collector
 from asyncllm.server.errors import ApiError
 from asyncllm.server.listener import Listener
 from asyncllm.server.logs import RequestLog, StatsLog
@@ -79,13 +79,10 @@ async def _serve_loaded(
     engine: AsyncLLMEngine, args: ServerArgs, listener: Listener, service: Service, clock: _Clock
 ) -> None:
     stop = _stop_on_signals()
-    # What exists now lives as long as the process: spare every later collection the walk over it,
-    # which would show up as pauses between tokens.
-    gc.collect()
-    gc.freeze()
-    _announce(engine, listener, clock)
-    await _stop_or_failure(stop, engine)
-    await drain(service, args.shutdown_timeout)
+    with patient_collector(service):
+        _announce(engine, listener, clock)
+        await _stop_or_failure(stop, engine)
+        await drain(service, args.shutdown_timeout)
 
 
 async def _stop_or_failure(stop: asyncio.Event, engine: AsyncLLMEngine) -> None:

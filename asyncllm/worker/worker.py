@@ -23,8 +23,8 @@ from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_ways import Way
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool
-from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.progress import DELAY_S, ProgressBar
@@ -33,11 +33,25 @@ from asyncllm.types import StepCost, StepPlan, SwapCost
 from asyncllm.worker import decode_choice
 from asyncllm.worker.decode_trial import DecodeTrial
 from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
-from asyncllm.worker.kernels import Kernels, make_executor, select_kernels
+from asyncllm.worker.inbox import Inbox
+from asyncllm.worker.kernels import (
+    SlotKernels,
+    has_fast_ops,
+    make_executor,
+    select_ops,
+    select_slot_kernels,
+)
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
+from asyncllm.worker.memory import (
+    measure_swap_cost,
+    plan_memory,
+    profile_step,
+    time_prefill_on_cpu,
+)
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.own_kernels import begin_building
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
@@ -67,15 +81,22 @@ class Worker:
         self.backend_name = resolve_backend(config.attention_backend, self.device)
         page_bytes = self._page_bytes()
         host_pages = self._host_pages(page_bytes)
+        early = EarlyLaunches(self.device)
         with self._phase("kernels"):
-            kernels = select_kernels(self.device, self._dtype)
+            kernels = select_slot_kernels(self.device)
+            early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
+            early.begin_slots(kernels, config.block_size)
+            if has_fast_ops(self.device, self._dtype):
+                begin_building(config, self.device)
+            ops = select_ops(self.device, self._dtype)
         with self._phase("load"):
-            model = self._build_model(kernels)
+            model = self._build_model(ops)
+            early.begin_one_row(model)
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
-            profile = profile_step(model, config, self.device)
-            self.memory = plan_memory(config, page_bytes, profile, self.device)
+            peak_bytes = profile_step(model, config, self.device)
+            self.memory = plan_memory(config, page_bytes, peak_bytes, self.device)
         with self._phase("kv_cache"):
             cache = self._allocate_cache(host_pages)
             state = self._allocate_state()
@@ -87,11 +108,11 @@ class Worker:
         attention = build_backend(self.backend_name, cache, model.attention_layers)
         self.runner = self._make_runner(model, cache, attention, state, kernels)
         with self._phase("warm_up"), self._on_stream():
-            self._warm_up()
+            self._warm_up(early)
         self._pending = PendingCaptures()
         if attention.supports_graphs and not config.enforce_eager:
             pool = GraphPool()
-            self._make_prefill_graphs(model, attention, cache, pool)
+            self._make_prefill_graphs(pool)
             with self._phase("decode_kernel"):
                 ways = decode_choice.other_ways(self.runner, model, cache, loading)
             self._make_decode_graphs(state, pool, ways)
@@ -100,7 +121,7 @@ class Worker:
             with self._phase("step_cost"), self._on_stream():
                 self.step_cost = measure_step_cost(self.runner, self._most_tokens)
         with self._phase("swap_space"):
-            self.swap_cost = self._measure_swap_cost(cache, profile)
+            self.swap_cost = self._measure_swap_cost(model, cache)
 
     @property
     def num_graphs(self) -> int:
@@ -158,7 +179,8 @@ class Worker:
             self._executor.close()
         finally:
             self._pending.clear()
-            self.runner.graphs = None  # they hold the runner's decode_step: break the circle
+            # They hold the runner's own methods: break the circles.
+            self.runner.graphs = self.runner.sample_graphs = None
             del self.runner
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -180,11 +202,11 @@ class Worker:
         )
         return HostPages(shape, self._dtype, self.device)
 
-    def _build_model(self, kernels: Kernels) -> CausalLM:
+    def _build_model(self, ops: Ops) -> CausalLM:
         """Without its weights."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        return build_model(config.model, self._dtype, self.device, kernels.ops, model_len)
+        return build_model(config.model, self._dtype, self.device, ops, model_len)
 
     def _allocate_cache(self, host_pages: HostPages) -> KVCache:
         """Raises `ValueError` naming the flags where the memory is not there."""
@@ -219,7 +241,7 @@ class Worker:
         cache: KVCache,
         attention: AttentionBackend,
         state: DeviceState,
-        kernels: Kernels,
+        kernels: SlotKernels,
     ) -> ModelRunner:
         return ModelRunner(
             model=model,
@@ -228,16 +250,28 @@ class Worker:
             state=state,
             sampler=Sampler(state, kernels.sample_slots, kernels.apply_masks),
             gather_slots=kernels.gather_slots,
+            fill_decodes=kernels.fill_decodes,
+            write_slots=kernels.write_slots,
             executor=self._executor,
             builder=StepBuilder(self._config.num_slots, self._config.block_size),
             processors=self._processors,
             masks=self.token_masks,
+            inbox=Inbox(
+                max(self._config.prefill_graph_sizes, default=0),
+                self._config.num_slots,
+                self.device,
+            ),
             device=self.device,
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, early: EarlyLaunches) -> None:
+        """On the current stream, and in the threads of what else is to be compiled."""
+        if isinstance(self._executor, StreamExecutor):
+            slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
+            early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
             self.runner.warm_up.prefill(min(num_tokens, self._most_tokens))
+        early.wait()
         self.runner.warm_up.sampling(self._dtype)
 
     @property
@@ -245,16 +279,26 @@ class Worker:
         """Of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
 
-    def _make_prefill_graphs(
-        self, model: CausalLM, attention: AttentionBackend, cache: KVCache, pool: GraphPool
-    ) -> None:
-        sizes = self._config.prefill_graph_sizes
-        if not sizes:
+    def _make_prefill_graphs(self, pool: GraphPool) -> None:
+        """Of steps with prefills: forward passes by their tokens, samples by their rows."""
+        config, runner = self._config, self.runner
+        if not config.prefill_graph_sizes:
             return
-        prefill = PrefillGraphs(model, attention, cache, sizes[-1], pool, self._dtype, self.device)
+        hidden = torch.zeros(
+            config.cuda_graph_sizes[-1],
+            config.model.hf_config.hidden_size,
+            dtype=self._dtype,
+            device=self.device,
+        )
+        graphs = runner.mixed_forward.make_graphs(
+            config.prefill_graph_sizes[-1], config.max_num_seqs, pool
+        )
+        samples = runner.make_sample_graphs(hidden, pool)
         with self._phase("prefill_graphs"), self._on_stream():
-            self._capture(prefill.capture, sizes, "prefill")
-        self.runner.mixed_forward.graphs = prefill
+            self._capture(graphs.capture, config.prefill_graph_sizes, "prefill")
+            for size in first_sizes(config.cuda_graph_sizes):
+                samples.capture(size)
+        runner.mixed_forward.graphs, runner.sample_graphs = graphs, samples
 
     def _make_decode_graphs(self, state: DeviceState, pool: GraphPool, others: list[Way]) -> None:
         """`others`: ways to run a step besides the layers."""
@@ -277,10 +321,14 @@ class Worker:
             capture(size)
         self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
 
-    def _measure_swap_cost(self, cache: KVCache, profile: Profile) -> SwapCost | None:
+    def _measure_swap_cost(self, model: CausalLM, cache: KVCache) -> SwapCost | None:
         """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""
+        if self.step_cost is not None:
+            seconds_per_token = self.step_cost.seconds_per_token
+        else:
+            seconds_per_token = time_prefill_on_cpu(model, self._config)
         try:
-            return measure_swap_cost(cache, profile)
+            return measure_swap_cost(cache, seconds_per_token)
         except (MemoryError, RuntimeError) as error:
             raise ValueError(
                 f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"

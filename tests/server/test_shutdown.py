@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from typing import Any, ClassVar
 
@@ -116,6 +115,5 @@ def test_health_says_loading_until_the_model_is_there() -> None:
                 await asyncio.sleep(0.002)
         server.cancel()
         await asyncio.wait([server])
-        gc.unfreeze()
 
     run(test())

@@ -113,9 +113,12 @@ class GrammarCompiler:
         result = asyncio.wrap_future(found)
         result.add_done_callback(_look_at)
         try:
-            return await asyncio.wait_for(asyncio.shield(result), STRUCTURED_OUTPUT_COMPILE_SECONDS)
+            async with asyncio.timeout(STRUCTURED_OUTPUT_COMPILE_SECONDS):
+                return await asyncio.shield(result)
         except TimeoutError:
             raise self._too_slow(found, params) from None
+        finally:
+            del found, result  # they hold an error, whose traceback holds this frame
 
     def _find_or_start(
         self, params: StructuredOutputsParams
@@ -165,6 +168,8 @@ class GrammarCompiler:
                 self._settle(key, grammar)
                 future.set_result(grammar)
                 self._add_lexers(grammar, text)
+            finally:
+                del future  # it holds an error, whose traceback holds this frame
 
     def _settle(self, key: bytes, grammar: CompiledGrammar | None = None) -> None:
         with self._lock:
