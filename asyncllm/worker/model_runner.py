@@ -24,18 +24,18 @@ from asyncllm.types import NO_MASKS, StepPlan, StepResult, TokenMasks
 from asyncllm.worker.decode_rows import FillDecodes
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.worker.host_step import HostStep
 from asyncllm.worker.inbox import Inbox
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_forward import MixedForward, duration_key
 from asyncllm.worker.result_buffers import ResultBuffers
-from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.sampler import LogprobTensors, Sampler
 from asyncllm.worker.slot_changes import WriteSlots
 from asyncllm.worker.slot_rows import GatherSlots
 from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs, StepTokens
-from asyncllm.worker.step_results import Sampled, fetch
-from asyncllm.worker.step_timer import DeviceTimes
+from asyncllm.worker.step_inputs import StepBuilder, StepInputs, StepTokens
+from asyncllm.worker.step_results import Sampled, fetch, prompt_logprobs_of
 from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 from asyncllm.worker.warm_up import WarmUp
 from asyncllm.worker.work_counts import WorkCounts
@@ -43,7 +43,6 @@ from asyncllm.worker.work_counts import WorkCounts
 Tensors = dict[str, torch.Tensor]
 # token ids int32 [rows], rows, prompt lens where the model uses them -> logits [rows, V]
 DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.Tensor]
-PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +55,6 @@ class Forwarded:
     tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
     tensors: Tensors  # the step's uploaded arrays
     prompt_logprobs: list[LogprobTensors]
-
-
-class HostStep:
-    """A step whose forward pass is launched. `sample`, once, launches the rest; then `wait`."""
-
-    def __init__(self, end: Callable[[TokenMasks], LaunchedStep]) -> None:
-        self._end = end
-        self._whole: LaunchedStep | None = None
-
-    def sample(self, masks: TokenMasks) -> None:
-        """From any thread, all steps before being finished, and before any other launch."""
-        assert self._whole is None, "a step is sampled twice"
-        self._whole = self._end(masks)
-
-    async def wait(self) -> StepResult:
-        assert self._whole is not None, "a step is awaited that nobody samples"
-        return await self._whole.wait()
-
-    def device_times(self) -> DeviceTimes:
-        assert self._whole is not None
-        return self._whole.device_times()
 
 
 class ModelRunner:
@@ -254,7 +232,7 @@ class ModelRunner:
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs
-            for logprobs in self._prompt_logprobs(hidden, wanted, tensors)
+            for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
         ]
         tokens, logits = self._logits(hidden, len(step.sample_tokens))
         slots, positions = self._sampled_rows(len(step.sample_tokens))
@@ -318,19 +296,6 @@ class ModelRunner:
             process if inputs.features & Feature.PROCESS else None,
         )
         return tokens, failures
-
-    def _prompt_logprobs(
-        self, hidden: torch.Tensor, wanted: PromptLogprobs, tensors: Tensors
-    ) -> list[LogprobTensors]:
-        """In pieces: logits of a whole prompt would not fit beside the KV cache."""
-        targets = tensors[wanted.array_name]
-        pieces = []
-        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            piece = targets[start : start + PROMPT_LOGPROB_ROWS]
-            first = wanted.first_token + start
-            logits = self._model.compute_logits(hidden[first : first + len(piece)])
-            pieces.append(gather_logprobs(logits, piece, wanted.num_top))
-        return pieces
 
     def _upload(self, arrays: Arrays) -> Tensors:
         tensors = self._staging.upload(arrays)

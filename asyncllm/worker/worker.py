@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,15 +19,10 @@ from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, resolve_backend
 from asyncllm.config import EngineConfig
-from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_ways import Way
-from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
-from asyncllm.graphs.pool import GraphPool
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
-from asyncllm.progress import DELAY_S, ProgressBar
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import StepCost, StepPlan, SwapCost
 from asyncllm.worker import decode_choice
@@ -53,6 +48,7 @@ from asyncllm.worker.memory import (
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.own_kernels import begin_building
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
 from asyncllm.worker.token_masks import TokenMaskBuffer
@@ -75,7 +71,6 @@ class Worker:
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.phases: dict[str, float] = {}
         self._config = config
-        self._progress = progress
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
@@ -109,13 +104,15 @@ class Worker:
         self.runner = self._make_runner(model, cache, attention, state, kernels)
         with self._phase("warm_up"), self._on_stream():
             self._warm_up(early)
-        self._pending = PendingCaptures()
+        self._captures = StepCaptures(config, self.runner, self.device, progress=progress)
         if attention.supports_graphs and not config.enforce_eager:
-            pool = GraphPool()
-            self._make_prefill_graphs(pool)
+            with self._phase("prefill_graphs"), self._on_stream():
+                self._captures.prefills(self._dtype)
             with self._phase("decode_kernel"):
                 ways = decode_choice.other_ways(self.runner, model, cache, loading)
-            self._make_decode_graphs(state, pool, ways)
+            trial = DecodeTrial(state, config.block_size, self.memory.num_pages)
+            with self._phase("graphs"), self._on_stream():
+                self._captures.decodes(ways, trial)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
@@ -144,18 +141,13 @@ class Worker:
 
     @property
     def num_pending_graphs(self) -> int:
-        return len(self._pending)
+        return len(self._captures)
 
     @torch.inference_mode()
     def capture_one(self) -> None:
-        """Capture one of the pending graphs; for moments without a step. Blocks for 10 to 20 ms,
-        a few steps more where ways to run it are timed."""
-        try:
-            with self._on_stream():
-                self._pending.capture_one()
-        except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
-            logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
-            self._pending.clear()
+        """Capture one of the pending graphs; for moments without a step."""
+        with self._on_stream():
+            self._captures.capture_one()
 
     def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Which of the engine's logits processors a request needs. Raises what they raise."""
@@ -178,10 +170,8 @@ class Worker:
         try:
             self._executor.close()
         finally:
-            self._pending.clear()
-            # They hold the runner's own methods: break the circles.
-            self.runner.graphs = self.runner.sample_graphs = None
-            del self.runner
+            self._captures.clear()
+            del self.runner, self._captures
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -278,48 +268,6 @@ class Worker:
     def _most_tokens(self) -> int:
         """Of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
-
-    def _make_prefill_graphs(self, pool: GraphPool) -> None:
-        """Of steps with prefills: forward passes by their tokens, samples by their rows."""
-        config, runner = self._config, self.runner
-        if not config.prefill_graph_sizes:
-            return
-        hidden = torch.zeros(
-            config.cuda_graph_sizes[-1],
-            config.model.hf_config.hidden_size,
-            dtype=self._dtype,
-            device=self.device,
-        )
-        graphs = runner.mixed_forward.make_graphs(
-            config.prefill_graph_sizes[-1], config.max_num_seqs, pool
-        )
-        samples = runner.make_sample_graphs(hidden, pool)
-        with self._phase("prefill_graphs"), self._on_stream():
-            self._capture(graphs.capture, config.prefill_graph_sizes, "prefill")
-            for size in first_sizes(config.cuda_graph_sizes):
-                samples.capture(size)
-        runner.mixed_forward.graphs, runner.sample_graphs = graphs, samples
-
-    def _make_decode_graphs(self, state: DeviceState, pool: GraphPool, others: list[Way]) -> None:
-        """`others`: ways to run a step besides the layers."""
-        sizes, step = self._config.cuda_graph_sizes, self.runner.decode_step
-        trial = DecodeTrial(state, self._config.block_size, self.memory.num_pages)
-        decode = DecodeGraphs(step, sizes[-1], pool, self.device, others, trial)
-        with self._phase("graphs"), self._on_stream():
-            self._capture(decode.capture, sizes, "decode")
-        self.runner.graphs = decode
-
-    def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Some sizes now, largest first, the others when the engine is idle."""
-        for size in ProgressBar(
-            first_sizes(sizes),
-            desc=f"capturing {name} graphs",
-            disable=not self._progress,
-            leave=False,
-            delay=DELAY_S,
-        ):
-            capture(size)
-        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
 
     def _measure_swap_cost(self, model: CausalLM, cache: KVCache) -> SwapCost | None:
         """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""

@@ -23,7 +23,7 @@ from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.graphs.step_graph import StepGraph, Way
 from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.layers.embedding import Embedding
-from asyncllm.worker import worker
+from asyncllm.worker import step_captures, worker
 from asyncllm.worker.step_inputs import StepTokens
 from tests.worker.recorded_graph import RecordedGraph
 
@@ -61,7 +61,7 @@ def _one_thread() -> Iterator[None]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU, of decodes as well."""
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(worker, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
 
 
 @pytest.fixture
