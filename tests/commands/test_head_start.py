@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import pytest
 
 from asyncllm.commands import head_start
+
+IN_TREE = "TRITON_BACKENDS_IN_TREE"
 
 
 class Driver:
@@ -32,8 +35,10 @@ class Driver:
 
 
 @pytest.fixture(autouse=True)
-def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_start, "keep_bytecode", lambda: None)
+    monkeypatch.setattr(head_start, "UNOPENED", {})
+    monkeypatch.setenv(IN_TREE, "")
 
 
 def calls_with(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -62,6 +67,14 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = head_start.take_head_start("cuda")
     assert thread is not None
     thread.join()  # an error in a thread fails a test
+
+
+def test_triton_looks_for_no_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    head_start.take_head_start("cpu")
+    assert os.environ[IN_TREE] == ""  # whoever set it is heard
+    monkeypatch.delenv(IN_TREE)
+    head_start.take_head_start("cpu")
+    assert os.environ[IN_TREE] == "1"
 
 
 def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
