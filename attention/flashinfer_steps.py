@@ -26,7 +26,7 @@ from asyncllm.attention.flashinfer_prefill import (
 )
 from asyncllm.attention.kv_cache import KVCache
 
-MAX_PREFILLS = 128  # rows
+MAX_PREFILLS = 256  # rows
 MAX_PAGES = 1 << 16  # of all rows
 LISTS_BYTES = 4 << 20
 NUM_PLANS = 2  # steps between plan and completion: one running, one launched ahead

@@ -107,7 +107,7 @@ def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> No
                     graph.capture_end()
             graphs[decodes is None] = graph
         rng = random.Random(1)
-        for num_decodes, num_prefills in [(5, 1), (0, 1), (0, 128), (64, 3), (1, 100), (48, 1)] * 3:
+        for num_decodes, num_prefills in [(5, 1), (0, 1), (0, 256), (64, 3), (1, 200), (48, 1)] * 3:
             step = random_step(rng, num_decodes, num_prefills)
             fixed.positions.fill_(-1)
             if step.decodes is not None:
