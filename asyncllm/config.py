@@ -27,7 +27,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
-PREFILL_GRAPH_SIZES = (16, 32, 64, *range(128, 1025, 128), *range(1280, 2049, 256))
+PREFILL_GRAPH_SIZES = (16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128))
 GIB = 1 << 30
 
 

@@ -92,7 +92,8 @@ class BalancedDecode:
     def bind(
         self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
     ) -> AttendRows:
-        """q, out [rows, heads, head_dim], contiguous; lengths of 32 bits [rows, 1]. Capturable."""
+        """q, out [rows, heads, head_dim], contiguous; lengths of 32 bits [rows, 1], of rows that
+        are none's 0, and behind the others. Capturable. The result keeps what it was given."""
         num_rows = len(q)
         assert num_rows <= len(self._counts)
         assert q.is_contiguous() and out.is_contiguous() and block_tables.stride(1) == 1
@@ -113,7 +114,10 @@ class BalancedDecode:
         )
         stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
 
-        def call(layer: AttentionLayer) -> None:
+        # Only their addresses are used, and whose memory was let go of is somebody else's.
+        kept = (q, block_tables, lengths, out)
+
+        def call(layer: AttentionLayer, _kept: object = kept) -> None:
             args.cache = self._cache.layers[layer.index].data_ptr()
             args.scale = layer.scale
             if error := self._launch(ctypes.byref(args), self._num_blocks, stream):

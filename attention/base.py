@@ -86,7 +86,10 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of one token each, on the device. Padding rows have table 0 and position 0."""
+    """Rows of one token each, on the device. Padding rows have table 0 and position 0.
+
+    In a graph of whole mixed steps (`StepAttention`) rows may be none's: their position is -1.
+    """
 
     block_tables: torch.Tensor  # int32 [rows, pages per sequence]
     positions: torch.Tensor  # int32 [rows]
@@ -101,6 +104,31 @@ class DecodeRows:
 
 # Attention of one layer over a mixed step's rows, from its q to its out (see `mixed`).
 AttendRows = Callable[[AttentionLayer], None]
+
+
+class StepAttention(Protocol):
+    """Attention of mixed steps that a graph holds whole: what differs from step to step is read on
+    the device, so that a captured launch serves them all.
+
+    For steps of at most `max_decodes` decodes and `max_prefills` prefill rows, these with
+    `max_pages` pages in all.
+    """
+
+    max_decodes: int
+    max_prefills: int
+    max_pages: int
+
+    def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
+        """Tell the next replay of its prefill rows, which come after so many decodes."""
+        ...
+
+    def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        """To be called under capture, after each layer's `write`. q, out as `mixed` has them.
+
+        decodes: as many rows as there may be, those that a step has first, the others' positions
+        -1; None: for steps that have none.
+        """
+        ...
 
 
 class AttentionBackend(Protocol):
@@ -138,4 +166,8 @@ class AttentionBackend(Protocol):
         q, out: [tokens, num_heads, head_dim], the same for all layers. Tokens beyond the step's
         are padding and left alone.
         """
+        ...
+
+    def step_attention(self, max_tokens: int) -> StepAttention | None:
+        """For graphs of whole mixed steps of at most so many tokens; None: it has none."""
         ...

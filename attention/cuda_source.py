@@ -16,8 +16,11 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+
+from asyncllm.cache_folder import cache_folder
 
 logger = logging.getLogger("asyncllm")
 
@@ -48,11 +51,21 @@ def load(
 def begin_loading(
     source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
 ) -> Callable[[], ctypes.CDLL | None]:
-    """`load`, by a thread from now on; to call what this returns is to wait for its result."""
+    """`load`, by a thread from now on; to call what this returns is to wait for its result.
+
+    Whoever asks again, in this process, waits for the same.
+    """
+    return _begin_loading(source, capability, tuple(definitions)).result
+
+
+@cache
+def _begin_loading(
+    source: Path, capability: tuple[int, int], definitions: tuple[str, ...]
+) -> Future[ctypes.CDLL | None]:
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-nvcc")
     loading = thread.submit(load, source, capability, definitions)
     thread.shutdown(wait=False)
-    return loading.result
+    return loading
 
 
 def begin_loading_launch(
@@ -99,11 +112,6 @@ def _load(
         if not _compile(compiler, source, _flags(capability, definitions), library):
             return None
     return ctypes.CDLL(str(library))
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "asyncllm"
 
 
 def find_compiler() -> str | None:

@@ -90,6 +90,9 @@ class FlashAttnAttention:
 
         return attend
 
+    def step_attention(self, max_tokens: int) -> None:
+        return None
+
     def _decode(self, layer: AttentionLayer, q: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape."""
         cache = self._cache.layers[layer.index]

@@ -1,7 +1,7 @@
 """Attention by FlashInfer (XQA for decodes, FA3 on Hopper or FA2 for prefills) and our own kernels.
 
-With xqa_call.py and flashinfer_prefill.py the adapter to FlashInfer's attention: whatever it
-renames breaks in these three and nowhere else (0.6.12).
+With xqa_call.py, flashinfer_prefill.py and flashinfer_steps.py the adapter to FlashInfer's
+attention: whatever it renames breaks in these four and nowhere else (0.6.12).
 
   decode   one row: one kernel of ours with all from the projection on (fused_decode.py).
            Beyond, XQA reads block tables and lengths on the device and needs no plan, so a captured
@@ -34,6 +34,7 @@ from asyncllm.attention.base import (
     Rotation,
 )
 from asyncllm.attention.flashinfer_prefill import PrefillPlan
+from asyncllm.attention.flashinfer_steps import FlashInferSteps, supports
 from asyncllm.attention.fused_decode import FusedDecode
 from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
@@ -54,7 +55,7 @@ class FlashInferAttention:
 
     def __init__(self, cache: KVCache, layers: list[AttentionLayer]) -> None:
         self._cache = cache
-        self._layer = layers[0]
+        self._layers = layers
         tensor = cache.layers[0]
         device = tensor.device
         _check_supported(cache, layers[0])
@@ -125,6 +126,13 @@ class FlashInferAttention:
 
         return attend
 
+    def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
+        """Where FA3 and balanced_decode do all layers."""
+        balanced = self._get_balanced()
+        if balanced is None or not supports(self._layers, self._workspace.device):
+            return None
+        return FlashInferSteps(self._layers[0], self._cache, self._workspace, balanced, max_tokens)
+
     def _bind_decode(
         self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
     ) -> AttendRows:
@@ -153,7 +161,7 @@ class FlashInferAttention:
         if self._load_balanced is not None:
             launch, self._load_balanced = self._load_balanced(), None
             if launch is not None:
-                self._balanced = BalancedDecode(self._cache, self._layer, launch, self._num_sms)
+                self._balanced = BalancedDecode(self._cache, self._layers[0], launch, self._num_sms)
         return self._balanced
 
 

@@ -16,6 +16,9 @@ from typing import Any
 os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
 
 import flashinfer
+import flashinfer.activation
+import flashinfer.norm
+import flashinfer.prefill
 from flashinfer.jit.core import JitSpec
 from flashinfer.xqa import xqa
 

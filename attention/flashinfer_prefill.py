@@ -21,14 +21,14 @@ from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
 from asyncllm.attention.flashinfer_import import flashinfer
 from asyncllm.attention.kv_cache import KVCache
 
-TESTED_VERSION = "0.6.12"  # whose private names `_Module` uses
+TESTED_VERSION = "0.6.12"  # whose private names `PrefillModule` uses
 WORKSPACE_BYTES = 8 << 20  # of a plan, as the wrapper has it
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
 
     pages: torch.Tensor
@@ -38,7 +38,7 @@ class _Rows:
     kv_lens: torch.Tensor
 
 
-class _Call(Protocol):
+class Call(Protocol):
     """keys, values: one layer's, [pages, block_size, kv_heads, head_dim] each."""
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> Any: ...
@@ -47,8 +47,8 @@ class _Call(Protocol):
 class _Kernel(Protocol):
     """The attention of layers with one window."""
 
-    def plan(self, host: _Rows, device: _Rows) -> None: ...
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> _Call: ...
+    def plan(self, host: Rows, device: Rows) -> None: ...
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call: ...
 
 
 class PrefillPlan:
@@ -60,7 +60,7 @@ class PrefillPlan:
         """`workspace` may be shared with what else runs on the stream."""
         self._block_size = cache.block_size
         self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
-        kernel = _Module if flashinfer.__version__ == TESTED_VERSION else _Wrapper
+        kernel = PrefillModule if flashinfer.__version__ == TESTED_VERSION else _Wrapper
         self._kernels: dict[int | None, _Kernel] = {
             layer.window: kernel(layer, cache, workspace)
             for layer in {layer.window: layer for layer in layers}.values()
@@ -94,7 +94,7 @@ class PrefillPlan:
         self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
 
-    def _upload(self, arrays: list[np.ndarray]) -> tuple[_Rows, _Rows]:
+    def _upload(self, arrays: list[np.ndarray]) -> tuple[Rows, Rows]:
         """One copy for all, from memory that the next `prepare` but one overwrites."""
         sizes = [len(array) for array in arrays]
         total = sum(sizes)
@@ -103,13 +103,20 @@ class PrefillPlan:
         np.concatenate(arrays, out=self._pinned.numpy()[:total], casting="same_kind")
         host, device = self._pinned[:total], self._on_device[:total]
         device.copy_(host, non_blocking=True)
-        return _Rows(*host.split(sizes)), _Rows(*device.split(sizes))
+        return Rows(*host.split(sizes)), Rows(*device.split(sizes))
 
 
-class _Module:
+class PrefillModule:
     """FlashInfer's compiled module, called as its wrapper does, without what that checks."""
 
-    def __init__(self, layer: AttentionLayer, cache: KVCache, workspace: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        cache: KVCache,
+        workspace: torch.Tensor,
+        lists: torch.Tensor | None = None,
+    ) -> None:
+        """lists: the plan's share of the workspace, uint8; one of its own if None."""
         self._layer = layer
         self._block_size = cache.block_size
         dtype, device = cache.layers[0].dtype, workspace.device
@@ -118,26 +125,32 @@ class _Module:
             self._backend, dtype, dtype, dtype, torch.int32, layer.head_dim, layer.head_dim,
             0, layer.window is not None, False, False,  # no rotation; no soft cap, no f16 products
         )  # fmt: skip
-        self._workspaces = (
-            workspace,
-            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
-        )
-        self._pinned = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
+        if lists is None:
+            lists = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspaces = (workspace, lists)
+        self._pinned = torch.empty(len(lists), dtype=torch.uint8, pin_memory=True)
         self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
         self._info: Any = None
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
 
-    def plan(self, host: _Rows, device: _Rows) -> None:
-        layer, num_tokens = self._layer, int(host.query_indptr[-1])
+    def plan(self, host: Rows, device: Rows, most_tokens: int | None = None) -> None:
+        """most_tokens: of any step whose plan must be where this one is; for as many rows."""
+        layer, is_captured = self._layer, most_tokens is not None
+        num_tokens = int(host.query_indptr[-1]) if most_tokens is None else most_tokens
         self._rows = device
         self._info = self._module.plan(
             *self._workspaces, self._pinned, host.query_indptr, host.page_indptr, host.kv_lens,
             num_tokens, len(host.kv_lens), layer.num_heads, layer.num_kv_heads, self._block_size,
-            False, layer.head_dim, layer.head_dim, True, _window_left(layer),  # no graph; causal
+            is_captured, layer.head_dim, layer.head_dim, True, _window_left(layer),  # causal
             *([-1, False, 0] if self._backend == "fa2" else []),  # splits KV as it likes
         )  # fmt: skip
 
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> _Call:
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where in the workspace the plan is, and its kernel's variant: all that a launch takes."""
+        return tuple(self._info)
+
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
         assert self._rows is not None, "bind before plan"
         run, rows = self._module.paged_run, self._rows
         before = (*self._workspaces, self._info, q)
@@ -167,7 +180,7 @@ class _Wrapper:
             workspace, "NHD", backend=_backend(layer, workspace.device)
         )
 
-    def plan(self, host: _Rows, device: _Rows) -> None:
+    def plan(self, host: Rows, device: Rows) -> None:
         self._wrapper.plan(
             host.query_indptr,
             host.page_indptr,
@@ -184,7 +197,7 @@ class _Wrapper:
             kv_data_type=self._dtype,
         )
 
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> _Call:
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:
             self._wrapper.run(q, (keys, values), out=out)
 

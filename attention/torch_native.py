@@ -67,6 +67,9 @@ class TorchAttention:
 
         return attend
 
+    def step_attention(self, max_tokens: int) -> None:
+        return None
+
     def _rotate_and_write(
         self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation, slots: torch.Tensor
     ) -> torch.Tensor:

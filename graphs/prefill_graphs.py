@@ -1,4 +1,4 @@
-"""Captured mixed steps: everything but attention, by the number of tokens.
+"""Captured mixed steps where attention cannot be: all but that, by the number of tokens.
 
 A model calls `attend` once per layer, and there the graph breaks: a size is num_layers + 1 small
 graphs, and a replay launches each layer's attention between them, over rows and pages that no
@@ -15,77 +15,25 @@ plan (fresh_prompt.py), so those sizes have a second capture, attention and all,
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from asyncllm.attention.base import (
-    Attend,
     AttendRows,
     AttentionBackend,
     AttentionLayer,
+    PrefillRows,
     Rotation,
 )
 from asyncllm.attention.fresh_prompt import FreshPrompt
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.pool import Graph, GraphPool
+from asyncllm.graphs.step_graph import ReadDecodes, StepGraph, Way
+from asyncllm.graphs.token_buffers import TokenBuffers, forward, forward_with
 from asyncllm.models.base import CausalLM
 
 MOST_WHOLE_TOKENS = 512  # above, launching is quicker than the device, and paged kernels than dense
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBuffers:
-    """A mixed step's tokens on the device. T tokens; all attention layers have one shape."""
-
-    token_ids: torch.Tensor  # int32 [T]
-    positions: torch.Tensor  # int32 [T]
-    prompt_lens: torch.Tensor  # int32 [T]
-    write_slots: torch.Tensor  # int64 [T], 0 is in the padding page
-    q: torch.Tensor  # [T, num_heads, head_dim]
-    out: torch.Tensor  # the same: attention's output
-
-    @classmethod
-    def zeros(
-        cls, num_tokens: int, layer: AttentionLayer, dtype: torch.dtype, device: torch.device
-    ) -> TokenBuffers:
-        """Zeros: valid inputs, and attention outputs that no row can take harm from."""
-        token_ids, positions, prompt_lens = torch.zeros(
-            3, num_tokens, dtype=torch.int32, device=device
-        ).unbind()
-        heads = (num_tokens, layer.num_heads, layer.head_dim)
-        return cls(
-            token_ids=token_ids,
-            positions=positions,
-            prompt_lens=prompt_lens,
-            write_slots=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            q=torch.zeros(heads, dtype=dtype, device=device),
-            out=torch.zeros(heads, dtype=dtype, device=device),
-        )
-
-    def first(self, num_tokens: int) -> TokenBuffers:
-        return TokenBuffers(
-            self.token_ids[:num_tokens],
-            self.positions[:num_tokens],
-            self.prompt_lens[:num_tokens],
-            self.write_slots[:num_tokens],
-            self.q[:num_tokens],
-            self.out[:num_tokens],
-        )
-
-
-def forward(
-    model: CausalLM, attention: AttentionBackend, tokens: TokenBuffers, attend_rows: AttendRows
-) -> torch.Tensor:
-    """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write."""
-    out = tokens.out.flatten(1)
-
-    def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
-        attend_rows(layer)
-        return out
-
-    return _forward(model, tokens, attend)
 
 
 def forward_fresh(
@@ -98,34 +46,29 @@ def forward_fresh(
         attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
         return prompt.attend(layer, tokens.q)
 
-    return _forward(model, tokens, attend)
-
-
-def _forward(model: CausalLM, tokens: TokenBuffers, attend: Attend) -> torch.Tensor:
-    prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
-    return model.forward(tokens.token_ids, tokens.positions, prompt_lens, attend)
+    return forward_with(model, tokens, attend)
 
 
 class PrefillGraphs:
-    """Steps of up to `max_size` tokens are captured by calls of `capture`."""
+    """Steps of up to as many tokens as `buffers` has are captured by calls of `capture`."""
 
     def __init__(
         self,
         model: CausalLM,
         attention: AttentionBackend,
         cache: KVCache,
-        max_size: int,
+        read_decodes: ReadDecodes,
+        buffers: TokenBuffers,
         pool: GraphPool,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._model = model
         self._attention = attention
         self._cache = cache
         self._layers = model.attention_layers
+        self._read_decodes = read_decodes
+        self._buffers = buffers
         self._pool = pool
-        self._buffers = TokenBuffers.zeros(max_size, self._layers[0], dtype, device)
-        self._hidden: torch.Tensor | None = None  # [max_size, hidden_size], of the last replay
+        self._hidden: torch.Tensor | None = None  # [most tokens, hidden_size], of the last replay
         self._sizes: list[int] = []  # captured, ascending
         self._pieces: dict[int, list[Graph]] = {}
         self._whole: dict[int, Graph] = {}
@@ -137,18 +80,18 @@ class PrefillGraphs:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def size_for(self, num_tokens: int) -> int | None:
-        """The smallest captured size for so many tokens; None where none is as large."""
-        place = bisect_left(self._sizes, num_tokens)
-        return self._sizes[place] if place < len(self._sizes) else None
-
-    def buffers(self, size: int) -> TokenBuffers:
-        """What a replay of `size` reads; to be filled on the stream of the replay."""
-        return self._buffers.first(size)
+    def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
+        """What such a step replays; None: it has no graph."""
+        place = bisect_left(self._sizes, num_decodes + prefills.num_tokens)
+        if place == len(self._sizes):
+            return None
+        size = self._sizes[place]
+        is_whole = num_decodes == 0 and prefills.is_fresh and size in self._whole
+        return StepGraph(size, Way.FRESH if is_whole else Way.PIECES)
 
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
-        tokens = self.buffers(size)
+        tokens = self._buffers.first(size)
         tokens.write_slots.zero_()
         # Lazily made workspaces and compiled kernels must exist before capture.
         hidden = forward(self._model, self._attention, tokens, _no_attention)
@@ -163,7 +106,7 @@ class PrefillGraphs:
         insort(self._sizes, size)
 
     def _capture_whole(self, size: int) -> Graph:
-        tokens = self.buffers(size)
+        tokens = self._buffers.first(size)
         forward_fresh(self._model, self._attention, tokens, self._cache)
         assert self._hidden is not None
         with self._pool.capture() as capture:
@@ -172,24 +115,28 @@ class PrefillGraphs:
         (graph,) = capture.graphs
         return graph
 
-    def has_whole(self, size: int) -> bool:
-        return size in self._whole
-
-    def replay_whole(self, size: int) -> torch.Tensor:
-        """`replay` of a step that is one prompt, none of it computed before."""
-        self._whole[size].replay()
+    def replay(
+        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+    ) -> torch.Tensor:
+        """As `StepGraphs` says."""
+        size = graph.num_tokens
+        if graph.way is Way.FRESH:
+            self._whole[size].replay()
+        else:
+            tokens, decodes = self._buffers.first(size), None
+            if num_decodes:
+                decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_decode_len)
+            attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
+            self._replay_pieces(size, attend_rows)
         assert self._hidden is not None
         return self._hidden[:size]
 
-    def replay(self, size: int, attend_rows: AttendRows) -> torch.Tensor:
-        """Run the step in `buffers(size)`: hidden states [size, hidden_size], until the next."""
+    def _replay_pieces(self, size: int, attend_rows: AttendRows) -> None:
         *before_attention, last = self._pieces[size]
         for piece, layer in zip(before_attention, self._layers, strict=True):
             piece.replay()
             attend_rows(layer)
         last.replay()
-        assert self._hidden is not None
-        return self._hidden[:size]
 
 
 def _no_attention(layer: AttentionLayer) -> None:

@@ -28,14 +28,14 @@ from asyncllm.models.layers.linear import Linear
 SOURCE = Path(__file__).parent / "cuda" / "persistent_decode.cu"
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
-MAX_SPLITS = 32  # shares of one sequence's attention
 MAX_LAYERS = 96
 HEAD_DIMS = (64, 128)
 CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
+TOKENS = 8  # of a page
 
-POINTERS_OF_LAYER = 13
+POINTERS_OF_LAYER = 15
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
@@ -43,11 +43,10 @@ class Args(ctypes.Structure):
     """The kernel's, field by field."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("layers", "final_norm", "head", "residual", "qkv")),
-        *((name, _pointer) for name in ("attended", "gated", "logits", "partial", "partial_lse")),
-        *((name, _pointer) for name in ("counts", "barrier", "stuck", "block_tables", "positions")),
+        *((name, _pointer) for name in ("layers", "final_norm", "head", "embeddings", "logits")),
+        *((name, _pointer) for name in ("exchange", "turn", "stuck", "block_tables", "positions")),
         *((name, _pointer) for name in ("rotary_rows", "cos_sin")),
-        *((name, _int64) for name in ("table_stride", "page_stride", "kv_stride")),
+        *((name, _int64) for name in ("table_stride", "page_stride", "kv_stride", "layer_bytes")),
         *((name, _int32) for name in ("num_layers", "rows", "hidden", "heads", "kv_heads")),
         *((name, _int32) for name in ("intermediate", "vocab")),
         *((name, _float) for name in ("eps", "head_eps", "scale")),
@@ -72,7 +71,7 @@ def supports(model: DenseDecoder) -> bool:
 
 def flags_for(model: CausalLM, block_size: int, device: torch.device) -> tuple[str, ...] | None:
     """What the source is compiled with; None where it is of no use to such a model or device."""
-    if device.type != "cuda" or not isinstance(model, DenseDecoder):
+    if device.type != "cuda" or not isinstance(model, DenseDecoder) or block_size % TOKENS:
         return None
     if torch.cuda.get_device_capability(device) not in CAPABILITIES or not supports(model):
         return None
@@ -111,14 +110,13 @@ class PersistentDecode:
         self._model = model
         self._launch = launch
         self._num_blocks = num_blocks
-        self._intermediate_size = _features(model.layers[0].mlp.gate_up_proj) // 2
-        layer, device = model.attention_layers[0], cache.layers[0].device
-        heads = (MAX_ROWS, layer.num_heads, MAX_SPLITS)
-        self._partial = torch.empty((*heads, layer.head_dim), dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(heads, dtype=torch.float32, device=device)
-        counts = MAX_ROWS * layer.num_kv_heads
-        # Shares that are done, by row and KV head; then the barrier; then whether one got stuck.
-        self._words = torch.zeros(counts + 2, dtype=torch.int32, device=device)
+        device = cache.layers[0].device
+        # What blocks pass to each other, of this step and of the next; all bits of a word: empty.
+        num_words = _exchange_words(model, num_blocks)
+        shape = (2, len(model.layers), num_words)
+        self._exchange = torch.full(shape, -1, dtype=torch.int32, device=device)
+        # Whose turn it is of these two; then whether a step got stuck.
+        self._words = torch.zeros(2, dtype=torch.int32, device=device)
         words = self._words.data_ptr()
         self._layers = _layer_table(model, cache)
         self._constants = {
@@ -126,11 +124,10 @@ class PersistentDecode:
             "layers": self._layers.data_ptr(),
             "final_norm": model.norm.constants.weight.data_ptr(),
             "head": model.lm_head.weight.data_ptr(),
-            "partial": self._partial.data_ptr(),
-            "partial_lse": self._partial_lse.data_ptr(),
-            "counts": words,
-            "barrier": words + 4 * counts,
-            "stuck": words + 4 * (counts + 1),
+            "exchange": self._exchange.data_ptr(),
+            "layer_bytes": 4 * num_words,
+            "turn": words,
+            "stuck": words + 4,
         }
 
     @property
@@ -147,22 +144,14 @@ class PersistentDecode:
         """
         num_rows = len(token_ids)
         assert num_rows <= MAX_ROWS
-        residual = self._model.embed_tokens(token_ids)
+        embeddings = self._model.embed_tokens(token_ids)
         rotation = self._model.rotary.rotation(rows.positions, prompt_lens)
         for indices in (rows.positions, rows.block_tables, rotation.rows):
             assert indices.dtype is torch.int32 and indices.stride(-1) == 1
-        layer = self._model.attention_layers[0]
-        heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        qkv = residual.new_empty((num_rows, (heads + 2 * kv_heads) * head_dim))
-        attended = residual.new_empty((num_rows, heads * head_dim))
-        gated = residual.new_empty((num_rows, self._intermediate_size))
-        logits = residual.new_empty((num_rows, len(self._model.lm_head.weight)))
+        logits = embeddings.new_empty((num_rows, len(self._model.lm_head.weight)))
         args = Args(
             **self._constants,
-            residual=residual.data_ptr(),
-            qkv=qkv.data_ptr(),
-            attended=attended.data_ptr(),
-            gated=gated.data_ptr(),
+            embeddings=embeddings.data_ptr(),
             logits=logits.data_ptr(),
             block_tables=rows.block_tables.data_ptr(),
             positions=rows.positions.data_ptr(),
@@ -197,6 +186,18 @@ def _sizes(model: DenseDecoder, cache: KVCache) -> dict[str, int | float]:
     }
 
 
+def _exchange_words(model: DenseDecoder, num_blocks: int) -> int:
+    """Of 4 bytes, that one layer has: exchange.cuh. A multiple of 4."""
+    layer, hidden_size = model.attention_layers[0], model.embed_tokens.weight.shape[1]
+    group = layer.num_heads // layer.num_kv_heads
+    heads = (
+        2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
+    )  # q, k, v; attention's result
+    widths = 2 * hidden_size + _features(model.layers[0].mlp.gate_up_proj) // 2 + heads
+    shares = num_blocks * group * (layer.head_dim + 1)
+    return -(-(MAX_ROWS * widths // 2 + shares) // 4) * 4
+
+
 def _layer_table(model: DenseDecoder, cache: KVCache) -> torch.Tensor:
     """The kernel's `Layer`s: int64 [layers, POINTERS_OF_LAYER] on the cache's device."""
     pointers = [
@@ -216,7 +217,9 @@ def _pointers(layer: DecoderLayer) -> list[int]:
         *(linear.weights["weight"] for linear in linears),
         *(linear.weights.get("bias") for linear in linears),
         layer.input_norm.constants.weight,
+        None,
         layer.post_attention_norm.constants.weight,
+        None,
         norm.q_weight if norm is not None else None,
         norm.k_weight if norm is not None else None,
     ]

@@ -20,6 +20,7 @@ import torch
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineArgs
+from asyncllm.worker.step_inputs import StepTokens
 from asyncllm.worker.worker import Worker
 
 SIZES = (16, 64, 128, 256, 512, 1024, 2048)
@@ -33,28 +34,33 @@ def time_step(worker: Worker, num_tokens: int, num_decodes: int) -> tuple[float,
     forward = worker.runner.mixed_forward
     num_prefill = num_tokens - num_decodes
     num_pages = -(-num_prefill // 16)
-    prefills = PrefillRows(
-        np.array([0, num_prefill], np.int32),
-        np.array([num_prefill], np.int32),
-        np.array([0, num_pages], np.int32),
-        np.arange(1, num_pages + 1, dtype=np.int32),
+    worker.runner._state.positions[1 : num_decodes + 1] = CONTEXT
+    position = np.arange(num_prefill, dtype=np.int32)
+    none = np.zeros(0, np.int32)
+    step = StepTokens(
+        decode_slots=np.arange(1, num_decodes + 1, dtype=np.int32),
+        max_decode_len=CONTEXT + 1,
+        token_ids=position,
+        positions=position,
+        prompt_lens=position,
+        write_slots=position.astype(np.int64) + 16,
+        sample_tokens=none,
+        sample_slots=none,
+        sample_positions=none,
+        prefills=PrefillRows(
+            np.array([0, num_prefill], np.int32),
+            np.array([num_prefill], np.int32),
+            np.array([0, num_pages], np.int32),
+            np.arange(1, num_pages + 1, dtype=np.int32),
+        ),
     )
-    slots = torch.arange(1, num_decodes + 1, dtype=torch.int32, device=worker.device)
-    forward.state.positions[1 : num_decodes + 1] = CONTEXT
-    position = torch.arange(num_prefill, dtype=torch.int32, device=worker.device)
-    tensors = {
-        "prefill_tokens": position,
-        "prefill_positions": position,
-        "prefill_prompt_lens": position,
-        "write_slots": position.long() + 16,
-    }
     host, device = [], []
     for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SLEEP_CYCLES)
         start.record()
         began = time.perf_counter()
-        forward.run(slots, CONTEXT + 1, prefills, tensors, forward.graph_of(num_decodes, prefills))
+        forward.run(step, forward.graph_of(step))
         host.append((time.perf_counter() - began) * 1e6)
         end.record()
         end.synchronize()

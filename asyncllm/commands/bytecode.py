@@ -1,14 +1,39 @@
 """Python's own cache: modules whose bytecode no install and no earlier run has left.
 
 Where there is none (PYTHONDONTWRITEBYTECODE at image build, a read-only environment), each start
-compiles two thousand modules of torch, transformers and FlashInfer again: half of its time.
+compiles two thousand modules of torch, transformers and FlashInfer again: half of its time. So a
+command of ours keeps bytecode where it keeps its kernels, and `kernels build` writes it to where
+every process finds it.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import py_compile
 import sys
 from pathlib import Path
+
+from asyncllm.cache_folder import cache_folder
+
+
+def keep_bytecode() -> None:
+    """Let this process keep bytecode in our cache, where torch's is missing and nobody writes it.
+
+    For a process that is ours, before its large imports. Python checks each file's time and size.
+    """
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or torch.cached is None or Path(torch.cached).exists():
+        return
+    if not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK):
+        return  # beside its source: this start writes it there
+    try:
+        folder = cache_folder() / "bytecode"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # then what bytecode there is must go on being found
+        return
+    if os.access(folder, os.W_OK):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 
 def modules_without_bytecode() -> list[tuple[Path, Path]]:

@@ -12,11 +12,12 @@ import argparse
 import asyncio
 import importlib.util
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.cache_folder import cache_folder
 from asyncllm.commands.bytecode import write_bytecode
+from asyncllm.commands.triton_kernels import print_compiled, read_list, write_list
 from asyncllm.config import EngineArgs, EngineConfig
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
         print(f"{'built  ' if module.is_built else 'missing'} {module.name}")
     missing = [module for module in modules if not module.is_built]
     if options.action == "list":
+        is_whole = _print_triton(config) and not missing
         _print_folders()
-        return 1 if missing else 0
+        return 0 if is_whole else 1
     _build(missing)
-    _compile_triton(engine_args)
+    _compile_triton(engine_args, config)
+    import asyncllm.server.serve  # noqa: F401 the rest of what `serve` imports, for its bytecode
+
     written, failed = write_bytecode()
     print(f"bytecode: {written} modules written, {failed} could not be")
     return 0
@@ -65,9 +69,9 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
     import torch
 
     from asyncllm.attention.flashinfer_modules import modules_for
-    from asyncllm.commands.own_kernels import own_kernels
     from asyncllm.models.layers.torch_ops import TorchOps
     from asyncllm.models.registry import build_model
+    from asyncllm.worker.own_kernels import own_kernels
 
     dtype = getattr(torch, config.dtype)
     model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
@@ -85,9 +89,9 @@ def _build(missing: list[Buildable]) -> None:
         print(f"[{number}/{len(missing)}] {seconds:6.1f} s  {module.name}", flush=True)
 
 
-def _compile_triton(engine_args: EngineArgs) -> None:
+def _compile_triton(engine_args: EngineArgs, config: EngineConfig) -> None:
     """By starting the engine with made-up weights, as `serve` would start it with real ones."""
-    from asyncllm.attention.flashinfer_modules import cache_folder, used_modules
+    from asyncllm.attention import flashinfer_modules
     from asyncllm.engine.async_engine import AsyncLLMEngine
 
     print("Triton kernels, by a start with made-up weights:", flush=True)
@@ -97,43 +101,39 @@ def _compile_triton(engine_args: EngineArgs) -> None:
         async with AsyncLLMEngine.from_engine_args(EngineArgs(**args)) as engine:
             return engine.startup
 
-    with _triton_lines() as counts:
+    with print_compiled() as launched:
         startup = asyncio.run(start())
-    print(f"{counts['compiled']} compiled, {counts['cached']} were there")
-    unlisted = used_modules() - {module.name for module in modules_of_args(engine_args)}
+    write_list(config, launched)
+    print(f"{len(set(launched))} are there")
+    unlisted = flashinfer_modules.used_modules() - {
+        module.name for module in modules_of_args(engine_args)
+    }
     if unlisted:
         print(f"also loaded: {', '.join(sorted(unlisted))}")
-    print(f"start: {startup['seconds']}\nFlashInfer's cache: {cache_folder()}")
+    print(f"start: {startup['seconds']}\nFlashInfer's cache: {flashinfer_modules.cache_folder()}")
 
 
 def modules_of_args(engine_args: EngineArgs) -> list[Buildable]:
     return modules_of(engine_args.create_engine_config())
 
 
-@contextmanager
-def _triton_lines() -> Iterator[dict[str, int]]:
-    """A line for each kernel that Triton compiles meanwhile."""
-    from triton import knobs
-
-    counts = {"compiled": 0, "cached": 0}
-
-    def listener(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
-        counts["cached" if cache_hit else "compiled"] += 1
-        if not cache_hit:
-            print(f"  {metadata.get('name')}", flush=True)
-
-    before, knobs.compilation.listener = knobs.compilation.listener, listener
-    try:
-        yield counts
-    finally:
-        knobs.compilation.listener = before
+def _print_triton(config: EngineConfig) -> bool:
+    """Whether all of Triton's are there."""
+    kernels = read_list(config)
+    if kernels is None:
+        print("missing Triton's kernels: no build of this model has been here")
+        return False
+    names = Counter((kernel.is_built, kernel.name) for kernel in kernels)
+    for (is_built, name), number in sorted(names.items()):
+        variants = f", {number} variants" if number > 1 else ""
+        print(f"{'built  ' if is_built else 'missing'} {name} (Triton{variants})")
+    return all(kernel.is_built for kernel in kernels)
 
 
 def _print_folders() -> None:
     from triton import knobs
 
-    from asyncllm.attention import cuda_source
-    from asyncllm.attention.flashinfer_modules import cache_folder
+    from asyncllm.attention import flashinfer_modules
 
-    print(f"FlashInfer's cache: {cache_folder()}\nTriton's cache: {knobs.cache.dir}")
-    print(f"our own: {cuda_source.cache_folder()}")
+    print(f"FlashInfer's cache: {flashinfer_modules.cache_folder()}")
+    print(f"Triton's cache: {knobs.cache.dir}\nour own: {cache_folder()}")

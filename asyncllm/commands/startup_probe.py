@@ -15,6 +15,7 @@ import json
 import sys
 from typing import Any
 
+from asyncllm.commands.head_start import take_head_start
 from asyncllm.config import EngineArgs
 from asyncllm.sampling_params import SamplingParams
 
@@ -32,4 +33,6 @@ async def probe(args: EngineArgs) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(probe(EngineArgs(**json.load(sys.stdin))))))
+    engine_args = EngineArgs(**json.load(sys.stdin))
+    take_head_start(engine_args.device)
+    print(json.dumps(asyncio.run(probe(engine_args))))

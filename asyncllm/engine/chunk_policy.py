@@ -5,8 +5,8 @@ tokens cost its decodes nothing; beyond it every token adds its own time. A chun
 the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
 full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
 card; one that is below what cards have is not believed. On a small model two knees are over in a
-moment and prompts take many steps, each of which the host must launch layer by layer: there the
-chunk is what LEAST_SECONDS compute, as far as captured sizes reach. Where more could start than
+moment and prompts take many steps, each of which costs the host a launch: there the chunk is what
+LEAST_SECONDS compute, as far as captured sizes reach. Where more could start than
 DRAIN_STEPS such steps compute, the chunk grows. A step of a size that is not captured is padded to
 the next, so chunk and decodes together make up a captured size.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
@@ -68,15 +68,12 @@ class ChunkPolicy:
         if self.step_sizes and num_tokens > self.step_sizes[-1] >= num_decodes + CHUNK_MULTIPLE:
             num_tokens = self.step_sizes[-1]  # rather less of the prompts than an eager step
         num_tokens = max(num_tokens, num_decodes + num_startable_tokens // DRAIN_STEPS)
-        return max(1, self._nearest_size(num_tokens) - num_decodes)
+        return max(1, self._captured_size(num_tokens) - num_decodes)
 
-    def _nearest_size(self, num_tokens: int) -> int:
+    def _captured_size(self, num_tokens: int) -> int:
+        """The least that holds so many. Nearer ones below would leave a rest of most prompts."""
         place = bisect_left(self.step_sizes, num_tokens)
-        if place == len(self.step_sizes):
-            return num_tokens  # not captured, and not padded
-        return min(
-            self.step_sizes[max(0, place - 1) : place + 1], key=lambda size: abs(size - num_tokens)
-        )
+        return self.step_sizes[place] if place < len(self.step_sizes) else num_tokens
 
 
 UNBOUNDED = ChunkPolicy(None)

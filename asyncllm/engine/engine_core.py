@@ -37,7 +37,7 @@ from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, StepPlan, StepResult
-from asyncllm.worker.model_runner import HostStep
+from asyncllm.worker.host_step import HostStep
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")

@@ -151,7 +151,11 @@ class ChunkOptions:
 
 
 class StreamedAnswer:
-    """A `Consumer` that writes to one SSE stream: one write per engine step."""
+    """A `Consumer` that writes to one SSE stream: one write per engine step.
+
+    A token is told when it is there, be its text empty while a character or a stop string is still
+    open: clients count steps by it (as with vLLM).
+    """
 
     __slots__ = ("_choices", "_n", "_options", "_plain", "_shape", "_sse", "_token_ids", "_usage")
 
@@ -173,17 +177,11 @@ class StreamedAnswer:
         frames = []
         for completion in output.outputs:
             choice = self._choices[first_choice + completion.index]
-            says_nothing = not choice.opened
             if not choice.opened:
                 choice.opened = True
-                opening = self._shape.opening(choice, output)
-                frames.append(opening)
-                says_nothing = not opening
+                frames.append(self._shape.opening(choice, output))
             if self._plain and completion.finish_reason is None:
-                text = self._shape.text(completion)
-                # Empty while a stop string or a character is still open; but a first token is told.
-                if text or says_nothing:
-                    frames.append(choice.plain(text))
+                frames.append(choice.plain(self._shape.text(completion)))
             else:
                 frames.append(self._full_frame(choice, prompt_index, completion))
         if frames:
@@ -191,8 +189,7 @@ class StreamedAnswer:
 
     def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
         self._usage.completion_tokens += num_tokens
-        if text:  # empty while a character is still open
-            self._sse.push(self._choices[prompt_index * self._n].plain(text))
+        self._sse.push(self._choices[prompt_index * self._n].plain(text))
 
     def finish(self) -> None:
         self._options.finish(self._choices[0], self._usage)

@@ -55,18 +55,8 @@ class DeviceState:
         self.allowed: torch.Tensor | None = None
 
     def apply(self, changes: Mapping[str, torch.Tensor]) -> None:
-        """Write a step's changes: new slots (`init_*`), then block table entries (`table_*`)."""
-        if "init_slots" in changes:
-            slots = changes["init_slots"]
-            self.last_tokens[slots] = changes["init_last_tokens"]
-            self.positions[slots] = changes["init_positions"]
-            self.prompt_lens[slots] = changes["init_prompt_lens"]
-            self.top_ks[slots] = changes["init_top_ks"]
-            self.seeds[slots] = changes["init_seeds"]
-            self.float_params[:, slots] = changes["init_floats"]
-        if "table_slots" in changes:
-            entry = (changes["table_slots"], changes["table_indices"])
-            self.block_tables[entry] = changes["table_pages"]
+        """Write what few sequences that take slots have: penalties, allowed tokens. The rest is
+        written by a `WriteSlots` (slot_changes.py)."""
         if "penalty_slots" in changes:
             self._init_penalties(changes)
         if "allowed_slots" in changes:

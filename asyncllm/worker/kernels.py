@@ -9,35 +9,63 @@ import torch
 
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.worker.decode_rows import FillDecodes, fill_decodes_torch
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
+from asyncllm.worker.slot_changes import WriteSlots, write_slots_torch
 from asyncllm.worker.slot_rows import GatherSlots, gather_slots_torch
 from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
-    ops: Ops
+class SlotKernels:
+    """What is done to slots around the model's forward pass."""
+
     gather_slots: GatherSlots
+    fill_decodes: FillDecodes
+    write_slots: WriteSlots
     sample_slots: SampleSlots
     apply_masks: ApplyMasks
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Triton's on CUDA, FlashInfer's too in half precision where it is there; else plain torch."""
+def select_slot_kernels(device: torch.device) -> SlotKernels:
+    """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
-        return Kernels(TorchOps(), gather_slots_torch, sample_slots_torch, apply_masks_torch)
+        return SlotKernels(
+            gather_slots_torch,
+            fill_decodes_torch,
+            write_slots_torch,
+            sample_slots_torch,
+            apply_masks_torch,
+        )
     # Slow to import: only where they are used.
+    from asyncllm.worker.decode_rows_kernel import fill_decodes_triton
     from asyncllm.worker.mask_kernel import apply_masks_triton
     from asyncllm.worker.sampling_kernels import sample_slots_triton
+    from asyncllm.worker.slot_changes_kernel import write_slots_triton
     from asyncllm.worker.slot_rows_kernel import gather_slots_triton
 
-    ops: Ops = TorchOps()
-    if dtype != torch.float32 and importlib.util.find_spec("flashinfer") is not None:
-        from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+    return SlotKernels(
+        gather_slots_triton,
+        fill_decodes_triton,
+        write_slots_triton,
+        sample_slots_triton,
+        apply_masks_triton,
+    )
 
-        ops = FlashInferOps(device)
-    return Kernels(ops, gather_slots_triton, sample_slots_triton, apply_masks_triton)
+
+def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
+    """FlashInfer's and ours: on CUDA in half precision, where it is installed."""
+    is_half = device.type == "cuda" and dtype != torch.float32
+    return is_half and importlib.util.find_spec("flashinfer") is not None
+
+
+def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    if not has_fast_ops(device, dtype):
+        return TorchOps()
+    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+
+    return FlashInferOps(device)
 
 
 def make_executor(device: torch.device) -> Executor:

@@ -20,18 +20,9 @@ from asyncllm.models.base import CausalLM
 from asyncllm.types import SwapCost
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
-PROFILE_TOKENS_CPU = 64
+TIMED_TOKENS_CPU = 64
 FULL_SAMPLING_COPIES = 6  # of the logits in float32, at the same time: what `Sampler.full` may hold
-TIMED_TOKENS = 1024  # enough to time a token of prefill
 GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces, activations apart
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """What a largest step took. `peak_bytes` is 0 on the CPU."""
-
-    peak_bytes: int
-    seconds_per_token: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,43 +32,30 @@ class MemoryPlan:
     max_model_len: int
 
 
-def profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> Profile:
-    """Run the largest step without its attention, for its memory, and a part of it for its time."""
-    cuda = device.type == "cuda"
-    num_tokens = config.max_num_batched_tokens
-    if not cuda:
-        num_tokens = min(num_tokens, PROFILE_TOKENS_CPU)
-    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    prompt_lens = tokens + 1 if model.uses_prompt_lens else None
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    hidden = model.forward(tokens, tokens, prompt_lens, _no_attention)
-    seconds_per_token = _time_forward(model, min(num_tokens, TIMED_TOKENS), device)
-    if not cuda:
-        return Profile(0, seconds_per_token)
-    rows = min(config.max_num_seqs, num_tokens)
-    logits = model.compute_logits(hidden[:rows])
+def profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
+    """Bytes that the largest step takes at most, by running it without its attention; 0 on a CPU,
+    where none are set aside."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    hidden = forward_without_attention(model, config.max_num_batched_tokens, device)
+    logits = model.compute_logits(hidden[: config.max_num_seqs])
     copies = logits.new_empty((FULL_SAMPLING_COPIES, *logits.shape), dtype=torch.float32)
     torch.cuda.synchronize(device)
     peak_bytes = torch.cuda.max_memory_allocated(device) - before
     del hidden, logits, copies
     torch.cuda.empty_cache()
-    return Profile(peak_bytes, seconds_per_token)
+    return peak_bytes
 
 
-def _time_forward(model: CausalLM, num_tokens: int, device: torch.device) -> float:
-    """Seconds per token of a step of `num_tokens`; the second of two, the first is warm-up."""
+def forward_without_attention(
+    model: CausalLM, num_tokens: int, device: torch.device
+) -> torch.Tensor:
+    """Hidden states [num_tokens, hidden_size] that mean nothing, by a whole step's work else."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     prompt_lens = tokens + 1 if model.uses_prompt_lens else None
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        model.forward(tokens, tokens, prompt_lens, _no_attention)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-    return seconds / num_tokens
+    return model.forward(tokens, tokens, prompt_lens, _no_attention)
 
 
 def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -85,14 +63,14 @@ def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) 
 
 
 def plan_memory(
-    config: EngineConfig, page_bytes: int, profile: Profile, device: torch.device
+    config: EngineConfig, page_bytes: int, peak_bytes: int, device: torch.device
 ) -> MemoryPlan:
     """Pages on the device and the host, and the context window that they allow.
 
     Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
     """
     model_len = config.max_model_len or config.model.context_window
-    num_pages = _num_pages(config, page_bytes, profile, device, model_len)
+    num_pages = _num_pages(config, page_bytes, peak_bytes, device, model_len)
     fits = num_pages * config.block_size
     if num_pages < 1:
         raise ValueError(
@@ -109,7 +87,7 @@ def plan_memory(
 
 
 def _num_pages(
-    config: EngineConfig, page_bytes: int, profile: Profile, device: torch.device, model_len: int
+    config: EngineConfig, page_bytes: int, peak_bytes: int, device: torch.device, model_len: int
 ) -> int:
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
@@ -118,21 +96,30 @@ def _num_pages(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
-        reserve = GRAPH_RESERVE_BYTES + _prefill_graph_bytes(config, profile)
-        return int(allowed - profile.peak_bytes - reserve) // page_bytes - 1
+        reserve = GRAPH_RESERVE_BYTES + _prefill_graph_bytes(config, peak_bytes)
+        return int(allowed - peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = config.max_num_seqs * -(-model_len // config.block_size)
     return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
 
 
-def _prefill_graph_bytes(config: EngineConfig, profile: Profile) -> int:
+def _prefill_graph_bytes(config: EngineConfig, peak_bytes: int) -> int:
     """Activations of the largest captured step: graphs keep theirs apart from eager steps'."""
     if config.enforce_eager or not config.prefill_graph_sizes:
         return 0
-    return profile.peak_bytes * config.prefill_graph_sizes[-1] // config.max_num_batched_tokens
+    return peak_bytes * config.prefill_graph_sizes[-1] // config.max_num_batched_tokens
 
 
-def measure_swap_cost(cache: KVCache, profile: Profile) -> SwapCost | None:
+def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
+    """Seconds per token of a small step; the second of two, the first is warm-up."""
+    num_tokens = min(config.max_num_batched_tokens, TIMED_TOKENS_CPU)
+    for _ in range(2):
+        start = time.perf_counter()
+        forward_without_attention(model, num_tokens, torch.device("cpu"))
+    return (time.perf_counter() - start) / num_tokens
+
+
+def measure_swap_cost(cache: KVCache, seconds_per_token: float) -> SwapCost | None:
     """Time a round trip of the padding page; None where there are no host pages."""
     if cache.host.shape[0] == 0:
         return None
@@ -144,4 +131,4 @@ def measure_swap_cost(cache: KVCache, profile: Profile) -> SwapCost | None:
         if cache.layers[0].device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    return SwapCost(seconds / 2, profile.seconds_per_token)
+    return SwapCost(seconds / 2, seconds_per_token)

@@ -16,20 +16,26 @@ import torch
 from asyncllm.attention.base import AttentionBackend, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.pool import GraphPool
+from asyncllm.graphs.sample_graphs import SampleGraphs
+from asyncllm.graphs.step_graph import StepGraph
 from asyncllm.models.base import CausalLM
 from asyncllm.types import NO_MASKS, StepPlan, StepResult, TokenMasks
+from asyncllm.worker.decode_rows import FillDecodes
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.worker.host_step import HostStep
+from asyncllm.worker.inbox import Inbox
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.mixed_forward import MixedForward, StepGraph, duration_key
+from asyncllm.worker.mixed_forward import MixedForward, duration_key
 from asyncllm.worker.result_buffers import ResultBuffers
-from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.sampler import LogprobTensors, Sampler
+from asyncllm.worker.slot_changes import WriteSlots
 from asyncllm.worker.slot_rows import GatherSlots
 from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_inputs import PromptLogprobs, StepBuilder, StepInputs
-from asyncllm.worker.step_results import Sampled, fetch
-from asyncllm.worker.step_timer import DeviceTimes
+from asyncllm.worker.step_inputs import StepBuilder, StepInputs, StepTokens
+from asyncllm.worker.step_results import Sampled, fetch, prompt_logprobs_of
 from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 from asyncllm.worker.warm_up import WarmUp
 from asyncllm.worker.work_counts import WorkCounts
@@ -37,7 +43,6 @@ from asyncllm.worker.work_counts import WorkCounts
 Tensors = dict[str, torch.Tensor]
 # token ids int32 [rows], rows, prompt lens where the model uses them -> logits [rows, V]
 DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.Tensor]
-PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +57,6 @@ class Forwarded:
     prompt_logprobs: list[LogprobTensors]
 
 
-class HostStep:
-    """A step whose forward pass is launched. `sample`, once, launches the rest; then `wait`."""
-
-    def __init__(self, end: Callable[[TokenMasks], LaunchedStep]) -> None:
-        self._end = end
-        self._whole: LaunchedStep | None = None
-
-    def sample(self, masks: TokenMasks) -> None:
-        """From any thread, all steps before being finished, and before any other launch."""
-        assert self._whole is None, "a step is sampled twice"
-        self._whole = self._end(masks)
-
-    async def wait(self) -> StepResult:
-        assert self._whole is not None, "a step is awaited that nobody samples"
-        return await self._whole.wait()
-
-    def device_times(self) -> DeviceTimes:
-        assert self._whole is not None
-        return self._whole.device_times()
-
-
 class ModelRunner:
     def __init__(
         self,
@@ -83,10 +67,13 @@ class ModelRunner:
         state: DeviceState,
         sampler: Sampler,
         gather_slots: GatherSlots,
+        fill_decodes: FillDecodes,
+        write_slots: WriteSlots,
         executor: Executor,
         builder: StepBuilder,
         processors: LogitsProcessors,
         masks: TokenMaskBuffer,
+        inbox: Inbox,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -95,16 +82,21 @@ class ModelRunner:
         self._state = state
         self._sampler = sampler
         self._gather_slots = gather_slots
+        self._write_slots = write_slots
         self._executor = executor
         self._builder = builder
         self._processors = processors
         self.masks = masks
         self._staging = Staging(device)
+        self._inbox = inbox
         self._results = ResultBuffers(len(state.positions), device)
         self.graphs: DecodeGraphs | None = None
+        self.sample_graphs: SampleGraphs | None = None
         self.work = WorkCounts()
-        self.mixed_forward = MixedForward(model, attention, cache, state)
-        self.warm_up = WarmUp(model, cache, self.mixed_forward, state, sampler, masks)
+        self.mixed_forward = MixedForward(
+            model, attention, cache, state, inbox, self._staging, fill_decodes
+        )
+        self.warm_up = WarmUp(cache, self.run_tokens, state, write_slots, sampler, masks)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host`.
@@ -112,8 +104,10 @@ class ModelRunner:
         The plan's effects are as if it were done already.
         """
         inputs = self._builder.build(plan)
-        graph = self._graph_of(inputs)
-        size = 0 if inputs.prefills is None else duration_key(plan.num_tokens, graph)
+        graph, size = None, 0
+        if inputs.tokens is not None:
+            graph = self.mixed_forward.graph_of(inputs.tokens)
+            size = duration_key(plan.num_tokens, graph)
         if not plan.needs_host:
             return self._executor.submit(
                 lambda: self._sample(inputs, self._forward(inputs, graph)), size
@@ -125,12 +119,6 @@ class ModelRunner:
             return begun.end(lambda forwarded: self._sample(inputs, forwarded, later, masks))
 
         return HostStep(end)
-
-    def _graph_of(self, inputs: StepInputs) -> StepGraph | None:
-        """Of a step with prefills."""
-        if inputs.prefills is None:
-            return None
-        return self.mixed_forward.graph_of(len(inputs.plan.decodes), inputs.prefills)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -149,8 +137,8 @@ class ModelRunner:
         self._cache.swap_out(plan.swap_out)
         self._cache.copy_pages(plan.page_copies)
         self._cache.swap_in(plan.swap_in)
-        if inputs.prefills is not None:
-            return self._mixed_step(inputs, graph)
+        if inputs.tokens is not None:
+            return self._mixed_step(inputs, inputs.tokens, graph)
         return self._decode_only(inputs) if plan.decodes else None
 
     def _sample(
@@ -228,30 +216,61 @@ class ModelRunner:
         hidden = self._model.forward(token_ids, rows.positions, prompt_lens, attend)
         return self._model.compute_logits(hidden)
 
-    def _mixed_step(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded:
+    def _mixed_step(
+        self, inputs: StepInputs, step: StepTokens, graph: StepGraph | None
+    ) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
-        assert inputs.prefills is not None
         num_padded = None if graph is None else graph.num_tokens
-        self.work.ran("mixed", inputs.plan.num_tokens, num_padded)
-        tensors = self._staging.upload(inputs.arrays)
+        self.work.ran("mixed", step.num_tokens, num_padded)
         # Prefills read nothing of the slots: without decodes they need not wait for the changes.
-        if inputs.plan.decodes:
-            self._state.apply(tensors)
-        hidden = self.mixed_forward.run(
-            tensors["decode_slots"], inputs.max_decode_len, inputs.prefills, tensors, graph
-        )
-        if not inputs.plan.decodes:
-            self._state.apply(tensors)
+        if len(step.decode_slots):
+            tensors = self._upload(inputs.arrays)
+            hidden = self.mixed_forward.run(step, graph)
+        else:
+            hidden = self.mixed_forward.run(step, graph)
+            tensors = self._upload(inputs.arrays)
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs
-            for logprobs in self._prompt_logprobs(hidden, wanted, tensors)
+            for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
         ]
-        logits = self._model.compute_logits(hidden[tensors["sample_tokens"]])
-        slots, positions = tensors["sample_slots"], tensors["sample_positions"]
-        # Where no prefill reached its last chunk, there is nothing to sample.
-        tokens = None if len(logits) else slots
+        tokens, logits = self._logits(hidden, len(step.sample_tokens))
+        slots, positions = self._sampled_rows(len(step.sample_tokens))
         return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
+
+    def _logits(
+        self, hidden: torch.Tensor, num_rows: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """[rows, V], of the rows that the inbox says; tokens int32 [rows] if sampled already."""
+        rows = self._inbox.sample_tokens[:num_rows]
+        if num_rows and self.sample_graphs is not None and self.sample_graphs.takes(num_rows):
+            return self.sample_graphs.replay(hidden, rows)
+        # Where no prefill reached its last chunk, there is nothing to sample.
+        tokens = None if num_rows else rows
+        return tokens, self._model.compute_logits(hidden[rows])
+
+    def _sampled_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and positions int32 [rows] of the step's samples."""
+        inbox = self._inbox
+        return inbox.sample_slots[:num_rows], inbox.sample_positions[:num_rows]
+
+    def run_tokens(self, step: StepTokens) -> None:
+        """The work of a step with prefills, sampled plainly. On the current stream."""
+        hidden = self.mixed_forward.run(step, self.mixed_forward.graph_of(step))
+        tokens, logits = self._logits(hidden, len(step.sample_tokens))
+        if tokens is None:
+            self._sampler.plain(logits, *self._sampled_rows(len(logits)))
+
+    def make_sample_graphs(self, buffer: torch.Tensor, pool: GraphPool) -> SampleGraphs:
+        """buffer: for hidden states of the most rows [rows, hidden_size]. None is captured yet."""
+
+        def sample(
+            hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self._model.compute_logits(hidden)
+            return self._sampler.plain(logits, slots, positions), logits
+
+        return SampleGraphs(sample, buffer, *self._sampled_rows(len(buffer)), pool)
 
     def _sample_full(
         self,
@@ -278,20 +297,11 @@ class ModelRunner:
         )
         return tokens, failures
 
-    def _prompt_logprobs(
-        self, hidden: torch.Tensor, wanted: PromptLogprobs, tensors: Tensors
-    ) -> list[LogprobTensors]:
-        """In pieces: logits of a whole prompt would not fit beside the KV cache."""
-        targets = tensors[wanted.array_name]
-        pieces = []
-        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            piece = targets[start : start + PROMPT_LOGPROB_ROWS]
-            first = wanted.first_token + start
-            logits = self._model.compute_logits(hidden[first : first + len(piece)])
-            pieces.append(gather_logprobs(logits, piece, wanted.num_top))
-        return pieces
-
     def _upload(self, arrays: Arrays) -> Tensors:
         tensors = self._staging.upload(arrays)
-        self._state.apply(tensors)
+        if tensors:
+            records, entries = tensors.get("slot_inits"), tensors.get("table_entries")
+            if records is not None or entries is not None:
+                self._write_slots(self._state, records, entries)
+            self._state.apply(tensors)
         return tensors

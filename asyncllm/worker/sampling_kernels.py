@@ -30,21 +30,28 @@ from asyncllm.worker.token_masks import RowMasks
 
 BLOCK = 4096  # logits per program: 32 of them for a row of 128k, so that one row fills the card
 PICK_WARPS = 8  # a program picks for a row, and reads some thousand logits where that filters
+# Arguments that are a scalar, or of which a program reads one: what values and addresses are
+# multiples of is no reason for another variant, which the compiler takes a second for.
+SCALARS = ["num_blocks", "bits_stride", "by_slot"]
+POINTERS_TO_SCALARS = [
+    "slots_ptr", "positions_ptr", "of_row_ptr", "bits_ptr", "temperatures_ptr", "top_ks_ptr",
+    "top_ps_ptr", "min_ps_ptr", "seeds_ptr", "out_ptr", "last_tokens_ptr", "slot_positions_ptr",
+]  # fmt: skip
+LEAST_BLOCKS = 64  # of one row that the second kernel is compiled for: of up to 262,144 tokens
 # By how much the keys (filter_kernels.py) of neighbouring logits differ.
 UNITS = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13, torch.float32: 1}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS_TO_SCALARS)
 def _look_at_block(
     logits_ptr, row_stride, vocab_size, slots_ptr, positions_ptr, of_row_ptr, bits_ptr, bits_stride,
     temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr,
-    values_ptr, tokens_ptr, maxima_ptr, num_blocks,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr, SLOT_POSITIONS: tl.constexpr,
-    PDL: tl.constexpr,
+    values_ptr, tokens_ptr, maxima_ptr, num_blocks, by_slot,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best noisy logit of one block of one row, and its token; a summary where the row filters.
 
-    SLOT_POSITIONS: positions are of slots, not of rows.
+    by_slot: 1 where positions are of slots, not of rows.
     """
     row = tl.program_id(0)
     if PDL:
@@ -69,7 +76,7 @@ def _look_at_block(
     else:
         if temperature > 0:
             seed = tl.load(seeds_ptr + slot)
-            position = tl.load(positions_ptr + (slot if SLOT_POSITIONS else row))
+            position = tl.load(positions_ptr + tl.where(by_slot != 0, slot, row))
             x = x / temperature + gumbel_noise(token, seed, position)
             x = tl.where(token < vocab_size, x, float("-inf"))
             x = tl.where(x != x, float("inf"), x)
@@ -78,14 +85,13 @@ def _look_at_block(
         tl.store(tokens_ptr + out, block * BLOCK + index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS_TO_SCALARS)
 def _pick_of_row(
     logits_ptr, row_stride, vocab_size, slots_ptr, positions_ptr, of_row_ptr, bits_ptr, bits_stride,
     temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr,
     values_ptr, tokens_ptr, maxima_ptr, listed_ptr, out_ptr, last_tokens_ptr, slot_positions_ptr,
-    num_blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    UNIT: tl.constexpr, NON_FINITE: tl.constexpr, MASKED: tl.constexpr,
-    SLOT_POSITIONS: tl.constexpr, PDL: tl.constexpr,
+    num_blocks, by_slot, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, NON_FINITE: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row's token, NON_FINITE where the best is infinite, and its slot moves on to it.
 
@@ -96,7 +102,7 @@ def _pick_of_row(
         start_next()
         row += wait_previous()  # every address depends on it
     slot = tl.load(slots_ptr + row)
-    position = tl.load(positions_ptr + (slot if SLOT_POSITIONS else row))
+    position = tl.load(positions_ptr + tl.where(by_slot != 0, slot, row))
     temperature = tl.load(temperatures_ptr + slot)
     top_k = tl.load(top_ks_ptr + slot)
     top_p = tl.load(top_ps_ptr + slot)
@@ -129,8 +135,8 @@ def _pick_of_row(
     is_finite = (best > float("-inf")) & (best < float("inf"))
     tl.store(out_ptr + row, tl.where(is_finite, token, NON_FINITE))
     tl.store(last_tokens_ptr + slot, token)  # of what is not finite any: it has an embedding
-    if not SLOT_POSITIONS:
-        tl.store(slot_positions_ptr + slot, tl.where(slot == 0, 0, position))  # 0 is padding
+    next_position = tl.where(slot == 0, 0, position)  # 0 is padding
+    tl.store(slot_positions_ptr + slot, next_position, by_slot == 0)
 
 
 def sample_slots_triton(
@@ -161,15 +167,17 @@ def sample_slots_triton(
         "BLOCK": BLOCK,
         "GROUP": GROUP.value,
         "MASKED": masks is not None,
-        "SLOT_POSITIONS": positions is None,
         "PDL": has_programmatic_launch(device),
     }
     if flags["PDL"]:
         flags["launch_pdl"] = True
-    _look_at_block[(num_rows, num_blocks)](*rows, values, tokens, maxima, num_blocks, **flags)
+    by_slot = int(positions is None)
+    _look_at_block[(num_rows, num_blocks)](
+        *rows, values, tokens, maxima, num_blocks, by_slot, **flags
+    )
     _pick_of_row[(num_rows,)](
         *rows, values, tokens, maxima, listed, out, state.last_tokens, state.positions, num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks), UNIT=UNITS[logits.dtype],
-        NON_FINITE=NON_FINITE_TOKEN, num_warps=PICK_WARPS, **flags,
+        by_slot, BLOCKS=max(LEAST_BLOCKS, triton.next_power_of_2(num_blocks)),
+        UNIT=UNITS[logits.dtype], NON_FINITE=NON_FINITE_TOKEN, num_warps=PICK_WARPS, **flags,
     )  # fmt: skip
     return out

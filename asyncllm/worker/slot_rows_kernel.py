@@ -10,9 +10,14 @@ from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_rows import SlotRows
 
 TABLE_BLOCK = 1024
+# Of which a program reads or writes one number: whether they are aligned makes no other variant.
+SCALARS = [
+    "slots_ptr", "last_tokens_ptr", "positions_ptr", "row_tokens_ptr", "row_positions_ptr",
+    "next_positions_ptr",
+]  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _gather_slots(
     slots_ptr, last_tokens_ptr, positions_ptr, tables_ptr,
     row_tokens_ptr, row_positions_ptr, next_positions_ptr, row_tables_ptr,

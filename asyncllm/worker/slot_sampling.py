@@ -17,8 +17,6 @@ from asyncllm.types import Sequence, SlotInit
 
 Arrays = dict[str, np.ndarray]
 NEVER = float("-inf")
-MAX_INT32 = 2**31 - 1
-LEAST_TOP_P = 1e-6  # less than the best token of any vocabulary has; not 0 in float32
 _NO_TOKENS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
@@ -69,22 +67,7 @@ class SlotSampling:
         return Feature(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
 
     def init(self, inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
-        """Sequences take slots: remember what they need, pack what the device must know."""
-        params = [init.seq.request.sampling_params for init in inits]
-        # More than any vocabulary has is as good as all.
-        arrays["init_top_ks"] = int32([min(max(p.top_k, 0), MAX_INT32) for p in params])
-        arrays["init_seeds"] = np.array([init.seq.seed for init in inits], np.int64)
-        arrays["init_floats"] = np.array(
-            [
-                [0.0 if p.greedy else p.temperature for p in params],
-                [max(p.top_p, LEAST_TOP_P) for p in params],
-                [p.min_p for p in params],
-                [p.presence_penalty for p in params],
-                [p.frequency_penalty for p in params],
-                [p.repetition_penalty for p in params],
-            ],
-            np.float32,
-        )
+        """Sequences take slots: remember what they need, pack what is not in their records."""
         for init in inits:
             self._remember(init)
         special = [(i, self._special[i.slot]) for i in inits if i.slot in self._special]

@@ -17,7 +17,10 @@ import torch
 from asyncllm.types import PADDING_SLOT, StepCost
 from asyncllm.worker.model_runner import ModelRunner
 
-NUM_STEPS = 4  # at a time, one after the other: the host's share hides behind the device's
+# At a time, one after the other: the host's share hides behind the device's. That of a long step
+# hides in the step, so only as many are timed as take so long together.
+NUM_STEPS = 4
+LONG_SECONDS = 0.02
 NUM_TIMES = 4
 PREFILL_TOKENS = (512, 1024)  # both captured by then
 
@@ -50,16 +53,19 @@ def cost_of(bare: Sequence[float], prefills: Mapping[int, Sequence[float]]) -> S
 
 def _timings(step: Callable[[], object], stream: torch.cuda.Stream) -> list[float]:
     """Seconds that a step took, NUM_TIMES over."""
-    step()
-    times = []
-    for _ in range(NUM_TIMES):
-        stream.synchronize()
-        start = time.perf_counter()
-        for _ in range(NUM_STEPS):
-            step()
-        stream.synchronize()
-        times.append((time.perf_counter() - start) / NUM_STEPS)
-    return times
+    first = _timed(step, 1, stream)  # it may load kernels, too
+    num_steps = min(NUM_STEPS, 1 + int(LONG_SECONDS / first))
+    return [_timed(step, num_steps, stream) for _ in range(NUM_TIMES)]
+
+
+def _timed(step: Callable[[], object], num_steps: int, stream: torch.cuda.Stream) -> float:
+    """Seconds of one of so many steps."""
+    stream.synchronize()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    stream.synchronize()
+    return (time.perf_counter() - start) / num_steps
 
 
 def _bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object]:

@@ -1,7 +1,7 @@
 """A `StepPlan` as arrays: everything that the device must be told for one step, packed on the host.
 
-A step of the same decodes as the one before, with no new page, builds nothing. Arrays named
-`init_*`, `table_*` and so on are the changes that `DeviceState.apply` writes; forward pass and
+A step of the same decodes as the one before, with no new page, builds nothing. `slot_inits` and
+`table_entries` are what a `WriteSlots` writes, others are for `DeviceState.apply`; forward pass and
 sampler read the rest.
 """
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import PrefillRow, SlotInit, StepPlan
+from asyncllm.types import PrefillRow, StepPlan
+from asyncllm.worker.slot_changes import pack_entries, pack_inits
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
 
@@ -33,13 +34,33 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step with prefills, D decodes and P tokens of prompts, and its R samples."""
+
+    decode_slots: np.ndarray  # int32 [D]
+    max_decode_len: int  # the longest context of a decode
+    token_ids: np.ndarray  # int32 [P]
+    positions: np.ndarray  # int32 [P]
+    prompt_lens: np.ndarray  # int32 [P]: of each token's sequence
+    write_slots: np.ndarray  # int64 [P]: flat KV positions
+    sample_tokens: np.ndarray  # int32 [R]: which of the D + P tokens are sampled from
+    sample_slots: np.ndarray  # int32 [R]
+    sample_positions: np.ndarray  # int32 [R]: of the new tokens
+    prefills: PrefillRows
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_slots) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     plan: StepPlan
     arrays: Arrays
     decode_slots: np.ndarray  # int32 [decodes]
     sampled_slots: np.ndarray  # int32 [rows that sample]
     max_decode_len: int
-    prefills: PrefillRows | None
+    tokens: StepTokens | None  # of a step with prefills
     features: Feature
     wants_logprobs: tuple[SamplingParams, ...]  # of the sampled rows; empty: no row wants any
     prompt_logprobs: tuple[PromptLogprobs, ...]
@@ -54,14 +75,16 @@ class StepBuilder:
     def build(self, plan: StepPlan) -> StepInputs:
         arrays: Arrays = {}
         if plan.slot_inits:
-            _init_slots(plan.slot_inits, arrays)
+            arrays["slot_inits"] = pack_inits(plan.slot_inits)
             self._sampling.init(plan.slot_inits, arrays)
-        _block_table_entries(plan, arrays)
+        if plan.slot_inits or plan.page_appends:
+            arrays["table_entries"] = pack_entries(plan.slot_inits, plan.page_appends)
         slots, features = plan.decodes.slots, self._features_of_decodes(plan)
-        prefills = self._prefills(plan, arrays) if plan.prefills else None
-        sampled_slots = slots
+        max_decode_len = int(plan.decodes.positions.max()) + 1 if len(slots) else 0
+        tokens, sampled_slots = None, slots
         if plan.prefills:
-            sampled_slots = int32([seq.slot for seq in plan.sampled])
+            tokens = self._tokens(plan, max_decode_len)
+            sampled_slots = tokens.sample_slots
             features = self._sampling.features(sampled_slots)
         if features & Feature.EDIT and not plan.needs_host:
             self._sampling.add_logit_edits(sampled_slots, arrays)
@@ -74,8 +97,8 @@ class StepBuilder:
             arrays=arrays,
             decode_slots=slots,
             sampled_slots=sampled_slots,
-            max_decode_len=int(plan.decodes.positions.max()) + 1 if len(slots) else 0,
-            prefills=prefills,
+            max_decode_len=max_decode_len,
+            tokens=tokens,
             features=features,
             wants_logprobs=wants,
             prompt_logprobs=_prompt_logprobs(plan, arrays) if plan.prefills else (),
@@ -95,8 +118,7 @@ class StepBuilder:
             self._decode_slots, self._decode_features = slots, self._sampling.features(slots)
         return self._decode_features
 
-    def _prefills(self, plan: StepPlan, arrays: Arrays) -> PrefillRows:
-        """The arrays of a mixed step's prefill part, and of what it samples."""
+    def _tokens(self, plan: StepPlan, max_decode_len: int) -> StepTokens:
         rows = plan.prefills
         lens = np.array([len(row.token_ids) for row in rows], np.int32)
         indptr = _indptr(lens)
@@ -107,52 +129,38 @@ class StepBuilder:
         page_indptr = _indptr(np.array([len(row.block_ids) for row in rows], np.int32))
         row_pages = page_indptr[:-1].repeat(lens) + positions // self._block_size
         write_slots = pages[row_pages].astype(np.int64) * self._block_size
-        arrays["decode_slots"] = plan.decodes.slots
-        arrays["prefill_tokens"] = np.concatenate(
-            [np.array(row.token_ids, np.int32) for row in rows]
-        )
-        arrays["prefill_positions"] = positions
-        arrays["prefill_prompt_lens"] = int32([r.seq.num_prompt_tokens for r in rows]).repeat(lens)
-        arrays["write_slots"] = write_slots + positions % self._block_size
         kv_lens = np.array([row.start for row in rows], np.int32) + lens
-        self._samples(plan, indptr, kv_lens, arrays)
-        return PrefillRows(indptr, kv_lens, page_indptr, pages)
-
-    @staticmethod
-    def _samples(plan: StepPlan, indptr: np.ndarray, kv_lens: np.ndarray, arrays: Arrays) -> None:
-        """Which tokens' hidden states are sampled from, for which slots, at which positions."""
-        num_decodes = len(plan.decodes)
-        tokens = list(range(num_decodes))
-        slots = plan.decodes.slots.tolist()
-        positions = (plan.decodes.positions + 1).tolist()
-        for i, row in enumerate(plan.prefills):
-            for seq in row.samples:
-                tokens.append(num_decodes + int(indptr[i + 1]) - 1)
-                slots.append(seq.slot)
-                positions.append(int(kv_lens[i]))
-        arrays["sample_tokens"] = int32(tokens)
-        arrays["sample_slots"] = int32(slots)
-        arrays["sample_positions"] = int32(positions)
+        sample_tokens, sample_slots, sample_positions = _samples(plan, indptr, kv_lens)
+        return StepTokens(
+            decode_slots=plan.decodes.slots,
+            max_decode_len=max_decode_len,
+            token_ids=np.concatenate([np.array(row.token_ids, np.int32) for row in rows]),
+            positions=positions,
+            prompt_lens=int32([r.seq.num_prompt_tokens for r in rows]).repeat(lens),
+            write_slots=write_slots + positions % self._block_size,
+            sample_tokens=sample_tokens,
+            sample_slots=sample_slots,
+            sample_positions=sample_positions,
+            prefills=PrefillRows(indptr, kv_lens, page_indptr, pages),
+        )
 
 
-def _init_slots(inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
-    arrays["init_slots"] = int32([init.slot for init in inits])
-    # A sequence that comes back decoding continues from its last token; a prefill ignores it.
-    arrays["init_last_tokens"] = int32([init.token_ids[-1] for init in inits])
-    arrays["init_positions"] = int32([init.num_computed for init in inits])
-    arrays["init_prompt_lens"] = int32([init.seq.num_prompt_tokens for init in inits])
-
-
-def _block_table_entries(plan: StepPlan, arrays: Arrays) -> None:
-    inits, appends = plan.slot_inits, plan.page_appends
-    if not inits and not appends:
-        return
-    slots = [init.slot for init in inits for _ in init.block_ids] + [a.slot for a in appends]
-    indices = [i for init in inits for i in range(len(init.block_ids))]
-    pages = [page for init in inits for page in init.block_ids]
-    arrays["table_slots"] = int32(slots)
-    arrays["table_indices"] = int32(indices + [a.block_index for a in appends])
-    arrays["table_pages"] = int32(pages + [a.block_id for a in appends])
+def _samples(
+    plan: StepPlan, indptr: np.ndarray, kv_lens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int32 [R] each: which tokens are sampled from, for which slots, at which positions."""
+    num_decodes = len(plan.decodes)
+    last = [
+        (num_decodes + int(indptr[i + 1]) - 1, seq.slot, int(kv_lens[i]))
+        for i, row in enumerate(plan.prefills)
+        for seq in row.samples
+    ]
+    tokens, slots, positions = np.array(last, np.int32).reshape(-1, 3).T
+    return (
+        np.concatenate([np.arange(num_decodes, dtype=np.int32), tokens]),
+        np.concatenate([plan.decodes.slots, slots]),
+        np.concatenate([plan.decodes.positions + 1, positions], dtype=np.int32),
+    )
 
 
 def _logprob_ids(wants: tuple[SamplingParams, ...], arrays: Arrays) -> None:

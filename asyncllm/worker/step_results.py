@@ -6,16 +6,20 @@ called after the step's end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
 
+from asyncllm.models.base import CausalLM
 from asyncllm.types import StepResult, TokenLogprobs
 from asyncllm.worker.executor import Collect
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import LogprobTensors, gather_logprobs
-from asyncllm.worker.step_inputs import StepInputs
+from asyncllm.worker.step_inputs import PromptLogprobs, StepInputs
+
+PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,26 @@ def fetch(inputs: StepInputs, sampled: Sampled, buffers: ResultBuffers) -> Colle
         )
 
     return collect
+
+
+def prompt_logprobs_of(
+    model: CausalLM,
+    hidden: torch.Tensor,
+    wanted: PromptLogprobs,
+    tensors: Mapping[str, torch.Tensor],
+) -> list[LogprobTensors]:
+    """In pieces: logits of a whole prompt would not fit beside the KV cache.
+
+    hidden: of the step's tokens, [tokens, hidden_size]. tensors: what was uploaded.
+    """
+    targets = tensors[wanted.array_name]
+    pieces = []
+    for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+        piece = targets[start : start + PROMPT_LOGPROB_ROWS]
+        first = wanted.first_token + start
+        logits = model.compute_logits(hidden[first : first + len(piece)])
+        pieces.append(gather_logprobs(logits, piece, wanted.num_top))
+    return pieces
 
 
 def _logprobs_to_host(tensors: LogprobTensors) -> LogprobTensors:

@@ -6,69 +6,72 @@ launched here, nor by a capture, is compiled while a request waits. All on the c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.models.base import CausalLM
-from asyncllm.types import PADDING_PAGE
+from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.mixed_forward import MixedForward
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.step_inputs import StepTokens
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
 
 class WarmUp:
     def __init__(
         self,
-        model: CausalLM,
         cache: KVCache,
-        mixed_forward: MixedForward,
+        run_tokens: Callable[[StepTokens], None],
         state: DeviceState,
+        write_slots: WriteSlots,
         sampler: Sampler,
         masks: TokenMaskBuffer,
     ) -> None:
-        self._model = model
-        self._cache = cache
-        self._mixed_forward = mixed_forward
+        self._block_size = cache.block_size
+        self._run_tokens = run_tokens
         self._state = state
+        self._write_slots = write_slots
         self._sampler = sampler
         self._masks = masks
 
     def prefill(self, num_tokens: int) -> None:
         """A step of one prompt, and its first token."""
-        num_pages = -(-num_tokens // self._cache.block_size)
-        prefills = PrefillRows(
-            query_indptr=np.array([0, num_tokens], np.int32),
-            kv_lens=np.array([num_tokens], np.int32),
-            page_indptr=np.array([0, num_pages], np.int32),
-            pages=np.full(num_pages, PADDING_PAGE, np.int32),
+        num_pages = -(-num_tokens // self._block_size)
+        zeros = np.zeros(num_tokens, np.int32)
+        self._run_tokens(
+            StepTokens(
+                decode_slots=zeros[:0],
+                max_decode_len=0,
+                token_ids=zeros,
+                positions=np.arange(num_tokens, dtype=np.int32),
+                prompt_lens=zeros + num_tokens,
+                write_slots=zeros.astype(np.int64),
+                sample_tokens=np.array([num_tokens - 1], np.int32),
+                sample_slots=np.array([PADDING_SLOT], np.int32),
+                sample_positions=zeros[:1],
+                prefills=PrefillRows(
+                    query_indptr=np.array([0, num_tokens], np.int32),
+                    kv_lens=np.array([num_tokens], np.int32),
+                    page_indptr=np.array([0, num_pages], np.int32),
+                    pages=np.full(num_pages, PADDING_PAGE, np.int32),
+                ),
+            )
         )
-        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._state.positions.device)
-        hidden = self._mixed_forward.run(
-            tokens[:0],
-            0,
-            prefills,
-            {
-                "prefill_tokens": tokens,
-                "prefill_positions": torch.arange(num_tokens, device=tokens.device),
-                "prefill_prompt_lens": tokens + num_tokens,
-                "write_slots": tokens,
-            },
-            self._mixed_forward.graph_of(0, prefills),
-        )
-        logits = self._model.compute_logits(hidden[num_tokens - 1 : num_tokens])
-        self._sampler.plain(logits, tokens[:1], tokens[:1])  # of the padding slot
 
     def sampling(self, dtype: torch.dtype) -> None:
-        """A row sampled in every other way. `dtype`: of the model's logits."""
+        """A slot written, a row sampled in every other way. `dtype`: of the model's logits."""
         zero = torch.zeros(1, dtype=torch.int32, device=self._state.positions.device)
         vocab_size = self._state.in_prompt.shape[1]
         self._masks.host()[:1] = -1
         masks = self._masks.upload(np.zeros(1, np.int32), 1)
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=zero.device)
+        record = torch.zeros(1, RECORD_WORDS, dtype=torch.int32, device=zero.device)
+        self._write_slots(self._state, record, zero.expand(3, 1).contiguous())
         for positions in (zero, None):  # as after prefills, as after a decode step
             self._sampler.plain(logits, zero, positions, masks)
             self._sampler.full(logits, zero, positions, Feature(0), {}, masks)

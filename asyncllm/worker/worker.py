@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,26 +19,36 @@ from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, resolve_backend
 from asyncllm.config import EngineConfig
-from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_ways import Way
-from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
-from asyncllm.graphs.pool import GraphPool
-from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
-from asyncllm.progress import DELAY_S, ProgressBar
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import StepCost, StepPlan, SwapCost
 from asyncllm.worker import decode_choice
 from asyncllm.worker.decode_trial import DecodeTrial
 from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
-from asyncllm.worker.kernels import Kernels, make_executor, select_kernels
+from asyncllm.worker.inbox import Inbox
+from asyncllm.worker.kernels import (
+    SlotKernels,
+    has_fast_ops,
+    make_executor,
+    select_ops,
+    select_slot_kernels,
+)
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.memory import Profile, measure_swap_cost, plan_memory, profile_step
+from asyncllm.worker.memory import (
+    measure_swap_cost,
+    plan_memory,
+    profile_step,
+    time_prefill_on_cpu,
+)
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.own_kernels import begin_building
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
 from asyncllm.worker.token_masks import TokenMaskBuffer
@@ -61,21 +71,27 @@ class Worker:
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.phases: dict[str, float] = {}
         self._config = config
-        self._progress = progress
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
         page_bytes = self._page_bytes()
         host_pages = self._host_pages(page_bytes)
+        early = EarlyLaunches(self.device)
         with self._phase("kernels"):
-            kernels = select_kernels(self.device, self._dtype)
+            kernels = select_slot_kernels(self.device)
+            early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
+            early.begin_slots(kernels, config.block_size)
+            if has_fast_ops(self.device, self._dtype):
+                begin_building(config, self.device)
+            ops = select_ops(self.device, self._dtype)
         with self._phase("load"):
-            model = self._build_model(kernels)
+            model = self._build_model(ops)
+            early.begin_one_row(model)
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
-            profile = profile_step(model, config, self.device)
-            self.memory = plan_memory(config, page_bytes, profile, self.device)
+            peak_bytes = profile_step(model, config, self.device)
+            self.memory = plan_memory(config, page_bytes, peak_bytes, self.device)
         with self._phase("kv_cache"):
             cache = self._allocate_cache(host_pages)
             state = self._allocate_state()
@@ -87,20 +103,22 @@ class Worker:
         attention = build_backend(self.backend_name, cache, model.attention_layers)
         self.runner = self._make_runner(model, cache, attention, state, kernels)
         with self._phase("warm_up"), self._on_stream():
-            self._warm_up()
-        self._pending = PendingCaptures()
+            self._warm_up(early)
+        self._captures = StepCaptures(config, self.runner, self.device, progress=progress)
         if attention.supports_graphs and not config.enforce_eager:
-            pool = GraphPool()
-            self._make_prefill_graphs(model, attention, cache, pool)
+            with self._phase("prefill_graphs"), self._on_stream():
+                self._captures.prefills(self._dtype)
             with self._phase("decode_kernel"):
                 ways = decode_choice.other_ways(self.runner, model, cache, loading)
-            self._make_decode_graphs(state, pool, ways)
+            trial = DecodeTrial(state, config.block_size, self.memory.num_pages)
+            with self._phase("graphs"), self._on_stream():
+                self._captures.decodes(ways, trial)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._on_stream():
                 self.step_cost = measure_step_cost(self.runner, self._most_tokens)
         with self._phase("swap_space"):
-            self.swap_cost = self._measure_swap_cost(cache, profile)
+            self.swap_cost = self._measure_swap_cost(model, cache)
 
     @property
     def num_graphs(self) -> int:
@@ -123,18 +141,13 @@ class Worker:
 
     @property
     def num_pending_graphs(self) -> int:
-        return len(self._pending)
+        return len(self._captures)
 
     @torch.inference_mode()
     def capture_one(self) -> None:
-        """Capture one of the pending graphs; for moments without a step. Blocks for 10 to 20 ms,
-        a few steps more where ways to run it are timed."""
-        try:
-            with self._on_stream():
-                self._pending.capture_one()
-        except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
-            logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
-            self._pending.clear()
+        """Capture one of the pending graphs; for moments without a step."""
+        with self._on_stream():
+            self._captures.capture_one()
 
     def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Which of the engine's logits processors a request needs. Raises what they raise."""
@@ -157,9 +170,8 @@ class Worker:
         try:
             self._executor.close()
         finally:
-            self._pending.clear()
-            self.runner.graphs = None  # they hold the runner's decode_step: break the circle
-            del self.runner
+            self._captures.clear()
+            del self.runner, self._captures
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -180,11 +192,11 @@ class Worker:
         )
         return HostPages(shape, self._dtype, self.device)
 
-    def _build_model(self, kernels: Kernels) -> CausalLM:
+    def _build_model(self, ops: Ops) -> CausalLM:
         """Without its weights."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        return build_model(config.model, self._dtype, self.device, kernels.ops, model_len)
+        return build_model(config.model, self._dtype, self.device, ops, model_len)
 
     def _allocate_cache(self, host_pages: HostPages) -> KVCache:
         """Raises `ValueError` naming the flags where the memory is not there."""
@@ -219,7 +231,7 @@ class Worker:
         cache: KVCache,
         attention: AttentionBackend,
         state: DeviceState,
-        kernels: Kernels,
+        kernels: SlotKernels,
     ) -> ModelRunner:
         return ModelRunner(
             model=model,
@@ -228,16 +240,28 @@ class Worker:
             state=state,
             sampler=Sampler(state, kernels.sample_slots, kernels.apply_masks),
             gather_slots=kernels.gather_slots,
+            fill_decodes=kernels.fill_decodes,
+            write_slots=kernels.write_slots,
             executor=self._executor,
             builder=StepBuilder(self._config.num_slots, self._config.block_size),
             processors=self._processors,
             masks=self.token_masks,
+            inbox=Inbox(
+                max(self._config.prefill_graph_sizes, default=0),
+                self._config.num_slots,
+                self.device,
+            ),
             device=self.device,
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, early: EarlyLaunches) -> None:
+        """On the current stream, and in the threads of what else is to be compiled."""
+        if isinstance(self._executor, StreamExecutor):
+            slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
+            early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
             self.runner.warm_up.prefill(min(num_tokens, self._most_tokens))
+        early.wait()
         self.runner.warm_up.sampling(self._dtype)
 
     @property
@@ -245,42 +269,14 @@ class Worker:
         """Of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
 
-    def _make_prefill_graphs(
-        self, model: CausalLM, attention: AttentionBackend, cache: KVCache, pool: GraphPool
-    ) -> None:
-        sizes = self._config.prefill_graph_sizes
-        if not sizes:
-            return
-        prefill = PrefillGraphs(model, attention, cache, sizes[-1], pool, self._dtype, self.device)
-        with self._phase("prefill_graphs"), self._on_stream():
-            self._capture(prefill.capture, sizes, "prefill")
-        self.runner.mixed_forward.graphs = prefill
-
-    def _make_decode_graphs(self, state: DeviceState, pool: GraphPool, others: list[Way]) -> None:
-        """`others`: ways to run a step besides the layers."""
-        sizes, step = self._config.cuda_graph_sizes, self.runner.decode_step
-        trial = DecodeTrial(state, self._config.block_size, self.memory.num_pages)
-        decode = DecodeGraphs(step, sizes[-1], pool, self.device, others, trial)
-        with self._phase("graphs"), self._on_stream():
-            self._capture(decode.capture, sizes, "decode")
-        self.runner.graphs = decode
-
-    def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Some sizes now, largest first, the others when the engine is idle."""
-        for size in ProgressBar(
-            first_sizes(sizes),
-            desc=f"capturing {name} graphs",
-            disable=not self._progress,
-            leave=False,
-            delay=DELAY_S,
-        ):
-            capture(size)
-        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
-
-    def _measure_swap_cost(self, cache: KVCache, profile: Profile) -> SwapCost | None:
+    def _measure_swap_cost(self, model: CausalLM, cache: KVCache) -> SwapCost | None:
         """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""
+        if self.step_cost is not None:
+            seconds_per_token = self.step_cost.seconds_per_token
+        else:
+            seconds_per_token = time_prefill_on_cpu(model, self._config)
         try:
-            return measure_swap_cost(cache, profile)
+            return measure_swap_cost(cache, seconds_per_token)
         except (MemoryError, RuntimeError) as error:
             raise ValueError(
                 f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"

@@ -97,6 +97,15 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
         ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&signal))
         : "memory");
 }
+// The signal's turn does not end before this thread's copies so far have come.
+__device__ __forceinline__ void signal_copies(Signal& signal) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&signal))
+                 : "memory");
+}
+// What this thread wrote to shared memory is before later bulk copies to the same place.
+__device__ __forceinline__ void show_to_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // By all threads of four warps.
 template <int NUM>
 __device__ __forceinline__ void give_registers() {
@@ -107,29 +116,37 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NUM));
 }
 
-// What other blocks wrote during this kernel: past the first cache, which may hold the old, and in
-// this place of the program.
+// What other blocks write during this kernel: past the first cache, which may hold the old, and in
+// this place of the program. Each word is whole, and says nothing about others.
 __device__ __forceinline__ uint4 load_fresh(const void* p) {
     uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
 __device__ __forceinline__ uint32_t load_fresh_pair(const void* p) {
     uint32_t v;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 __device__ __forceinline__ float load_fresh_float(const float* p) {
     float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
     return v;
 }
 __device__ __forceinline__ uint16_t load_fresh_half(const void* p) {
     uint16_t v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
     return v;
 }
+__device__ __forceinline__ void store_fresh_pair(void* p, uint32_t v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_fresh_float(float* p, float v) {
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
+}
+// Before what was not there is looked for again.
+__device__ __forceinline__ void poll_again() {}
 __device__ __forceinline__ uint4 load_constant(const void* p) {
     return __ldg(static_cast<const uint4*>(p));
 }
@@ -145,23 +162,17 @@ __device__ __forceinline__ uint4 load_shared_here(const void* p) {
     return v;
 }
 
-// By one thread between two `sync_block`: who sees the sum sees what its block wrote before.
-__device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+// Who sees the sum need not see anything else.
+__device__ __forceinline__ void add_relaxed(uint32_t* p, uint32_t value) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
-// The same, and the block then sees what those wrote whose sums it saw.
+// By one thread between two `sync_block`: its block sees what those wrote before whose sums it saw.
 __device__ __forceinline__ uint32_t add_and_see(uint32_t* p, uint32_t value) {
     uint32_t old;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(old) : "l"(p), "r"(value) : "memory");
     return old;
 }
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
-    uint32_t value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-    return value;
-}
-
 // c [16, 8] += a [16, 16] times b [16, 8].
 __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -196,11 +207,14 @@ __device__ __forceinline__ void wait_kernel_before() {
 }
 
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t to_bits(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ uint32_t to_pair(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// Of a number below 2^126.
+__device__ __forceinline__ float divide(float x, float by) { return __fdividef(x, by); }
 __device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 

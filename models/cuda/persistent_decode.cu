@@ -1,13 +1,17 @@
 // A decode step of a dense decoder, from the embeddings to the logits, in one kernel: see
 // persistent_decode.py.
 //
-// One block per multiprocessor stays for the whole step. Weights depend on nothing that the step
-// computes, so each warp has a feeder, a warp that does nothing but ask for its weights, in the order
-// in which they will be needed, DEPTH stages ahead of their use and across every barrier: memory
-// goes on being read while blocks wait for each other, for the attention, and for the last of them
-// to end. A warp that asked for its own would stop asking where it waits (docs/LOG.md).
+// One block per multiprocessor stays for the whole step. Weights, and the keys and values of earlier
+// tokens, depend on nothing that the step computes, so each warp has a feeder, a warp that does
+// nothing but ask for them, in the order in which they will be needed, DEPTH stages ahead of their
+// use and across every point where blocks wait for each other. What blocks compute for each other
+// passes through memory in words that say by themselves whether they are there (exchange.cuh).
 //
-//   stage     8 rows x 256 columns of a weight matrix, by a bulk copy per row
+// A product of few rows is a chain of latencies, not of work: what a step costs beyond reading memory
+// is the number of instructions between a word's arrival and the words that follow from it.
+//
+//   stage     8 rows x 256 columns of a weight matrix, by a bulk copy per row; or the keys and values
+//             of 8 tokens
 //   slice     256 columns of a product; a set of warps shares out the slices of its units
 //   unit      8 outputs of a product (8 gates and their 8 ups); blocks share out the units, and in a
 //             block its sets of warps, of which there are several where slices are few
@@ -22,6 +26,8 @@
 
 namespace {
 
+constexpr uint16_t NAN_HALF = 0x7fff;
+
 // What all of a block's threads find in its shared memory.
 __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     const int thread = thread_index();
@@ -35,34 +41,40 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
         open_signal((&shared.full[0][0])[thread]);
         open_signal((&shared.empty[0][0])[thread]);
     }
-    if (block_index() == 0)  // a step that got stuck may have left others
-        for (int i = thread; i < args.rows * args.kv_heads; i += 2 * THREADS) args.counts[i] = 0;
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
-        shared.layers[args.num_layers].input_norm = args.final_norm;
-        shared.num_work = args.rows * args.kv_heads * count_splits(args);
+        shared.layers[args.num_layers].norms[0] = args.final_norm;
+        shared.layers[args.num_layers].biases[0] = nullptr;
+        shared.shares = Places(args).shares;
+        shared.set = *args.turn >> 31;
+        shared.is_stuck = 0;
     }
     show_signals();
     sync_block();
-}
-
-__device__ __forceinline__ Operands operands_of(const Args& args, const Layer& layer, int kind) {
-    if (kind == HEAD) return {args.residual, args.final_norm, nullptr, args.logits, false};
-    const void* bias = layer.biases[kind];
-    if (kind == QKV) return {args.residual, layer.input_norm, bias, args.qkv, false};
-    if (kind == OUTPUT) return {args.attended, nullptr, bias, args.residual, true};
-    if (kind == GATE_UP) return {args.residual, layer.post_norm, bias, args.gated, false};
-    return {args.gated, nullptr, bias, args.residual, true};
 }
 
 // Norms are 2 to 16 KiB of a layer's hundreds of MiB, and everyone waits for them.
 __device__ __forceinline__ void prefetch_norms(const Args& args, const Shared& shared, int index) {
     const int column = (block_index() * THREADS + thread_index()) * 64;
     if (column >= args.hidden) return;
-    prefetch(at(shared.layers[index].post_norm, column));
-    prefetch(at(shared.layers[index + 1].input_norm, column));
+    prefetch(at(shared.layers[index].norms[GATE_UP], column));
+    prefetch(at(shared.layers[index + 1].norms[QKV], column));
 }
 
+// At the end. What a block computed that had given up waiting may be wrong, in all rows: each gets a
+// NaN among the block's own logits, and fails by it. The next step uses the other set once every
+// block has added: the top bit turns then, and needs no reset.
+__device__ __forceinline__ void finish(const Args& args, const Shared& shared) {
+    sync_workers();  // the logits are written
+    if (thread_index() == 0)
+        add_relaxed(args.turn, block_index() == 0 ? (1u << 31) - (num_blocks() - 1) : 1);
+    if (!shared.is_stuck) return;
+    for (int row = thread_index(); row < args.rows; row += THREADS)
+        *at(args.logits, static_cast<int64_t>(row) * args.vocab + block_index() * UNIT) = NAN_HALF;
+}
+
+// ROWS: most that the step may have.
+template <int ROWS>
 __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args args) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     const int thread = thread_index(), lane = thread % 32;
@@ -73,24 +85,33 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     }
     take_registers<WORKER_REGISTERS>();
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
-    Barrier barrier(args);
+    Patience patience;
     Ring ring;
-    plan_share(args, block_index(), shared);
+    const Share share = share_of(args, block_index());
+    const int num_shares = count_shares(args);
+    const int set = shared.set;
+    unsigned char* exchange = exchange_of(args, set, 0);
+    const void* input = args.embeddings;
 #pragma unroll 1
     for (int i = 0; i <= 4 * args.num_layers; i++) {
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
-        if (kind == QKV) prefetch_norms(args, shared, i / 4);
-        product(args, operands_of(args, layer, kind), kind, shared, ring, me);
-        if (kind == HEAD) break;
-        barrier.arrive();
+        const Shape shape = shared.shapes[kind];
+        const Operands operands = operands_of(args, layer, kind, shape, exchange, input);
+        product<ROWS>(args, operands, shape, kind, shared, ring, patience, me);
         if (kind == QKV) {
-            attention(args, layer, barrier, shared, me);
-            barrier.arrive();
+            prefetch_norms(args, shared, i / 4);
+            empty_layer(args, set ^ 1, i / 4);
+            attention(args, layer, exchange, share, num_shares, shared, ring, patience, me);
         }
-        barrier.wait();
+        if (kind == DOWN) input = exchange, exchange += args.layer_bytes;
     }
-    barrier.spoil(args);
+    finish(args, shared);
+}
+
+// One row, the commonest, has its own code, without what there is for others.
+auto kernel_for(const Args& args) {
+    return args.rows == 1 ? persistent_decode<1> : persistent_decode<MAX_ROWS>;
 }
 
 int shared_bytes(const Args& args) {
@@ -107,8 +128,9 @@ int shared_bytes(const Args& args) {
 extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
     const Args& given = *static_cast<const Args*>(args);
     const int bytes = shared_bytes(given);
+    const auto kernel = kernel_for(given);
     const cudaError_t error = cudaFuncSetAttribute(
-        persistent_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     cudaLaunchConfig_t config = {};
     config.gridDim = num_blocks;
@@ -120,14 +142,14 @@ extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void
     attribute.val.cooperative = 1;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, persistent_decode, given);
+    return cudaLaunchKernelEx(&config, kernel, given);
 }
 #else  // `stream` is the seed of the order in which threads take turns
 extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
     const Args& given = *static_cast<const Args*>(args);
     const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
     emulator::launch(num_blocks, 2 * THREADS, shared_bytes(given), seed,
-                     [&given] { persistent_decode(given); });
+                     [&given] { kernel_for(given)(given); });
     return 0;
 }
 #endif

@@ -44,7 +44,7 @@ def latencies_s(records: Sequence[Record]) -> dict[str, np.ndarray]:
     """Each latency of each request, or of each gap; NaN where a request has none.
 
     TPOT = (E2E - TTFT) / (tokens - 1), so a request of one token has none. TTFT is to the first
-    chunk with content; `first_token_times` says what `ttft_first_token` is.
+    chunk with a token; `first_token_times` says what `ttft_first_token` is.
     """
     columns = [(r.intended_s, r.sent_s, r.chunk_times_s[0], r.end_s) for r in records]
     intended_s, sent_s, first_s, end_s = np.array(columns).reshape(-1, 4).T

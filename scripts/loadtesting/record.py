@@ -53,7 +53,7 @@ class Capture(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One request, understood. Its chunks start at the first content; it ends at the last chunk.
+    """One request, understood. Its chunks start at the first token; it ends at the last chunk.
 
     A token without text (half a character, a special token) is often sent as no chunk at all, so
     the first chunk may carry more than the first token. chunk_tokens [chunks] says how many, where

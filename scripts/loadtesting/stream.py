@@ -47,9 +47,9 @@ def digest(capture: Capture, request: Request, keep_text: bool, count_tokens: bo
         usage = event.usage or usage
     chosen = [e for e in answer.events if e.choice is not None or e.usage is None]
 
-    visible = from_first_content(chosen)
-    # Random weights may repeat an invisible token: then all chunks are taken, and that is reported.
-    timed = visible or chosen
+    # Random weights may repeat an invisible token: that is reported.
+    visible = any(e.choice is None or has_content(e.choice) for e in chosen)
+    timed = from_first_token(chosen) or chosen
     times_s = np.array([e.time_s for e in timed])
     num_tokens = usage.get("completion_tokens") or 0
     failure = capture.failure or answer.failure
@@ -184,18 +184,22 @@ def has_content(choice: dict[str, Any]) -> bool:
     return bool(choice.get("text")) or any(delta.get(key) for key in TIMED_KEYS)
 
 
-def from_first_content(events: list[Event]) -> list[Event]:
-    """Chunks from the first one with content on; none if no chunk had any.
+def from_first_token(events: list[Event]) -> list[Event]:
+    """The chunks that bring a token, as far as can be seen; none if no chunk does.
 
-    A chat role, or a token whose bytes are not yet a character, is nothing that a reader sees, so
-    it cannot start the answer. Later an empty chunk counts, unless it only brings finish_reason.
+    A token's text may be empty: half a character, a special token. So every chunk counts, as with
+    vLLM's client, but for one that only brings a role or finish_reason.
     """
     kept: list[Event] = []
     for event in events:
         choice = event.choice  # None: scanned over, after the first content
-        if choice is None or has_content(choice) or (kept and not choice.get("finish_reason")):
+        if choice is None or has_content(choice) or not is_frame(choice):
             kept.append(event)
     return kept
+
+
+def is_frame(choice: dict[str, Any]) -> bool:
+    return bool(choice.get("finish_reason")) or "role" in (choice.get("delta") or {})
 
 
 def tokens_per_chunk(events: list[Event]) -> np.ndarray | None:

@@ -9,8 +9,8 @@ from loadtesting.server_metrics import by_suffix
 
 STATISTICS = ("mean", "median", "p90", "p99")
 MEANINGS = {
-    "ttft_from_intended": "due to first chunk with content",
-    "ttft_from_sent": "sent to first chunk with content",
+    "ttft_from_intended": "due to first chunk with a token",
+    "ttft_from_sent": "sent to first chunk with a token",
     "ttft_first_token": "sent to first token, by token counts",
     "tpot": "(e2e - ttft) / (tokens - 1)",
     "itl_per_chunk": "between chunks",

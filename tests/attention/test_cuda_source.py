@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm.attention import cuda_source
+from asyncllm.cache_folder import cache_folder
 from asyncllm.models.persistent_decode import SOURCE
 
 # A "compiler" that makes an empty library of any C compiler's; it notes that it ran.
@@ -69,7 +70,7 @@ def test_a_compiler_that_fails_leaves_nothing(
     source.write_text("// broken")
     assert cuda_source.load(source, (9, 0)) is None
     assert "kernel.cu(1): error: no" in caplog.text
-    assert list(cuda_source.cache_folder().iterdir()) == []
+    assert list(cache_folder().iterdir()) == []
 
 
 def test_without_a_compiler(
@@ -114,8 +115,20 @@ def test_a_launch_function_is_waited_for_and_called(compiler: Path, tmp_path: Pa
     assert launch is not None
     assert launch(ctypes.byref(ctypes.c_int(20)), 2, 0) == 41
     write_compiler(compiler, "exit 1")
-    source.write_text("// other")
-    assert cuda_source.begin_loading_launch(source, "twice", (9, 0), [])() is None
+    assert cuda_source.begin_loading_launch(source, "twice", (9, 0), [])() is not None
+    other = tmp_path / "other.cu"
+    other.write_text("// other")
+    assert cuda_source.begin_loading_launch(other, "twice", (9, 0), [])() is None
+
+
+def test_who_asks_while_it_is_compiled_waits_for_the_same(compiler: Path, tmp_path: Path) -> None:
+    write_compiler(compiler, "exit 1")
+    source = tmp_path / "kernel.cu"
+    source.write_text("// any")
+    first = cuda_source.begin_loading(source, (9, 0))
+    second = cuda_source.begin_loading(source, (9, 0), [])
+    assert first() is None and second() is None
+    assert len((compiler / "calls").read_text().splitlines()) == 1
 
 
 def test_without_a_home_there_is_no_library(

@@ -1,14 +1,17 @@
-"""Bytecode that is missing is found and written."""
+"""Bytecode that is missing is found and written, or kept by a start for the next one."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from asyncllm.commands.bytecode import modules_without_bytecode, write_bytecode
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_missing_bytecode_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +35,57 @@ def test_missing_bytecode_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         monkeypatch.undo()
         sys.modules.pop("made_up_module")
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+from asyncllm.commands.bytecode import keep_bytecode
+keep_bytecode()
+import torch
+print(torch.__cached__)
+"""
+
+
+def start(folder: Path, cache: Path, **environment: str) -> Path:
+    """Where a process looks for the bytecode of a torch of one file, after `keep_bytecode`."""
+    package = folder / "torch"
+    package.mkdir(exist_ok=True)
+    source = package / "__init__.py"
+    if not source.exists():
+        source.write_text("X = 1\n")
+    outside = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
+    inherited = {name: value for name, value in os.environ.items() if name not in outside}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(folder=str(folder))],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env={**inherited, "XDG_CACHE_HOME": str(cache), **environment},
+    )
+    return Path(done.stdout.strip())
+
+
+def test_bytecode_that_nobody_writes_is_kept_in_our_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    kept = start(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1")
+    assert kept.is_relative_to(cache / "asyncllm") and kept.exists()
+    written = kept.stat().st_mtime_ns
+    assert start(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1") == kept
+    assert kept.stat().st_mtime_ns == written  # found, not made again
+
+
+def test_python_writes_it_where_it_may(tmp_path: Path) -> None:
+    beside = start(tmp_path, tmp_path / "cache")
+    assert beside.is_relative_to(tmp_path / "torch") and beside.exists()
+    # There is some now: that is used, whoever may write.
+    assert start(tmp_path, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1") == beside
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_a_folder_all_stays_as_it_was(tmp_path: Path) -> None:
+    cache = tmp_path / "a file"
+    cache.write_text("in the way")
+    beside = start(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1")
+    assert beside.is_relative_to(tmp_path / "torch") and not beside.exists()

@@ -276,6 +276,20 @@ inline void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
     emulator::current->block->on_the_way.push_back({to, from, bytes, &signal});
     while (emulator::shuffle() % 4 == 0) emulator::receive();
 }
+// A thread's open group comes when it likes.
+inline void signal_copies(Signal& signal) {
+    auto& copies = emulator::current->groups.back();
+    for (const auto& copy : copies) {
+        emulator::current->block->on_the_way.push_back({copy.to, copy.from, 16, &signal});
+        emulator::SignalState state;
+        std::memcpy(&state, &signal, 8);
+        state.bytes += 16;
+        std::memcpy(&signal, &state, 8);
+    }
+    copies.clear();
+    while (emulator::shuffle() % 4 == 0) emulator::receive();
+}
+inline void show_to_copies() {}
 template <int NUM>
 void give_registers() {}
 template <int NUM>
@@ -289,25 +303,32 @@ inline uint4 load_shared_here(const void* p) { return *static_cast<const uint4*>
 inline uint4 load_shared(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint4 load_constant(const void* p) { return *static_cast<const uint4*>(p); }
 
-inline void add_release(uint32_t* p, uint32_t value) {
+inline void store_fresh_pair(void* p, uint32_t v) {
     emulator::idle_polls = 0;
-    *p += value;
+    std::memcpy(p, &v, sizeof(v));
 }
+inline void store_fresh_float(float* p, float v) {
+    emulator::idle_polls = 0;
+    *p = v;
+}
+inline void poll_again() { emulator::poll(); }
+
+inline void add_relaxed(uint32_t* p, uint32_t value) { *p += value; }
 inline uint32_t add_and_see(uint32_t* p, uint32_t value) {
     emulator::idle_polls = 0;
     const uint32_t old = *p;
     *p += value;
     return old;
 }
-inline uint32_t load_acquire(const uint32_t* p) {
-    emulator::poll();
-    return *p;
-}
-
 inline float bits_to_float(uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);
     return x;
+}
+inline uint32_t to_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
 }
 inline uint32_t round_to_half(float x) {  // to nearest, ties to even
     uint32_t bits;
@@ -316,6 +337,7 @@ inline uint32_t round_to_half(float x) {  // to nearest, ties to even
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t to_pair(float low, float high) { return round_to_half(low) | round_to_half(high) << 16; }
+inline float divide(float x, float by) { return x / by; }
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float inverse_root(float x) { return 1 / std::sqrt(x); }
 

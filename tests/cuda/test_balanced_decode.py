@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -125,6 +126,31 @@ def test_the_order_of_threads_changes_nothing(compiled: Compiled) -> None:
     first = case.ours(q, LENGTHS["uneven"])
     for _ in range(4):
         assert torch.equal(case.ours(q, LENGTHS["uneven"]), first)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_rows_that_are_nobodys_are_left_alone(num_rows: int, compiled: Compiled) -> None:
+    case = Case("gqa", compiled, num_blocks=3)
+    lengths = LENGTHS["uneven"][:num_rows]
+    case.poison_the_unseen(lengths)
+    q = torch.randn(num_rows + 4, 16, 128).bfloat16()
+    for _ in range(2):
+        out = case.ours(q, [*lengths, 0, 0, 0, 0])
+        assert out[num_rows:].isnan().all()
+        if num_rows:
+            expected = case.expected(q[:num_rows], lengths)
+            assert (out[:num_rows].double() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_what_a_launch_reads_lives_as_long_as_it(compiled: Compiled) -> None:
+    case = Case("gqa", compiled, num_blocks=1)
+    tensors = [torch.zeros(2, 16, 128).bfloat16(), torch.ones(2, 1, dtype=torch.int32)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    call = case.decode.bind(tensors[0], case.tables[:2], tensors[1], torch.zeros_like(tensors[0]))
+    tensors.clear()
+    assert all(tensor() is not None for tensor in alive)
+    del call
+    assert not any(tensor() is not None for tensor in alive)
 
 
 def test_a_greater_score_comes_late(compiled: Compiled) -> None:

@@ -21,7 +21,7 @@ from asyncllm.graphs.pool import GraphPool
 from asyncllm.models import persistent_decode
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import SOURCE, Launch
-from asyncllm.worker import worker
+from asyncllm.worker import step_captures
 from asyncllm.worker.decode_trial import DecodeTrial
 from tests.cuda.emulated import compile_for_cpu
 from tests.worker.recorded_graph import RecordedGraph
@@ -100,7 +100,7 @@ def kernel(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedL
         return lambda: kernel
 
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(worker, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
     monkeypatch.setattr(persistent_decode, "begin_loading", begin_loading)
     monkeypatch.setattr(persistent_decode, "num_blocks_on", lambda device: NUM_BLOCKS)
     yield kernel

@@ -131,7 +131,8 @@ class Case:
         )
         logits = decode.forward(self.token_ids, self.rows, self.positions + 1)
         assert not decode.is_stuck
-        assert not decode._words[:-2].any()  # the next step counts from zero
+        assert (decode._exchange[1] == -1).all()  # emptied for the next step
+        assert (decode._exchange[0] != -1).any()
         again = self.cache(torch.bfloat16)
         for layer, fresh in zip(cache.layers, again.layers, strict=True):
             fresh.copy_(layer)
@@ -209,15 +210,36 @@ def test_the_order_of_threads_does_not_matter(
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
+def test_steps_of_different_sizes_take_turns(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    """No step takes for its own what another of more or fewer rows left."""
+    step = case("qwen3", tmp_path, [180, 4, 77])
+    function = function_for(compiled, step.config)
+    model, cache = step.model(torch.bfloat16), step.cache(torch.bfloat16)
+
+    def new() -> PersistentDecode:
+        return PersistentDecode(model, cache, lambda args, n, _: function(args, n, 0), 12)
+
+    def logits(decode: PersistentDecode, rows: slice) -> torch.Tensor:
+        where = DecodeRows(step.block_tables[rows], step.positions[rows])
+        return decode.forward(step.token_ids[rows], where, step.positions[rows] + 1)
+
+    sizes = [slice(0, 3), slice(1, 2), slice(1, 3), slice(2, 3), slice(0, 1), slice(0, 3)]
+    decode = new()
+    for rows in sizes:
+        assert torch.equal(logits(decode, rows), logits(new(), rows)), rows
+
+
 def compile_impatient(folder: Path, flags: tuple[str, ...]) -> Any:
     """The kernel with blocks that wait for others hardly at all."""
     for sources in (SOURCE.parent, cuda_source.DEVICE_FOLDER):
         shutil.copytree(sources, folder / sources.relative_to(SOURCE.parents[2]))
     source = folder / SOURCE.relative_to(SOURCE.parents[2])
-    barrier = source.parent / "persistent" / "barrier.cuh"
-    text = barrier.read_text()
+    exchange = source.parent / "persistent" / "exchange.cuh"
+    text = exchange.read_text()
     assert text.count("MAX_POLLS = 1 << 24") == 1
-    barrier.write_text(text.replace("MAX_POLLS = 1 << 24", "MAX_POLLS = 1"))
+    exchange.write_text(text.replace("MAX_POLLS = 1 << 24", "MAX_POLLS = 1"))
     return compile_for_cpu(source, FUNCTION, flags, folder / "impatient.so")
 
 
@@ -240,8 +262,7 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
     decode = new()
     assert logits(decode).isnan().any(dim=1).all()
     assert decode.is_stuck
-    assert int(decode._words[-2]) in (0, -(1 << 31))  # the barrier: nobody is missing
-    decode._words[:-2] = 7  # as a share would leave it that others overtook
+    assert int(decode._words[0]) == -(1 << 31)  # every block has taken its turn
     for layer, fresh in zip(cache.layers, step.cache(torch.bfloat16).layers, strict=True):
         layer.copy_(fresh)
     function = patient

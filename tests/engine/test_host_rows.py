@@ -28,7 +28,7 @@ from asyncllm.engine import constraints
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint, TokenMasks
-from asyncllm.worker.model_runner import HostStep
+from asyncllm.worker.host_step import HostStep
 from asyncllm.worker.sampler import Sampler
 from tests.engine.automaton import Automaton
 from tests.waiting import PATIENCE_SECONDS

@@ -115,17 +115,23 @@ def test_equals_the_layers(model: Model) -> None:
 
 
 def test_replayed_many_times(model: Model) -> None:
-    """The same each time: sums are added in one order, and a step leaves its counters at zero."""
-    tokens, rows = model.rows([1, 15, 16, 300, 1023, 4096, 5000, 31])
+    """Graphs of several sizes in turns, each always the same: sums are added in one order, and no
+    step takes for its own what another left."""
+    positions = [1, 15, 16, 300, 1023, 4096, 5000, 31]
     stream = torch.cuda.Stream()
+    graphs = []
     with torch.cuda.stream(stream):
-        expected = model.persistent.forward(tokens, rows, None).clone()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            logits = model.persistent.forward(tokens, rows, None)
-        for _ in range(200):
-            logits.zero_()
-            graph.replay()
-            assert torch.equal(logits, expected)
+        for size in (8, 1, 3, 2):
+            tokens, rows = model.rows(positions[:size])
+            expected = model.persistent.forward(tokens, rows, None).clone()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                logits = model.persistent.forward(tokens, rows, None)
+            graphs.append((graph, logits, expected, tokens, rows))
+        for _ in range(50):
+            for graph, logits, expected, *_kept in graphs:
+                logits.zero_()
+                graph.replay()
+                assert torch.equal(logits, expected)
     assert not model.persistent.is_stuck

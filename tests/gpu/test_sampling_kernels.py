@@ -12,7 +12,8 @@ from asyncllm import SamplingParams
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.sampler import Sampler, sample_slots_torch
-from asyncllm.worker.slot_sampling import LEAST_TOP_P, Feature
+from asyncllm.worker.slot_changes import LEAST_TOP_P
+from asyncllm.worker.slot_sampling import Feature
 from asyncllm.worker.token_masks import NO_MASK, RowMasks, apply_masks_torch
 from tests.sampling.test_distributions import MAX_SCORE, SINGLES, expected, make_logits, score
 

@@ -54,7 +54,7 @@ def test_chunks_are_timed_and_counts_come_from_usage() -> None:
         (6.0, DONE),
     )
     assert record.failure is None
-    assert record.chunk_times_s.tolist() == [3.0, 4.0, 5.0]
+    assert record.chunk_times_s.tolist() == [2.0, 3.0, 4.0, 5.0]
     assert (record.intended_s, record.sent_s, record.end_s) == (0.5, 1.0, 5.0)
     assert (record.num_prompt_tokens, record.num_output_tokens) == (7, 3)
     assert (record.num_cached_tokens, record.num_reads) == (4, 5)
@@ -126,7 +126,7 @@ def test_a_chat_starts_after_the_role() -> None:
 def test_an_invisible_answer_takes_every_chunk_and_says_so() -> None:
     record = read((1.0, text("")), (2.0, text("") + text("", "length") + usage(1, 3) + DONE))
     assert record.textless and record.failure is None
-    assert record.chunk_times_s.tolist() == [1.0, 2.0, 2.0]
+    assert record.chunk_times_s.tolist() == [1.0, 2.0]
 
 
 def test_tokens_of_each_chunk_from_running_totals() -> None:

@@ -90,14 +90,16 @@ def test_stream_chunk_by_chunk() -> None:
     run(test())
 
 
-def test_no_chunk_without_news() -> None:
-    """Half a character is a step without text, and no chunk."""
+def test_half_a_character_is_a_chunk_without_text() -> None:
+    """Clients count steps by their chunks; the text is whole."""
 
     async def test() -> None:
         async with serving() as server:
             events = await server.events(CHAT, chat())
         contents = [e["choices"][0]["delta"]["content"] for e in events[:-1]]
-        assert contents == ["", *reply(0)]
+        assert len(contents) == 1 + len(reply(0).encode())
+        assert [content for content in contents if content] == list(reply(0))
+        assert contents[1 + reply(0).index("ü")] == ""
 
     run(test())
 

@@ -15,7 +15,7 @@ from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.engine import engine_core
 from asyncllm.graphs.decode_ways import Way
 from asyncllm.graphs.pool import GraphPool
-from asyncllm.worker import decode_choice, worker
+from asyncllm.worker import decode_choice, step_captures
 from asyncllm.worker.decode_trial import CONTEXT_TOKENS, NUM_ROUNDS, DecodeTrial
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.model_runner import ModelRunner
@@ -122,7 +122,7 @@ def test_a_later_trial_writes_to_no_page_that_is_cached(
         return [Way("again", step, range(1, 4))]
 
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(worker, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
     monkeypatch.setattr(decode_choice, "other_ways", other_ways)
     monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
     args: dict[str, Any] = {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}

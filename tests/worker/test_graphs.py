@@ -13,15 +13,18 @@ import pytest
 import torch
 
 from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
-from asyncllm.attention.base import AttendRows, PrefillRows
+from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_core
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
+from asyncllm.graphs.step_graph import StepGraph, Way
+from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.layers.embedding import Embedding
-from asyncllm.worker import worker
+from asyncllm.worker import step_captures, worker
+from asyncllm.worker.step_inputs import StepTokens
 from tests.worker.recorded_graph import RecordedGraph
 
 ARGS: dict[str, Any] = {
@@ -58,35 +61,70 @@ def _one_thread() -> Iterator[None]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU, of decodes as well."""
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(worker, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the prefill graphs that run, in order."""
-    sizes: list[int] = []
-    replay = PrefillGraphs.replay
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph]:
+    """The graphs of steps with prefills that run, in order."""
+    graphs: list[StepGraph] = []
+    for kind in (PrefillGraphs, WholeGraphs):
 
-    def counted(self: PrefillGraphs, size: int, attend_rows: AttendRows) -> torch.Tensor:
-        sizes.append(size)
-        return replay(self, size, attend_rows)
+        def counted(
+            self: Any, graph: StepGraph, *args: Any, replay: Any = kind.replay
+        ) -> torch.Tensor:
+            graphs.append(graph)
+            return replay(self, graph, *args)
 
-    monkeypatch.setattr(PrefillGraphs, "replay", counted)
-    return sizes
+        monkeypatch.setattr(kind, "replay", counted)
+    return graphs
+
+
+class TokenAttention:
+    """A `StepAttention` in torch: each token is a row of its own, as a decode is.
+
+    What a row reads is in tensors, and empty rows attend to the padding page.
+    """
+
+    max_decodes, max_prefills, max_pages = 3, 4, 100
+
+    def __init__(self, attention: TorchAttention, max_tokens: int) -> None:
+        self._attention = attention
+        self._tables = torch.zeros(
+            max_tokens, 10, dtype=torch.int32
+        )  # as wide as the engine has them
+        self._positions = torch.zeros(max_tokens, dtype=torch.int32)
+
+    def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
+        assert num_decodes <= self.max_decodes and len(prefills.kv_lens) <= self.max_prefills
+        self._tables.zero_()
+        self._positions.zero_()
+        for row, kv_len in enumerate(prefills.kv_lens.tolist()):
+            start, end = (prefills.query_indptr[row : row + 2] + num_decodes).tolist()
+            pages = prefills.pages[slice(*prefills.page_indptr[row : row + 2].tolist())]
+            self._tables[start:end, : len(pages)] = torch.from_numpy(pages)
+            self._positions[start:end] = torch.arange(kv_len - (end - start), kv_len)
+
+    def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        tables, positions = self._tables[: len(q)].clone(), self._positions[: len(q)].clone()
+        if decodes is not None:
+            rows, is_one = slice(len(decodes.positions)), decodes.positions >= 0
+            tables[rows] = torch.where(is_one.unsqueeze(1), decodes.block_tables, tables[rows])
+            positions[rows] = torch.where(is_one, decodes.positions, positions[rows])
+
+        def attend(layer: AttentionLayer) -> None:
+            each = DecodeRows(tables, positions)
+            out.copy_(self._attention._attend_decodes(layer, q, each))
+
+        return attend
 
 
 @pytest.fixture
-def replayed_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the graphs of fresh prompts that run, in order."""
-    sizes: list[int] = []
-    replay = PrefillGraphs.replay_whole
-
-    def counted(self: PrefillGraphs, size: int) -> torch.Tensor:
-        sizes.append(size)
-        return replay(self, size)
-
-    monkeypatch.setattr(PrefillGraphs, "replay_whole", counted)
-    return sizes
+def whole(recorded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed steps are captured attention and all."""
+    monkeypatch.setattr(
+        TorchAttention, "step_attention", lambda self, most: TokenAttention(self, most)
+    )
 
 
 def answers(params: SamplingParams, **args: Any) -> list[RequestOutput]:
@@ -109,15 +147,21 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
     ]
 
 
-@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("kind", ["recorded", "whole"])
 @pytest.mark.parametrize(
     "params", [GREEDY, FILTERED, FULL, SCORED], ids=["greedy", "filtered", "full", "scored"]
 )
 def test_graphed_equals_eager(
-    params: SamplingParams, replayed: list[int], replayed_whole: list[int]
+    kind: str, params: SamplingParams, request: pytest.FixtureRequest, replayed: list[StepGraph]
 ) -> None:
+    request.getfixturevalue(kind)
     ours = answers(params, **GRAPHED)
-    assert replayed and replayed_whole and len({*replayed, *replayed_whole}) >= 3
+    ways = {graph.way for graph in replayed}
+    assert len({graph.num_tokens for graph in replayed}) == 3
+    if kind == "whole":  # a request of one token never decodes
+        assert ways == {Way.PREFILLS} if params is SCORED else {Way.PREFILLS, Way.MIXED}
+    else:
+        assert ways == {Way.FRESH, Way.PIECES}
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
@@ -125,7 +169,7 @@ def test_graphed_equals_eager(
 
 @pytest.mark.usefixtures("recorded")
 def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
-    monkeypatch: pytest.MonkeyPatch, replayed_whole: list[int]
+    monkeypatch: pytest.MonkeyPatch, replayed: list[StepGraph]
 ) -> None:
     """A token without a finite embedding stays in the buffers that pad a shorter prompt."""
     poison, healthy = 77, list(range(11, 20))
@@ -146,7 +190,7 @@ def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
         with pytest.raises(RequestFailedError, match="finite"):
             ask(llm, [*range(20, 35), poison])
         assert ask(llm, healthy) == expected
-    assert replayed_whole == [16, 16, 16]
+    assert replayed == [(16, Way.FRESH)] * 3
 
 
 @pytest.fixture
@@ -163,37 +207,36 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     pages = np.arange(page, page + num_rows, dtype=np.int32)
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
     slots = pages.repeat(lens).astype(np.int64) * 16 + positions
-    tokens = torch.arange(start + 1, start + num_tokens + 1, dtype=torch.int32)
-    prefills = PrefillRows(
-        ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
+    none = np.zeros(0, np.int32)
+    step = StepTokens(
+        decode_slots=none,
+        max_decode_len=0,
+        token_ids=np.arange(start + 1, start + num_tokens + 1, dtype=np.int32),
+        positions=positions.astype(np.int32),
+        prompt_lens=np.full(num_tokens, 9, np.int32),
+        write_slots=slots,
+        sample_tokens=none,
+        sample_slots=none,
+        sample_positions=none,
+        prefills=PrefillRows(
+            ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
+        ),
     )
     forward = ours.runner.mixed_forward
-    hidden = forward.run(
-        tokens[:0],
-        0,
-        prefills,
-        {
-            "prefill_tokens": tokens,
-            "prefill_positions": torch.from_numpy(positions.astype(np.int32)),
-            "write_slots": torch.from_numpy(slots),
-        },
-        forward.graph_of(0, prefills),
-    )
-    return hidden[:num_tokens].clone()
+    return forward.run(step, forward.graph_of(step))[:num_tokens].clone()
 
 
 @pytest.mark.usefixtures("recorded")
 @torch.inference_mode()
 def test_only_one_prompt_from_its_beginning_is_whole(
-    graphed: worker.Worker, replayed: list[int], replayed_whole: list[int]
+    graphed: worker.Worker, replayed: list[StepGraph]
 ) -> None:
     whole = [run_rows(graphed, 3, 0, n) for n in (8, 5)]
-    assert (replayed, replayed_whole) == ([], [8, 8])
     run_rows(graphed, 3, 0, 5, 2)  # two prompts
     behind = run_rows(graphed, 3, 5, 3)  # the rest of one
-    assert (replayed, replayed_whole) == ([8, 4], [8, 8])
+    assert replayed == [(8, Way.FRESH), (8, Way.FRESH), (8, Way.PIECES), (4, Way.PIECES)]
     graphs = graphed.runner.mixed_forward.graphs
-    assert graphs is not None
+    assert isinstance(graphs, PrefillGraphs)
     graphs._whole.clear()
     pieces = [run_rows(graphed, 9, 0, n) for n in (8, 5)]
     for ours, theirs in zip(whole, pieces, strict=True):
@@ -201,14 +244,26 @@ def test_only_one_prompt_from_its_beginning_is_whole(
     torch.testing.assert_close(behind, pieces[0][5:], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.usefixtures("whole")
+@torch.inference_mode()
+def test_a_step_that_attention_does_not_take_is_eager(
+    graphed: worker.Worker, replayed: list[StepGraph]
+) -> None:
+    run_rows(graphed, 3, 0, 1, 1, 1, 2)
+    assert replayed == [(8, Way.PREFILLS)]
+    run_rows(graphed, 3, 0, 1, 1, 1, 1, 1)  # a row too many
+    run_rows(graphed, 3, 0, 9, 8)  # a token too many
+    assert len(replayed) == 1
+
+
 @pytest.mark.usefixtures("recorded")
 def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> None:
     graphs = graphed.runner.mixed_forward.graphs
-    assert graphs is not None
+    assert isinstance(graphs, PrefillGraphs)
     layers = [replace(layer, window=8) for layer in graphs._layers]
     model: Any = SimpleNamespace(attention_layers=layers)
     windowed = PrefillGraphs(
-        model, graphs._attention, graphs._cache, 16, GraphPool(), torch.float32, torch.device("cpu")
+        model, graphs._attention, graphs._cache, graphs._read_decodes, graphs._buffers, GraphPool()
     )
     assert windowed._most_whole == 8
 
@@ -236,11 +291,9 @@ def test_a_later_capture_writes_to_no_page_that_was_used(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("recorded")
 @torch.inference_mode()
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
-    forward = graphed.runner.mixed_forward
     run_rows(graphed, 3, 0, 8)
     run_rows(graphed, 7, 1, 5)
-    assert forward.graphs is not None
-    slots = forward.graphs.buffers(8).write_slots.tolist()
+    slots = graphed.runner._inbox.write_slots[:8].tolist()
     assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
 
 

@@ -27,6 +27,7 @@ from asyncllm.worker.sampler import (
     gumbel_noise,
     sample_slots_torch,
 )
+from asyncllm.worker.slot_changes import write_slots_torch
 from asyncllm.worker.slot_sampling import PLAIN, Feature
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepBuilder
@@ -67,6 +68,8 @@ class Rig:
         inputs = self.builder.build(plan)
         later = self.builder.build_sampling(inputs) if plan.needs_host else {}
         tensors = Staging(CPU).upload({**inputs.arrays, **later})
+        records, entries = tensors.get("slot_inits"), tensors.get("table_entries")
+        write_slots_torch(self.state, records, entries)
         self.state.apply(tensors)
         self.inits = ()
         slots = torch.tensor([s.slot for s in self.seqs])

@@ -17,12 +17,16 @@ MAX_SEQS = 6
 
 def as_dict(inputs: StepInputs) -> dict[str, Any]:
     """In a form that compares."""
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)} | inputs.arrays
+    values = asdict(inputs) | inputs.arrays
     del values["arrays"], values["plan"]
-    if inputs.prefills is not None:
-        values |= {f.name: getattr(inputs.prefills, f.name) for f in fields(inputs.prefills)}
-        del values["prefills"]
+    if inputs.tokens is not None:
+        values |= asdict(inputs.tokens) | asdict(inputs.tokens.prefills)
+        del values["tokens"], values["prefills"]
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+
+def asdict(record: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
 def forget(builder: StepBuilder) -> None:

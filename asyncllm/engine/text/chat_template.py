@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
-from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from asyncllm.config import ContentFormat
 from asyncllm.engine.text.chat_messages import PARAM as MESSAGES_PARAM

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _GENERIC = ("transformers.tokenization_utils_tokenizers", "TokenizersBackend")
 _QWEN2 = ("transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer")

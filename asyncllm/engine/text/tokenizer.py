@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from asyncllm.config import ContentFormat
 from asyncllm.engine.text.chat_template import ChatTemplate, read_chat_template

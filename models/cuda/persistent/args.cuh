@@ -18,18 +18,16 @@ constexpr int SLICE = 256;          // columns of a slice
 constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
-// Stages of a warp that are asked for or not yet used: all the shared memory there is.
-constexpr int DEPTH = GROUP_SIZE <= 4 ? 6 : 5;
+constexpr int DEPTH = 5;  // stages of a warp that are asked for or not yet used
+constexpr int ON_THE_WAY = 2;  // of these, at once
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
-constexpr int WORKER_REGISTERS = 216, FEEDER_REGISTERS = 40;
+constexpr int WORKER_REGISTERS = 200, FEEDER_REGISTERS = 56;
 constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
-constexpr int TOKEN_LANES = HEAD_DIM / 8;      // that hold one token's key
-constexpr int WARP_TOKENS = 32 / TOKEN_LANES;  // that a warp takes at a time
-constexpr int TILE = WARPS * WARP_TOKENS;      // that a block takes at a time
-// Tiles of which a lane's tokens are on their way; more heads leave fewer registers.
-constexpr int AHEAD = GROUP_SIZE <= 2 ? 6 : GROUP_SIZE <= 4 ? 4 : GROUP_SIZE == 5 ? 2 : 1;
-constexpr int MERGED = 16;           // shares that a thread takes at a time
+constexpr int TOKENS = 8;           // of a stage
+constexpr int TILE = WARPS * TOKENS;  // tokens that a block takes at a time
+static_assert(BLOCK_SIZE % TOKENS == 0);  // a stage is of one page
+constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;  // of neighbouring entries of a KV head's results
 constexpr int HALF = HEAD_DIM / 2;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NO_SCORE = -1e30f;  // below any score, and finite: no difference of two is NaN
@@ -39,8 +37,8 @@ enum Kind { QKV, OUTPUT, GATE_UP, DOWN, HEAD };  // four products of a layer, an
 struct Layer {
     const void* weights[4];  // by kind: [features, size]
     const void* biases[4];   // [features], or null
-    const void *input_norm, *post_norm;                             // [hidden]
-    const void *q_norm, *k_norm;                                    // [HEAD_DIM], or null
+    const void* norms[4];    // [hidden], of x, or null
+    const void *q_norm, *k_norm;  // [HEAD_DIM], or null
     void* cache;  // [pages, 2, block_size, kv_heads, HEAD_DIM]
 };
 
@@ -48,21 +46,17 @@ struct Args {
     const Layer* layers;          // [num_layers]
     const void* final_norm;       // [hidden]
     const void* head;             // [vocab, hidden]
-    void* residual;               // [rows, hidden]: the embeddings; used up
-    void* qkv;                    // [rows, (heads + 2 * kv_heads) * HEAD_DIM]
-    void* attended;               // [rows, heads * HEAD_DIM]
-    void* gated;                  // [rows, intermediate]
+    const void* embeddings;       // [rows, hidden]
     void* logits;                 // [rows, vocab]
-    float* partial;               // [rows, heads, MAX_SPLITS, HEAD_DIM]
-    float* partial_lse;           // [rows, heads, MAX_SPLITS]
-    uint32_t* counts;             // [rows, kv_heads]
-    uint32_t* barrier;            // one word, zero at first
-    uint32_t* stuck;              // set where blocks waited for ever
+    void* exchange;               // [2, num_layers, layer_bytes]: exchange.cuh
+    uint32_t* turn;               // one word, zero at first
+    uint32_t* stuck;              // set where a block waited in vain
     const int32_t* block_tables;  // [rows, table_stride]
     const int32_t* positions;     // [rows], of the new tokens
     const int32_t* rotary_rows;   // [rows], each token's row of cos_sin
     const float* cos_sin;         // [.., HEAD_DIM], cosines then sines
     int64_t table_stride, page_stride, kv_stride;  // elements
+    int64_t layer_bytes;          // of the exchange
     int32_t num_layers, rows, hidden, heads, kv_heads, intermediate, vocab;
     float eps, head_eps, scale;   // of the norms; of the heads' norms; of q times k
 };

@@ -1,110 +1,138 @@
 // Attention of one token per row. Flash decoding: a row and KV head in shares of its tokens, one to a
-// block; the last of them to be done merges all, always in the same order.
+// block; each of these blocks then merges all shares of some entries, always in the same order.
 #pragma once
 
-#include "barrier.cuh"
 #include "heads.cuh"
-#include "softmax.cuh"
+#include "scores.cuh"
 
 namespace {
 
-// The warps become one: an entry of the output, and the log2 of its weights' sum.
-__device__ __forceinline__ float merge_warps(const Shared& shared, int member, int entry,
-                                             float& lse) {
+// The warps that have tokens become one: two entries of the output, and the log2 of the sum of its
+// weights.
+__device__ __forceinline__ float merge_warps(const Shared& shared, const Share& share, int member,
+                                             int entry, float (&results)[2]) {
     const auto& own = shared.attention;
-    float most = NO_SCORE, total = 0, sum = 0;
-    for (int w = 0; w < WARPS; w++) most = own.best[w][member] > most ? own.best[w][member] : most;
-    for (int w = 0; w < WARPS; w++) {
+    const int stages = (share.end - share.start + TOKENS - 1) / TOKENS;
+    const int num_warps = stages < WARPS ? stages : WARPS;
+    float most = NO_SCORE, total = 0, sums[2] = {};
+#pragma unroll 1
+    for (int w = 0; w < num_warps; w++)
+        most = own.best[w][member] > most ? own.best[w][member] : most;
+#pragma unroll 1
+    for (int w = 0; w < num_warps; w++) {
         const float weight = power_of_2(own.best[w][member] - most);
         total += weight * own.total[w][member];
-        sum += weight * own.sums[w][member][entry];
+        sums[0] += weight * own.sums[w][member][entry];
+        sums[1] += weight * own.sums[w][member][entry + 1];
     }
-    lse = most + log2f(total);
-    return sum / total;
+    results[0] = divide(sums[0], total), results[1] = divide(sums[1], total);
+    return most + log2f(total);
 }
 
-// The shares of a row and KV head become one, always in the same order. `part`: the first head's.
-__device__ __forceinline__ void merge_shares(const Args& args, int64_t part, int num_active,
-                                             uint16_t* out) {
-    for (int i = thread_index(); i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
-        const float* lse = args.partial_lse + part + i / HEAD_DIM * MAX_SPLITS;
-        const float* from
-            = args.partial + (part + i / HEAD_DIM * MAX_SPLITS) * HEAD_DIM + i % HEAD_DIM;
-        float most = NO_SCORE, total = 0, sum = 0;
-        for (int first = 0; first < num_active; first += MERGED) {
-            float lses[MERGED], values[MERGED];  // all on their way at once
-#pragma unroll
-            for (int s = 0; s < MERGED; s++) {
-                const bool is_one = first + s < num_active;
-                lses[s] = is_one ? load_fresh_float(lse + first + s) : 2 * NO_SCORE;
-                values[s] = is_one ? load_fresh_float(from + (first + s) * HEAD_DIM) : 0;
-            }
-            float new_most = most;
-#pragma unroll
-            for (int s = 0; s < MERGED; s++) new_most = lses[s] > new_most ? lses[s] : new_most;
-            const float shrink = power_of_2(most - new_most);
-            total *= shrink, sum *= shrink;
-            most = new_most;
-#pragma unroll
-            for (int s = 0; s < MERGED; s++) {
-                const float weight = power_of_2(lses[s] - most);
-                total += weight, sum += weight * values[s];
-            }
+// Where the shares of a row and KV head leave their results.
+struct Parts {
+    float* values;  // [num_blocks, GROUP_SIZE, HEAD_DIM], by the block whose share it is
+    float* lses;    // [num_blocks, GROUP_SIZE]
+
+    __device__ __forceinline__ Parts(unsigned char* exchange, const Shared& shared)
+        : values(reinterpret_cast<float*>(exchange + shared.shares)),
+          lses(values + num_blocks() * GROUP_SIZE * HEAD_DIM) {}
+};
+
+// A lane's share of two neighbouring entries.
+struct Part {
+    float lse = 2 * NO_SCORE, values[2] = {};
+
+    // `block`: whose share it is.
+    __device__ __forceinline__ void load(const Parts& parts, int block, int entry) {
+        const float* from = parts.values + block * GROUP_SIZE * HEAD_DIM + entry;
+        lse = load_fresh_float(parts.lses + block * GROUP_SIZE + entry / HEAD_DIM);
+        values[0] = load_fresh_float(from), values[1] = load_fresh_float(from + 1);
+    }
+
+    __device__ __forceinline__ bool is_there() const {
+        return !is_empty(to_bits(lse)) && !is_empty(to_bits(values[0]))
+            && !is_empty(to_bits(values[1]));
+    }
+
+    // All lanes' of `width` neighbours, a power of 2.
+    __device__ __forceinline__ uint32_t merge(int width) const {
+        float most = lse;
+        for (int step = 1; step < width; step *= 2) most = most_across(most, step);
+        float total = power_of_2(lse - most);
+        float sums[2] = {total * values[0], total * values[1]};
+        for (int step = 1; step < width; step *= 2) {
+            total = add_across(total, step);
+            sums[0] = add_across(sums[0], step), sums[1] = add_across(sums[1], step);
         }
-        out[i] = to_half(sum / total);
+        return to_pair(divide(sums[0], total), divide(sums[1], total));
+    }
+};
+
+// The shares of a row and KV head become one, a part of its entries in each of their blocks, always
+// in the same order: a lane has a share of two entries. `out`: the first head's.
+__device__ __forceinline__ void merge_shares(const Args& args, const Parts& parts, const Share& share,
+                                             int work, uint16_t* out, Shared& shared,
+                                             Patience& patience) {
+    int width = 2;
+    while (width < share.num_active) width *= 2;
+    const int step = args.rows * args.kv_heads, thread = thread_index();
+    const int split = thread % width;
+    const int block = work + (split - share.split) * step;
+    const int pairs_at_once = THREADS / width;
+#pragma unroll 1
+    for (int first = share.first_pair; first < share.end_pair; first += pairs_at_once) {
+        const int pair = first + thread / width;
+        const bool is_one = pair < share.end_pair && split < share.num_active;
+        Part part;
+        if (is_one) part.load(parts, block, 2 * pair);
+        while (patience.wait(args, shared, part.is_there()))
+            if (is_one) part.load(parts, block, 2 * pair);
+        const uint32_t merged = part.merge(width);
+        if (split == 0 && pair < share.end_pair) store_fresh_pair(out + 2 * pair, merged);
     }
 }
 
-// The last share of a row and KV head to be done merges them.
-__device__ __forceinline__ void run_share(const Args& args, const Layer& layer, Share& share,
-                                          Shared& shared, const Lane& me) {
-    auto& own = shared.attention;
-    load_heads(args, layer, share, shared, me);
+// A share of a row and KV head, and the entries of it that this block merges.
+__device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
+                                          unsigned char* exchange, const Share& share, int work,
+                                          Shared& shared, Ring& ring, Patience& patience,
+                                          const Lane& me) {
+    load_heads(args, layer, exchange, share, shared, patience, me);
     sync_workers();
-    attend_tokens(args, layer, share, shared, me);
+    if (share.start + me.warp * TOKENS < share.end) attend_tokens(args, share, shared, ring, me);
     sync_workers();
-    const int64_t head = static_cast<int64_t>(share.row) * args.heads + share.kv_head * GROUP_SIZE;
-    uint16_t* out = at(args.attended, head * HEAD_DIM);
-    for (int i = thread_index(); i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
-        float lse;
-        const float result = merge_warps(shared, i / HEAD_DIM, i % HEAD_DIM, lse);
+    const int head = share.row * args.heads + share.kv_head * GROUP_SIZE;
+    auto* out = reinterpret_cast<uint16_t*>(exchange + shared.shapes[OUTPUT].x) + head * HEAD_DIM;
+    const Parts parts(exchange, shared);
+#pragma unroll 1
+    for (int i = thread_index(); i < PAIRS; i += THREADS) {
+        const int member = 2 * i / HEAD_DIM;
+        float results[2];
+        const float lse = merge_warps(shared, share, member, 2 * i % HEAD_DIM, results);
         if (share.num_active == 1) {
-            out[i] = to_half(result);
-        } else {
-            const int64_t part = (head + i / HEAD_DIM) * MAX_SPLITS + share.split;
-            args.partial[part * HEAD_DIM + i % HEAD_DIM] = result;
-            if (i % HEAD_DIM == 0) args.partial_lse[part] = lse;
+            store_fresh_pair(out + 2 * i, to_pair(results[0], results[1]));
+            continue;
         }
+        float* to = parts.values + work * GROUP_SIZE * HEAD_DIM + 2 * i;
+        store_fresh_float(to, results[0]), store_fresh_float(to + 1, results[1]);
+        if (2 * i % HEAD_DIM == 0) store_fresh_float(parts.lses + work * GROUP_SIZE + member, lse);
     }
-    if (share.num_active == 1) return;
-    uint32_t* count = args.counts + share.row * args.kv_heads + share.kv_head;
-    sync_workers();
-    if (thread_index() == 0) own.arrived = add_and_see(count, 1);
-    sync_workers();
-    if (own.arrived != static_cast<uint32_t>(share.num_active - 1)) return;
-    if (thread_index() == 0) *count = 0;  // for the next layer
-    merge_shares(args, head * MAX_SPLITS, share.num_active, out);
+    if (share.num_active > 1)
+        merge_shares(args, parts, share, work, out, shared, patience);
 }
 
-// Rows and KV heads, each in shares. Between `arrive` and `wait`: what needs no projection.
-__device__ __forceinline__ void attention(const Args& args, const Layer& layer, Barrier& barrier,
-                                          Shared& shared, const Lane& me) {
-    int work = block_index();
-    const int num_work = shared.num_work;
-    if (num_work > num_blocks()) {  // the plan of the start is another's now
-        plan_share(args, work, shared);
-        sync_workers();
-    }
-    Share share = open_share(args, layer, shared, me);
-    barrier.wait();
-    while (work < num_work) {
-        if (share.num_active > 0) run_share(args, layer, share, shared, me);
-        work += num_blocks();
-        if (work >= num_work) break;
-        sync_workers();  // before the next share's q
-        plan_share(args, work, shared);
-        sync_workers();
-        share = open_share(args, layer, shared, me);
+// The block's shares, of `num_shares` in all. `first`: its first, known before the step.
+__device__ __forceinline__ void attention(const Args& args, const Layer& layer,
+                                          unsigned char* exchange, const Share& first, int num_shares,
+                                          Shared& shared, Ring& ring, Patience& patience,
+                                          const Lane& me) {
+#pragma unroll 1
+    for (int work = block_index(); work < num_shares; work += num_blocks()) {
+        const Share share = work == block_index() ? first : share_of(args, work);
+        sync_workers();  // nobody still reads the product's sums, or the last share's
+        if (share.num_active > 0)
+            run_share(args, layer, exchange, share, work, shared, ring, patience, me);
     }
 }
 

@@ -2,191 +2,263 @@
 // factor, SiLU, the addition to the residual.
 #pragma once
 
-#include "weight_ring.cuh"
+#include "exchange.cuh"
+#include "multiply.cuh"
 
 namespace {
 
-// A lane's share of one slice of x: of its row, 8 columns of each 32. And of the norm's weights: for
-// row i of the lanes' 8, what all need of the i-th 32 columns.
-struct Piece {
-    uint4 values[SLICE / 32];
-    uint4 norm;
+struct Operands {
+    const unsigned char* x;
+    const void *norm, *bias;      // may be null
+    const unsigned char* addend;  // may be null: of the outputs' shape
+    unsigned char* out;
+};
 
-    __device__ __forceinline__ void load(const void* x, const void* norm_weight, int size, int rows,
-                                         int slice, const Lane& me) {
-        static_assert(SLICE / 32 == 8);
-        if (norm_weight != nullptr) norm = load_constant(at(norm_weight, slice * SLICE + me.lane * 8));
+// `exchange`: the layer's; `input`: [rows, hidden], what the layer before it left.
+__device__ __forceinline__ Operands operands_of(const Args& args, const Layer& layer, int kind,
+                                                const Shape& shape, unsigned char* exchange,
+                                                const void* input) {
+    const auto* given = static_cast<const unsigned char*>(input);
+    return {shape.x == INPUT ? given : exchange + shape.x, layer.norms[kind % 4],
+            layer.biases[kind % 4],
+            shape.addend == INPUT ? given : shape.addend == NONE ? nullptr : exchange + shape.addend,
+            shape.out == NONE ? static_cast<unsigned char*>(args.logits) : exchange + shape.out};
+}
+
+// A warp's slice of x, a lane's 8 columns of each row, and of the norm's weights; on their way.
+template <int ROWS>
+struct Piece {
+    uint4 values[ROWS] = {};
+    uint4 norm = {};
+
+    __device__ __forceinline__ void load(const Operands& operands, int size, int rows, int slice,
+                                         const Lane& me) {
+        const int place = (slice * SLICE + me.lane * 8) * 2;
+        if (operands.norm != nullptr)
+            norm = load_constant(static_cast<const unsigned char*>(operands.norm) + place);
 #pragma unroll
-        for (int i = 0; i < SLICE / 32; i++) {
-            const int column = slice * SLICE + i * 32 + me.quad * 8;
-            values[i] = {0, 0, 0, 0};
-            if (me.row < rows)
-                values[i] = load_fresh(at(x, static_cast<int64_t>(me.row) * size + column));
+        for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            values[r] = load_fresh(operands.x + place + r * size * 2);
         }
     }
 
-    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, int lane,
-                                                     float& squares) {
-        by = static_cast<uint32_t>(from_lane(static_cast<int>(by), lane));
+    __device__ __forceinline__ bool is_there(int rows) const {
+        bool is_there = true;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            is_there = is_there && !is_empty(values[r]);
+        }
+        return is_there;
+    }
+
+    // Of many rows only the first is looked at until it is there: all are made at once.
+    __device__ __forceinline__ void load_missing(const Operands& operands, int size, int rows,
+                                                 int slice, const Lane& me) {
+        const int place = (slice * SLICE + me.lane * 8) * 2;
+        const int num = rows > 2 && is_empty(values[0]) ? 1 : rows;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            if (r < num && is_empty(values[r]))
+                values[r] = load_fresh(operands.x + place + r * size * 2);
+    }
+
+    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, float& squares) {
         squares += low(pair) * low(pair) + high(pair) * high(pair);
         return to_pair(low(pair) * low(by), high(pair) * high(by));
     }
 
-    // Times the norm's weights, rounded as everywhere; the factor of a row comes at the end.
-    __device__ __forceinline__ void weigh(float& squares, const Lane& me) {
+    // To shared memory, times the norm's weights, rounded as everywhere; the factor of a row comes
+    // at the end.
+    __device__ __forceinline__ void store(bool has_norm, int rows, float (&squares)[ROWS],
+                                          Rows<1>& to, const Lane& me) const {
 #pragma unroll
-        for (int i = 0; i < SLICE / 32; i++) {
-            uint4& v = values[i];
-            const int lane = i * 4 + me.quad;
-            v = {weigh(v.x, norm.x, lane, squares), weigh(v.y, norm.y, lane, squares),
-                 weigh(v.z, norm.z, lane, squares), weigh(v.w, norm.w, lane, squares)};
+        for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            uint4 v = values[r];
+            if (has_norm)
+                v = {weigh(v.x, norm.x, squares[r]), weigh(v.y, norm.y, squares[r]),
+                     weigh(v.z, norm.z, squares[r]), weigh(v.w, norm.w, squares[r])};
+            *reinterpret_cast<uint4*>(to.row(0, r) + me.lane * 16) = v;
         }
     }
 };
 
-struct Operands {
-    const void *x, *norm, *bias;  // norm, bias: may be null
-    void* out;
-    bool adds;  // to what is there
-};
-
-// A thread's output of a group: where it goes and what is added to it, known before the sums.
+// A thread's two neighbouring outputs of a group, one word: where they go and what is added to them,
+// known before the sums.
 struct Output {
-    uint16_t* to;  // null: this thread has none
-    int unit, row, column;
-    uint16_t bias[2], residual;  // as read: to make them floats is to wait for them
+    bool is_one;  // false: this thread has none
+    int set, unit, row, column;
+    int place;                   // bytes
+    uint32_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
 
     // `first_unit`: the group's, of those of its set.
-    __device__ __forceinline__ void open(const Args& args, const Operands& operands,
-                                         const Shape& shape, int set, int first_unit) {
+    __device__ __forceinline__ Output(const Args& args, const Operands& operands,
+                                      const Shape& shape, int first_unit) {
+        static_assert(MAX_SETS * GROUP_STAGES * MAX_ROWS * UNIT / 2 == THREADS);
         const int thread = thread_index();
-        unit = thread / (MAX_ROWS * UNIT);
-        row = thread / UNIT % MAX_ROWS;
+        set = thread / (THREADS / MAX_SETS);
+        unit = thread / (MAX_ROWS * UNIT / 2) % GROUP_STAGES;
+        row = thread / (UNIT / 2) % MAX_ROWS;
         const int own = set + (first_unit + unit) * shape.num_sets;
-        column = (block_index() + own * num_blocks()) * UNIT + thread % UNIT;
-        to = nullptr;
-        if (set >= shape.num_sets || unit >= GROUP_STAGES >> shape.gated || own >= shape.num_own
-            || row >= args.rows)
-            return;
-        to = at(operands.out, static_cast<int64_t>(row) * shape.features + column);
-        if (operands.adds) residual = load_fresh_half(to);
+        column = (block_index() + own * num_blocks()) * UNIT + thread % (UNIT / 2) * 2;
+        place = (row * shape.features + column) * 2;
+        is_one = set < shape.num_sets && unit < GROUP_STAGES >> shape.gated && own < shape.num_own
+            && row < args.rows;
+        if (!is_one) return;
+        if (operands.addend != nullptr) load_addend(operands);
         if (operands.bias == nullptr) return;
-        bias[0] = *at(operands.bias, column);
-        if (shape.gated) bias[1] = *at(operands.bias, shape.features + column);
+        bias[0] = load_fresh_pair(at(operands.bias, column));
+        if (shape.gated) bias[1] = load_fresh_pair(at(operands.bias, shape.features + column));
+    }
+
+    __device__ __forceinline__ void load_addend(const Operands& operands) {
+        addend = load_fresh_pair(operands.addend + place);
+    }
+
+    __device__ __forceinline__ void wait(const Args& args, const Operands& operands, Shared& shared,
+                                         Patience& patience) {
+        if (operands.addend == nullptr) return;
+        while (patience.wait(args, shared, !is_one || !is_empty(addend)))
+            if (is_one) load_addend(operands);
     }
 
     // From the sums of the set's warps.
-    __device__ __forceinline__ void finish(const Args& args, const Operands& operands,
-                                           const Shape& shape, const Shared& shared, int set,
-                                           int buffer) const {
-        if (to == nullptr) return;
-        const int warp = set * shape.split, stage = unit << shape.gated;
-        const int place = stage * MAX_ROWS * UNIT + thread_index() % (MAX_ROWS * UNIT);
-        const int next = shape.gated ? place + MAX_ROWS * UNIT : place;
-        float squares = 0, sum = 0, gated = 0;
+    __device__ __forceinline__ void store(const Args& args, const Operands& operands,
+                                          const Shape& shape, const Shared& shared,
+                                          int buffer) const {
+        if (!is_one) return;
+        const int stage = unit << shape.gated, warp = set * shape.split;
+        const float factor = operands.norm == nullptr ? 1 : factor_of(args, shape, shared, warp);
+        float sums[2] = {};
+        add_warps(shape, shared, buffer, warp, stage, sums);
+        sums[0] *= factor, sums[1] *= factor;
+        if (operands.bias != nullptr) sums[0] += low(bias[0]), sums[1] += high(bias[0]);
+        if (shape.gated) {
+            float others[2] = {};
+            add_warps(shape, shared, buffer, warp, stage + 1, others);
+            others[0] *= factor, others[1] *= factor;
+            if (operands.bias != nullptr) others[0] += low(bias[1]), others[1] += high(bias[1]);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            if (w < shape.split) {
-                squares += shared.product.squares[warp + w][row];
-                sum += shared.product.sums[buffer][warp + w][place];
-                gated += shared.product.sums[buffer][warp + w][next];
-            }
-        if (operands.norm != nullptr) {
-            const float factor = inverse_root(squares * shape.inverse_size + args.eps);
-            sum *= factor, gated *= factor;
+            for (int i = 0; i < 2; i++)
+                sums[i] = divide(sums[i], 1 + power_of_2(-sums[i] * LOG2_E)) * others[i];
         }
-        if (operands.bias != nullptr) sum += from_half(bias[0]), gated += from_half(bias[1]);
-        if (shape.gated) sum = sum / (1 + power_of_2(-sum * LOG2_E)) * gated;
-        if (operands.adds) sum += from_half(residual);
-        *to = to_half(sum);
+        if (operands.addend != nullptr) sums[0] += low(addend), sums[1] += high(addend);
+        store_fresh_pair(operands.out + place, to_pair(sums[0], sums[1]));
+    }
+
+    // Of the warps that share a unit, four at a time: fewer are all there are.
+    __device__ __forceinline__ void add_warps(const Shape& shape, const Shared& shared, int buffer,
+                                              int warp, int stage, float (&sums)[2]) const {
+        const int place = (stage * MAX_ROWS + row) * UNIT + column % UNIT;
+#pragma unroll 1
+        for (int w = 0; w < shape.split; w += 4) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* from = shared.product.sums[buffer][(warp + w + i) % WARPS] + place;
+                sums[0] += w + i < shape.split ? from[0] : 0;
+                sums[1] += w + i < shape.split ? from[1] : 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ float factor_of(const Args& args, const Shape& shape,
+                                               const Shared& shared, int warp) const {
+        float squares = 0;
+#pragma unroll 1
+        for (int w = 0; w < shape.split; w += 4) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                squares += w + i < shape.split
+                    ? shared.product.squares[(warp + w + i) % WARPS][row] : 0;
+        }
+        return inverse_root(squares * shape.inverse_size + args.eps);
     }
 };
 
-// A lane's 16 bytes of 32 columns of its row of a stage.
-__device__ __forceinline__ uint4 load_window(const unsigned char* stage, int window,
-                                             const Lane& me) {
-    return load_shared_here(stage + me.row * SLICE * 2 + (window * 4 + me.quad) * 16);
+template <int ROWS>
+__device__ __forceinline__ void store_squares(float (&squares)[ROWS], int rows, Shared& shared,
+                                              const Lane& me) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        if (r >= rows) break;
+        for (int step = 16; step > 0; step /= 2) squares[r] = add_across(squares[r], step);
+        if (me.lane == 0) shared.product.squares[me.warp][r] = squares[r];
+    }
 }
 
-// Two stages times a slice of x. The loads are some windows ahead of their use, no more: registers
-// are scarce.
-__device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4 (&x)[SLICE / 32],
-                                         const unsigned char* upper, const unsigned char* lower,
-                                         const Lane& me) {
-    constexpr int LOADED = 3;
-    uint4 p[LOADED], q[LOADED];
+using Sums = float[GROUP_STAGES / 2][CHAINS][4];
+
+// A warp's slices of x times its stages of a group.
+template <int ROWS>
+__device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
+                                               const Shape& shape, const Work& work, int num_stages,
+                                               Sums& sums, Shared& shared, Ring& ring,
+                                               Patience& patience, const Lane& me) {
+    const int num_rows = ROWS == 1 ? 1 : args.rows;
+    Rows<1>& rows = shared.product.x[me.warp];
+    Rows<DEPTH>& stages = shared.ring[me.warp];
+    Piece<ROWS> piece;
+    float squares[ROWS] = {};
+    int slice = work.first_slice;
+    piece.load(operands, shape.size, num_rows, slice, me);
+#pragma unroll 1
+    for (int left = work.num_slices; left > 0; left--, slice += shape.split) {
+        while (patience.wait(args, shared, piece.is_there(num_rows)))
+            piece.load_missing(operands, shape.size, num_rows, slice, me);
+        piece.store(operands.norm != nullptr, num_rows, squares, rows, me);
+        // The next is on its way while this one is used.
+        if (left > 1) piece.load(operands, shape.size, num_rows, slice + shape.split, me);
+        sync_warp();
+        uint4 x[SLICE / 32];  // rows beyond the batch are what they are: so are their outputs
 #pragma unroll
-    for (int window = 0; window < LOADED; window++) {
-        p[window] = load_window(upper, window, me);
-        q[window] = load_window(lower, window, me);
-    }
+        for (int window = 0; window < SLICE / 32; window++)
+            x[window] = load_window(rows.row(0, me.row), window, me);
+        if (left == 1 && operands.norm != nullptr) store_squares(squares, num_rows, shared, me);
 #pragma unroll
-    for (int window = 0; window < SLICE / 32; window++) {
-        const uint4 &v = x[window], &a = p[window % LOADED], &b = q[window % LOADED];
-        multiply_add(sums[0], a.x, b.x, a.y, b.y, v.x, v.y);
-        multiply_add(sums[1], a.z, b.z, a.w, b.w, v.z, v.w);
-        if (window + LOADED < SLICE / 32) {
-            p[window % LOADED] = load_window(upper, window + LOADED, me);
-            q[window % LOADED] = load_window(lower, window + LOADED, me);
+        for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
+            if (2 * pair >= num_stages) break;
+            const bool is_whole = 2 * pair + 1 < num_stages;
+            const int upper = ring.next(shared, me);
+            const int lower = is_whole ? ring.next(shared, me) : upper;
+            multiply(sums[pair], x, stages.row(upper, me.row), stages.row(lower, me.row), me);
+            ring.give_back(shared, upper, lower, me);
         }
     }
 }
 
 // All kinds by one piece of code: the kernel is a step's only one, and each kind's own would not fit
 // where instructions are kept (docs/LOG.md).
-__device__ __forceinline__ void product(const Args& args, const Operands& operands, int kind,
-                                        Shared& shared, Ring& ring, const Lane& me) {
-    constexpr int PAIRS = GROUP_STAGES / 2;
-    const Shape shape = shared.shapes[kind];
+template <int ROWS>
+__device__ __forceinline__ void product(const Args& args, const Operands& operands,
+                                        const Shape& shape, int kind, Shared& shared, Ring& ring,
+                                        Patience& patience, const Lane& me) {
     const Work work = shared.works[kind][me.warp];
     const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
+    sync_workers();  // nobody still reads what the last product or the attention left
+#pragma unroll 1
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
         const int left = (work.num_units - unit) << shape.gated;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
-        float sums[PAIRS][2][4] = {};  // two each, so that an addition need not wait for the last
-        float squares = 0;
-        Output outputs[MAX_SETS];
-#pragma unroll
-        for (int set = 0; set < MAX_SETS; set++) outputs[set].open(args, operands, shape, set, unit);
-        Piece ahead;
-        int index = -1;  // of the warp's slices; the next one is on its way while one is used
-#pragma unroll 1
-        for (; num_stages > 0 && index < work.num_slices; index++) {
-            Piece x = ahead;
-            if (index + 1 < work.num_slices) {
-                const int slice = work.first_slice + (index + 1) * shape.split;
-                ahead.load(operands.x, operands.norm, shape.size, args.rows, slice, me);
-            }
-            if (index < 0) continue;
-            if (operands.norm != nullptr) x.weigh(squares, me);
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; pair++) {
-                if (2 * pair >= num_stages) break;
-                const bool is_whole = 2 * pair + 1 < num_stages;
-                const unsigned char* upper = ring.next(shared, me);
-                const unsigned char* lower = is_whole ? ring.next(shared, me) : upper;
-                multiply(sums[pair], x.values, upper, lower, me);
-                ring.give_back(shared, me);
-            }
-        }
+        Sums sums = {};
+        Output output(args, operands, shape, unit);
+        if (num_stages > 0)
+            multiply_group<ROWS>(args, operands, shape, work, num_stages, sums, shared, ring,
+                                 patience, me);
 #pragma unroll
         for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
-            const float(&parts)[2][4] = sums[i / 2];
+            if (i >= num_stages) break;
             const int place = (i * MAX_ROWS + 2 * me.quad) * UNIT + me.row;
             float* to = &shared.product.sums[buffer][me.warp][place];
-            to[0] = parts[0][i % 2 * 2] + parts[1][i % 2 * 2];
-            to[UNIT] = parts[0][i % 2 * 2 + 1] + parts[1][i % 2 * 2 + 1];
+            to[0] = add_chains(sums[i / 2], i % 2 * 2);
+            if (ROWS > 1) to[UNIT] = add_chains(sums[i / 2], i % 2 * 2 + 1);
         }
-        if (operands.norm != nullptr && unit == 0) {
-            squares = add_across(add_across(squares, 1), 2);
-            if (me.quad == 0) shared.product.squares[me.warp][me.row] = squares;
-        }
+        output.wait(args, operands, shared, patience);
         // One is enough: a buffer is written again after the next, which all reach done with it.
         sync_workers();
-#pragma unroll
-        for (int set = 0; set < MAX_SETS; set++)
-            outputs[set].finish(args, operands, shape, shared, set, buffer);
+        output.store(args, operands, shape, shared, buffer);
     }
 }
 

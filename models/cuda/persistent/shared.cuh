@@ -5,20 +5,22 @@
 
 namespace {
 
-struct Shape {
-    int size, num_units, features;
+// A product's sizes, and where in a layer's exchange its x, its outputs and what is added to them are.
+struct alignas(16) Shape {
+    int size, features;
     int gated;     // 1: a unit has two stages, 0: one
     int num_own;   // units of this block: block_index(), then every num_blocks()th
     int split;     // warps that share the slices of a unit: a set
     int num_sets;  // which take turns at the block's units
-
     float inverse_size;
+    int x, out, addend;  // bytes; INPUT: the layer's own, NONE: nothing, or the logits
 
     __device__ __forceinline__ int num_slices() const { return size / SLICE; }
 };
+constexpr int INPUT = -1, NONE = -2;
 
 // A warp's part of a product. Known before the step: to divide takes long.
-struct Work {
+struct alignas(16) Work {
     int set, num_units;            // of the set
     int first_slice, num_slices;   // every `split`th
 };
@@ -31,45 +33,69 @@ __device__ __forceinline__ Work work_of(const Shape& shape, int warp) {
     return work;
 }
 
+// Bytes from the beginning of a layer's exchange, where its output is.
+struct Places {
+    int middle, gated, qkv, attended, shares;
+
+    __device__ __forceinline__ Places(const Args& args)
+        : middle(MAX_ROWS * args.hidden * 2), gated(2 * middle),
+          qkv(gated + MAX_ROWS * args.intermediate * 2),
+          attended(qkv + MAX_ROWS * (args.heads + 2 * args.kv_heads) * HEAD_DIM * 2),
+          shares(attended + MAX_ROWS * args.heads * HEAD_DIM * 2) {}
+};
+
 __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
     const int q_size = args.heads * HEAD_DIM, kv_size = args.kv_heads * HEAD_DIM;
-    Shape shape = {args.hidden, 0, 0, kind == GATE_UP, 0, WARPS, 0, 0};
-    shape.features = kind == QKV ? q_size + 2 * kv_size
-        : kind == GATE_UP ? args.intermediate : kind == HEAD ? args.vocab : args.hidden;
-    if (kind == OUTPUT) shape.size = q_size;
-    if (kind == DOWN) shape.size = args.intermediate;
-    shape.num_units = shape.features / UNIT;
-    shape.num_own = (shape.num_units - block_index() + num_blocks() - 1) / num_blocks();
+    const Places places(args);
+    Shape shape = {args.hidden, args.hidden, kind == GATE_UP, 0, WARPS, 0, 0, INPUT, 0, NONE};
+    if (kind == QKV) shape.features = q_size + 2 * kv_size, shape.out = places.qkv;
+    if (kind == OUTPUT)
+        shape.size = q_size, shape.x = places.attended, shape.out = places.middle,
+        shape.addend = INPUT;
+    if (kind == GATE_UP)
+        shape.features = args.intermediate, shape.x = places.middle, shape.out = places.gated;
+    if (kind == DOWN)
+        shape.size = args.intermediate, shape.x = places.gated, shape.addend = places.middle;
+    if (kind == HEAD) shape.features = args.vocab, shape.out = NONE;
+    shape.num_own = (shape.features / UNIT - block_index() + num_blocks() - 1) / num_blocks();
     shape.inverse_size = 1.0f / shape.size;
     while (shape.split > shape.num_slices()) shape.split /= 2;
     shape.num_sets = WARPS / shape.split < MAX_SETS ? WARPS / shape.split : MAX_SETS;
     return shape;
 }
 
+// Eight rows of SLICE columns, so that warps read two neighbours at once: the odd ones lie behind the
+// even ones, and 64 bytes further, in the other half of the banks.
+template <int NUM>
+struct Rows {
+    alignas(16) unsigned char bytes[NUM * STAGE_BYTES + 64];
+
+    __device__ __forceinline__ unsigned char* row(int index, int row) {
+        return bytes + row % 2 * (NUM * STAGE_BYTES / 2 + 64)
+            + (index * (UNIT / 2) + row / 2) * SLICE * 2;
+    }
+};
+
 constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row][output]
 
 struct Shared {
-    unsigned char ring[WARPS][DEPTH][STAGE_BYTES];
+    Rows<DEPTH> ring[WARPS];
     Signal full[WARPS][DEPTH], empty[WARPS][DEPTH];
     union {
         struct {
-            float sums[2][WARPS][SUMS];    // two groups take turns
+            Rows<1> x[WARPS];  // of the batch
+            float sums[2][WARPS][SUMS];  // two groups take turns
             float squares[WARPS][MAX_ROWS];
         } product;
         struct {
-            float q[GROUP_SIZE][HEAD_DIM];
-            float new_key[HEAD_DIM], new_value[HEAD_DIM];
+            alignas(16) uint16_t q[GROUP_SIZE][HEAD_DIM];
+            uint16_t new_token[2 * HEAD_DIM];  // its key, then its value
             float best[WARPS][GROUP_SIZE], total[WARPS][GROUP_SIZE];
             float sums[WARPS][GROUP_SIZE][HEAD_DIM];
-            uint32_t arrived;
         } attention;
     };
-    struct {  // of the block's share of attention, by positions alone: the same in every layer
-        int row, kv_head, split, position, start, end, num_active;
-        int64_t new_place, places[AHEAD][TILE];  // of tokens in the cache: elements
-        float cos_sin[HEAD_DIM];
-    } plan;
-    int num_work;            // shares of all rows and KV heads
+    uint32_t set, is_stuck;  // set: of the exchange, this step's
+    int shares;              // bytes: where in a layer's exchange the shares' results are
     Shape shapes[HEAD + 1];  // of the products, by kind
     Work works[HEAD + 1][WARPS];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone

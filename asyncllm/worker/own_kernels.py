@@ -13,7 +13,11 @@ from asyncllm.attention.registry import resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.models import persistent_decode
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.registry import build_model
 from asyncllm.worker.decode_choice import is_measured
+
+ANY_LENGTH = 16  # of the context: no kernel knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,14 @@ class OwnKernel:
     @property
     def _library(self) -> Path:
         return cuda_source.path_of(self.source, self.capability, self.definitions)
+
+
+def begin_building(config: EngineConfig, device: torch.device) -> None:
+    """Have the compiler begin with what a start of this model will wait for, before it is built."""
+    dtype, meta = getattr(torch, config.dtype), torch.device("meta")
+    model = build_model(config.model, dtype, meta, TorchOps(), ANY_LENGTH)
+    for kernel in own_kernels(config, model, device):
+        cuda_source.begin_loading(kernel.source, kernel.capability, kernel.definitions)
 
 
 def own_kernels(config: EngineConfig, model: CausalLM, device: torch.device) -> list[OwnKernel]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from asyncllm.attention import cuda_source
-from asyncllm.commands import own_kernels
+from asyncllm.cache_folder import cache_folder
 from asyncllm.config import EngineArgs
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
+from asyncllm.worker import own_kernels
 
 CUDA = torch.device("cuda")
 
@@ -84,9 +85,19 @@ def test_built_and_missing(card: SimpleNamespace, tmp_path: Path) -> None:
     kernels = needed()
     assert len({kernel.name for kernel in kernels}) == 2
     assert not any(kernel.is_built for kernel in kernels)
-    folder = cuda_source.cache_folder()
+    folder = cache_folder()
     folder.mkdir(parents=True)
     (folder / f"{kernels[1].name}.so").touch()
     assert [kernel.is_built for kernel in kernels] == [False, True]
     card.compiler = None
     assert needed() == [kernels[1]]  # the other never will be
+
+
+def test_a_start_begins_with_all_of_them(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cuda_source, "begin_loading", lambda *args: begun.append(args))
+    config = EngineArgs("tiny", dtype="bfloat16").create_engine_config()
+    own_kernels.begin_building(config, CUDA)
+    assert begun == [(k.source, k.capability, k.definitions) for k in needed()]

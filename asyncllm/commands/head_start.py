@@ -1,0 +1,45 @@
+"""What a command that starts an engine does before torch is imported, in a process that is ours.
+
+Later imports become cheaper: bytecode is kept, two packages are left unopened. And CUDA's context,
+a third of a second of the driver's time and none of Python's, is made by a thread meanwhile. A
+process has one such context for a device, which torch then finds. It is asked for through the
+driver's C interface, the only one there is by then; what goes wrong in it torch meets again, and
+says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from threading import Thread
+
+from asyncllm.commands.bytecode import keep_bytecode
+from asyncllm.commands.unopened import leave_unopened
+
+UNOPENED = {"transformers": "transformers", "flashinfer": "flashinfer-python"}
+
+
+def take_head_start(device: str) -> Thread | None:
+    """`device`: as the flag has it. Returns the thread that makes the context, where one may be."""
+    keep_bytecode()
+    for package, distribution in UNOPENED.items():
+        leave_unopened(package, distribution)
+    # Triton's own search for backends reads what every installed distribution declares.
+    os.environ.setdefault("TRITON_BACKENDS_IN_TREE", "1")
+    if device == "cpu":
+        return None
+    # No daemon: who exits waits for it, rather than to end the driver while it begins.
+    thread = Thread(target=_make_context, name="asyncllm-cuda-context")
+    thread.start()
+    return thread
+
+
+def _make_context() -> None:
+    """On the first device. Without a driver or a device nothing happens."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

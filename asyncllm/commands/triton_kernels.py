@@ -1,0 +1,81 @@
+"""Which Triton kernels a start of a model compiles: the list that a build leaves in our cache.
+
+Triton names a variant by all that its compiler was given, which only a launch says. So nobody can
+ask for what is missing; but what a start launched once, the next one launches too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from asyncllm.cache_folder import cache_folder
+from asyncllm.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TritonKernel:
+    """One variant, as Triton's cache has it: `file` is there as long as it need not be compiled."""
+
+    name: str
+    file: str
+
+    @property
+    def is_built(self) -> bool:
+        return Path(self.file).exists()
+
+
+@contextmanager
+def print_compiled() -> Iterator[list[TritonKernel]]:
+    """Fills the list with what is launched meanwhile; a line for each that had to be compiled."""
+    from triton import knobs
+
+    launched: list[TritonKernel] = []
+
+    def listener(
+        *, metadata: dict[str, Any], metadata_group: dict[str, str], cache_hit: bool, **_: Any
+    ) -> None:
+        name = str(metadata.get("name"))
+        launched.append(TritonKernel(name, metadata_group[f"{name}.json"]))
+        if not cache_hit:
+            print(f"  {name}", flush=True)
+
+    before, knobs.compilation.listener = knobs.compilation.listener, listener
+    try:
+        yield launched
+    finally:
+        knobs.compilation.listener = before
+
+
+def write_list(config: EngineConfig, kernels: list[TritonKernel]) -> None:
+    path = _path(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(kernel) for kernel in dict.fromkeys(kernels)]))
+
+
+def read_list(config: EngineConfig) -> list[TritonKernel] | None:
+    """What `write_list` was given for such a start; None where no build has been here."""
+    path = _path(config)
+    if not path.exists():
+        return None
+    return [TritonKernel(**kernel) for kernel in json.loads(path.read_text())]
+
+
+def _path(config: EngineConfig) -> Path:
+    """One for all starts that launch the same kernels."""
+    import torch
+
+    given = [
+        *map(version, ("asyncllm", "triton")),
+        *torch.cuda.get_device_capability(),
+        *(config.dtype, config.block_size, config.attention_backend),
+        (config.model.path / "config.json").read_text(),
+    ]
+    key = hashlib.sha256(json.dumps(given).encode())
+    return cache_folder() / f"triton-{key.hexdigest()[:16]}.json"

@@ -1,0 +1,68 @@
+"""A package whose modules can be imported before its own `__init__` has run.
+
+transformers' `__init__` reads a table of all its models, FlashInfer's imports all its kernels'
+Python: half a second of a start, for nothing that is served. Their modules do not need it. Who asks
+for what only `__init__` brings (`from transformers import AutoTokenizer`) has it run first, and
+notices no difference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from threading import RLock
+from types import ModuleType
+
+
+def leave_unopened(package: str, distribution: str) -> None:
+    """For a process that is ours, and only where the package is neither missing nor imported.
+
+    distribution: its name where it was installed from, which knows its `__version__`.
+    """
+    if package in sys.modules:
+        return
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    module.__class__ = _Unopened
+    try:
+        module.__dict__["__version__"] = version(distribution)  # their modules ask for it
+    except PackageNotFoundError:  # installed in a way of its own
+        return
+    sys.modules[package] = module
+
+
+class _Unopened(ModuleType):
+    """Opens at the first attribute that it does not have. Its modules become attributes of it."""
+
+    _opening = RLock()
+    _is_opened = False
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # the import system looks for some, as in any module
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module = self._opened()
+        return super().__getattribute__(name) if module is self else getattr(module, name)
+
+    def __dir__(self) -> list[str]:
+        module = self._opened()
+        return list(super().__dir__()) if module is self else dir(module)
+
+    def _opened(self) -> ModuleType:
+        """Itself, or what `__init__` has put in its place, as transformers' does."""
+        self._open()
+        return sys.modules[self.__name__]
+
+    def _open(self) -> None:
+        with self._opening:
+            if self._is_opened:
+                return
+            self._is_opened = True  # `__init__` may ask for what it is about to make
+            try:
+                assert self.__spec__ is not None and self.__spec__.loader is not None
+                self.__spec__.loader.exec_module(self)
+            except BaseException:  # the next to ask is told the same
+                self._is_opened = False
+                raise

@@ -1,0 +1,88 @@
+"""What a step changes of the slots' state, packed on the host: sequences that take slots; pages.
+
+One record for each of the former and one entry for each of the latter, so that a step's changes are
+two arrays and, on a GPU, one kernel (slot_changes_kernel.py), whatever a slot remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from asyncllm.types import PageAppend, SlotInit
+from asyncllm.worker.device_state import FLOAT_PARAMS, DeviceState
+
+MAX_INT32 = 2**31 - 1
+LEAST_TOP_P = 1e-6  # less than the best token of any vocabulary has; not 0 in float32
+
+INTS = ("slot", "last_token", "position", "prompt_len", "top_k")
+FIRST_INT, FIRST_FLOAT = 2, 2 + len(INTS)  # in a record's 32-bit words
+SLOT_INIT = np.dtype(
+    [
+        ("seed", np.int64),
+        *((name, np.int32) for name in INTS),
+        *((name, np.float32) for name in FLOAT_PARAMS),
+        ("unused", np.int32),  # every record's seed is aligned
+    ]
+)
+RECORD_WORDS = SLOT_INIT.itemsize // 4
+assert SLOT_INIT.itemsize % 8 == 0
+
+# (state, records int32 [n, RECORD_WORDS] or None, entries int32 [3, m] or None); only enqueues
+WriteSlots = Callable[[DeviceState, torch.Tensor | None, torch.Tensor | None], None]
+
+
+def pack_inits(inits: Sequence[SlotInit]) -> np.ndarray:
+    """SLOT_INIT records as int32 [inits, RECORD_WORDS]."""
+    records = np.array([_record(init) for init in inits], SLOT_INIT)
+    return records.view(np.int32).reshape(len(inits), RECORD_WORDS)
+
+
+def _record(init: SlotInit) -> tuple[float, ...]:
+    params = init.seq.request.sampling_params
+    return (
+        init.seq.seed,
+        init.slot,
+        # A sequence that comes back decoding continues from its last token; a prefill ignores it.
+        init.token_ids[-1],
+        init.num_computed,
+        init.seq.num_prompt_tokens,
+        min(max(params.top_k, 0), MAX_INT32),  # more than any vocabulary has is as good as all
+        0.0 if params.greedy else params.temperature,
+        max(params.top_p, LEAST_TOP_P),
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        0,
+    )
+
+
+def pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
+    """Of block tables: slots, indices, pages, int32 [3, entries]."""
+    slots = [init.slot for init in inits for _ in init.block_ids]
+    indices = [i for init in inits for i in range(len(init.block_ids))]
+    pages = [page for init in inits for page in init.block_ids]
+    slots += [append.slot for append in appends]
+    indices += [append.block_index for append in appends]
+    pages += [append.block_id for append in appends]
+    return np.array((slots, indices, pages), np.int32)
+
+
+def write_slots_torch(
+    state: DeviceState, records: torch.Tensor | None, entries: torch.Tensor | None
+) -> None:
+    """The reference `WriteSlots`."""
+    if records is not None:
+        slots, *ints = records[:, FIRST_INT:FIRST_FLOAT].unbind(1)
+        tensors = (state.last_tokens, state.positions, state.prompt_lens, state.top_ks)
+        for tensor, values in zip(tensors, ints, strict=True):
+            tensor[slots] = values
+        state.seeds[slots] = records[:, :FIRST_INT].contiguous().view(torch.int64).squeeze(1)
+        floats = records[:, FIRST_FLOAT : FIRST_FLOAT + len(FLOAT_PARAMS)].view(torch.float32)
+        state.float_params[:, slots] = floats.T
+    if entries is not None:
+        slots, indices, pages = entries
+        state.block_tables[slots, indices] = pages

@@ -1,0 +1,92 @@
+"""A runner's captured steps: some made before the engine is ready, the others in idle moments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.decode_ways import Way
+from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
+from asyncllm.graphs.pool import GraphPool
+from asyncllm.progress import DELAY_S, ProgressBar
+from asyncllm.worker.decode_trial import DecodeTrial
+from asyncllm.worker.model_runner import ModelRunner
+
+logger = logging.getLogger("asyncllm")
+
+
+class StepCaptures:
+    """All on the current stream, which the steps use, between two of them."""
+
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, device: torch.device, *, progress: bool
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._device = device
+        self._progress = progress
+        self._pool = GraphPool()
+        self._pending = PendingCaptures()
+
+    def __len__(self) -> int:
+        """How many are left for idle moments."""
+        return len(self._pending)
+
+    def prefills(self, dtype: torch.dtype) -> None:
+        """Of steps with prefills: forward passes by their tokens, samples by their rows.
+
+        dtype: of hidden states.
+        """
+        config, runner = self._config, self._runner
+        sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
+        if not sizes:
+            return
+        hidden_size = config.model.hf_config.hidden_size
+        hidden = torch.zeros(most_rows, hidden_size, dtype=dtype, device=self._device)
+        graphs = runner.mixed_forward.make_graphs(sizes[-1], config.max_num_seqs, self._pool)
+        samples = runner.make_sample_graphs(hidden, self._pool)
+        self._capture(graphs.capture, sizes, "prefill")
+        for size in first_sizes(config.cuda_graph_sizes):
+            samples.capture(size)
+        runner.mixed_forward.graphs, runner.sample_graphs = graphs, samples
+
+    def decodes(self, others: list[Way], trial: DecodeTrial) -> None:
+        """`others`: ways to run a step besides the layers, which `trial` times."""
+        sizes, runner = self._config.cuda_graph_sizes, self._runner
+        decode = DecodeGraphs(
+            runner.decode_step, sizes[-1], self._pool, self._device, others, trial
+        )
+        self._capture(decode.capture, sizes, "decode")
+        runner.graphs = decode
+
+    def capture_one(self) -> None:
+        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where ways to run
+        it are timed."""
+        try:
+            self._pending.capture_one()
+        except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
+            logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
+            self._pending.clear()
+
+    def clear(self) -> None:
+        """Let go of all that is captured, which holds the runner's own methods: a circle."""
+        self._pending.clear()
+        runner = self._runner
+        runner.graphs = runner.sample_graphs = runner.mixed_forward.graphs = None
+
+    def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
+        """Some sizes now, largest first, the others when the engine is idle."""
+        for size in ProgressBar(
+            first_sizes(sizes),
+            desc=f"capturing {name} graphs",
+            disable=not self._progress,
+            leave=False,
+            delay=DELAY_S,
+        ):
+            capture(size)
+        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))

@@ -1,0 +1,50 @@
+"""Which graph a step with prefills replays."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from asyncllm.attention.base import DecodeRows, PrefillRows
+from asyncllm.graphs.token_buffers import TokenBuffers
+
+# (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
+ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
+
+
+class Way(enum.IntEnum):
+    PIECES = 0  # attention is launched between them
+    FRESH = 1  # one graph of one prompt from its beginning
+    PREFILLS = 2  # one graph of prefills alone
+    MIXED = 3  # one graph of both
+
+
+class StepGraph(NamedTuple):
+    num_tokens: int  # padding included
+    way: Way
+
+
+class StepGraphs(Protocol):
+    """Captured steps with prefills, by the number of their tokens."""
+
+    def __len__(self) -> int: ...
+
+    def capture(self, size: int) -> None:
+        """Capture one size on the current stream, between two steps; largest first saves memory."""
+        ...
+
+    def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
+        """What such a step replays; None: it has no graph."""
+        ...
+
+    def replay(
+        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+    ) -> torch.Tensor:
+        """Run the step whose tokens are there: hidden states [size, hidden_size] until the next.
+
+        max_decode_len: the longest context of a decode.
+        """
+        ...

@@ -1,0 +1,82 @@
+"""A mixed step's tokens on the device, and the forward pass over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.attention.base import (
+    Attend,
+    AttendRows,
+    AttentionBackend,
+    AttentionLayer,
+    Rotation,
+)
+from asyncllm.models.base import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBuffers:
+    """A mixed step's tokens on the device. T tokens; all attention layers have one shape."""
+
+    token_ids: torch.Tensor  # int32 [T]
+    positions: torch.Tensor  # int32 [T]
+    prompt_lens: torch.Tensor  # int32 [T]
+    write_slots: torch.Tensor  # int64 [T], 0 is in the padding page
+    q: torch.Tensor  # [T, num_heads, head_dim]
+    out: torch.Tensor  # the same: attention's output
+
+    @classmethod
+    def zeros(
+        cls, num_tokens: int, layer: AttentionLayer, dtype: torch.dtype, device: torch.device
+    ) -> TokenBuffers:
+        """Zeros: valid inputs, and attention outputs that no row can take harm from."""
+        token_ids, positions, prompt_lens = torch.zeros(
+            3, num_tokens, dtype=torch.int32, device=device
+        ).unbind()
+        write_slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        return cls.around(token_ids, positions, prompt_lens, write_slots, layer, dtype)
+
+    @classmethod
+    def around(
+        cls,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_lens: torch.Tensor,
+        write_slots: torch.Tensor,
+        layer: AttentionLayer,
+        dtype: torch.dtype,
+    ) -> TokenBuffers:
+        heads = (len(token_ids), layer.num_heads, layer.head_dim)
+        q, out = torch.zeros((2, *heads), dtype=dtype, device=token_ids.device).unbind()
+        return cls(token_ids, positions, prompt_lens, write_slots, q, out)
+
+    def first(self, num_tokens: int) -> TokenBuffers:
+        return TokenBuffers(
+            self.token_ids[:num_tokens],
+            self.positions[:num_tokens],
+            self.prompt_lens[:num_tokens],
+            self.write_slots[:num_tokens],
+            self.q[:num_tokens],
+            self.out[:num_tokens],
+        )
+
+
+def forward(
+    model: CausalLM, attention: AttentionBackend, tokens: TokenBuffers, attend_rows: AttendRows
+) -> torch.Tensor:
+    """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write."""
+    out = tokens.out.flatten(1)
+
+    def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
+        attend_rows(layer)
+        return out
+
+    return forward_with(model, tokens, attend)
+
+
+def forward_with(model: CausalLM, tokens: TokenBuffers, attend: Attend) -> torch.Tensor:
+    prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
+    return model.forward(tokens.token_ids, tokens.positions, prompt_lens, attend)

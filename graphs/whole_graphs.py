@@ -1,0 +1,88 @@
+"""Mixed steps, each captured whole, attention and all, by the number of tokens.
+
+Attention reads on the device what differs from step to step (`StepAttention`), so nothing breaks
+the graph, and a step is one launch: 28 layers in pieces cost the host some 3 ms. A size is captured
+twice: for prefills alone, and with decodes before them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import torch
+
+from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
+from asyncllm.graphs.pool import Graph, GraphPool
+from asyncllm.graphs.step_graph import ReadDecodes, StepGraph, Way
+from asyncllm.graphs.token_buffers import TokenBuffers, forward
+from asyncllm.models.base import CausalLM
+
+
+class WholeGraphs:
+    """Steps of up to as many tokens as `buffers` has are captured by calls of `capture`."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        step_attention: StepAttention,
+        read_decodes: ReadDecodes,
+        most_decodes: int,
+        buffers: TokenBuffers,
+        pool: GraphPool,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._step_attention = step_attention
+        self._read_decodes = read_decodes
+        self._most_decodes = min(most_decodes, step_attention.max_decodes)
+        self._buffers = buffers
+        self._pool = pool
+        self._hidden: torch.Tensor | None = None  # [most tokens, hidden_size], of the last replay
+        self._sizes: list[int] = []  # captured, ascending
+        self._graphs: dict[StepGraph, Graph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
+        """What such a step replays; None: it has no graph."""
+        place = bisect_left(self._sizes, num_decodes + prefills.num_tokens)
+        attention = self._step_attention
+        if (
+            place == len(self._sizes)
+            or num_decodes > self._most_decodes
+            or len(prefills.kv_lens) > attention.max_prefills
+            or len(prefills.pages) > attention.max_pages
+        ):
+            return None
+        return StepGraph(self._sizes[place], Way.MIXED if num_decodes else Way.PREFILLS)
+
+    def capture(self, size: int) -> None:
+        """Capture one size on the current stream, between two steps; largest first saves memory."""
+        for way in (Way.MIXED, Way.PREFILLS):
+            hidden = self._forward(size, way)  # what is made at the first use must exist before
+            if self._hidden is None:
+                self._hidden = hidden.new_zeros((len(self._buffers.token_ids), hidden.shape[1]))
+            with self._pool.capture() as capture:
+                hidden = self._forward(size, way)
+                self._hidden[:size].copy_(hidden)
+            (self._graphs[StepGraph(size, way)],) = capture.graphs
+        insort(self._sizes, size)
+
+    def replay(
+        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+    ) -> torch.Tensor:
+        """As `StepGraphs` says."""
+        self._step_attention.prepare(num_decodes, prefills)
+        self._graphs[graph].replay()
+        assert self._hidden is not None
+        return self._hidden[: graph.num_tokens]
+
+    def _forward(self, size: int, way: Way) -> torch.Tensor:
+        tokens = self._buffers.first(size)
+        decodes = None
+        if way is Way.MIXED:
+            decodes = self._read_decodes(min(size, self._most_decodes), tokens)
+        attend_rows = self._step_attention.bind(decodes, tokens.q, tokens.out)
+        return forward(self._model, self._attention, tokens, attend_rows)

@@ -1,0 +1,126 @@
+// What a warp reads from memory, on its way: weights, and keys and values. Another warp, its feeder,
+// asks for them in the order in which they will be needed, whatever the step waits for meanwhile.
+#pragma once
+
+#include "share.cuh"
+
+namespace {
+
+// The warp that asks for another's stages: its own life is to go through the whole step.
+struct Feeder {
+    const Args& args;
+    Shared& shared;
+    int warp, lane;
+    int slot = 0, num_asked = 0;
+    uint32_t turn = 0;
+
+    // Until there is place for a stage.
+    __device__ __forceinline__ Signal& begin() {
+        wait_signal(shared.empty[warp][slot], turn ^ 1);
+        // What the workers ask for has to queue behind what is on its way.
+        const bool wraps = slot < ON_THE_WAY;
+        const int before = wraps ? slot + DEPTH - ON_THE_WAY : slot - ON_THE_WAY;
+        if (num_asked++ >= ON_THE_WAY) wait_signal(shared.full[warp][before], turn ^ wraps);
+        return shared.full[warp][slot];
+    }
+
+    __device__ __forceinline__ void end() {
+        if (++slot == DEPTH) slot = 0, turn ^= 1;
+    }
+
+    __device__ __forceinline__ void feed_product(const void* weight, int kind) {
+        const Shape& shape = shared.shapes[kind];
+        const Work work = shared.works[kind][warp];
+        const int num_stages = work.num_units << shape.gated;
+        for (int first = 0; first < num_stages; first += GROUP_STAGES) {
+            const int after = first + GROUP_STAGES < num_stages ? first + GROUP_STAGES : num_stages;
+            for (int slice = work.first_slice; slice < shape.num_slices(); slice += shape.split)
+                for (int stage = first; stage < after; stage++)
+                    feed_weights(weight, shape, work.set, stage, slice);
+        }
+    }
+
+    // Each of a stage's outputs is a row of it.
+    __device__ __forceinline__ void feed_weights(const void* weight, const Shape& shape, int set,
+                                                 int stage, int slice) {
+        Signal& full = begin();
+        if (lane == 0) expect_bytes(full, STAGE_BYTES);
+        sync_warp();
+        const int own = set + (stage >> shape.gated) * shape.num_sets;
+        const int output = (stage & shape.gated) * shape.features
+            + (block_index() + own * num_blocks()) * UNIT + lane;
+        if (lane < UNIT)
+            copy_bulk(shared.ring[warp].row(slot, lane),
+                      at(weight, static_cast<int64_t>(output) * shape.size + slice * SLICE),
+                      SLICE * 2, full);
+        end();
+    }
+
+    // The warp's tokens of a share.
+    __device__ __forceinline__ void feed_share(const Layer& layer, const Share& share) {
+        for (int token = share.start + warp * TOKENS; token < share.end; token += TILE)
+            feed_tokens(layer, share, token);
+    }
+
+    // Each is a row: its key, then its value, whose chunks of 16 bytes are in an order by which those
+    // of eight tokens are in different banks. Zeros where there is no token or where it is the new one.
+    __device__ __forceinline__ void feed_tokens(const Layer& layer, const Share& share, int first) {
+        constexpr int CHUNKS = HEAD_DIM / 8;
+        Signal& full = begin();
+        const int chunk = lane % CHUNKS, is_value = lane / CHUNKS % 2;
+        const int num = (share.end < share.position ? share.end : share.position) - first;
+        const uint16_t* from = at(layer.cache, place_of(args, share, first)
+                                                   + is_value * args.kv_stride + chunk * 8);
+        for (int t = lane / (2 * CHUNKS); t < TOKENS; t += 32 / (2 * CHUNKS)) {
+            const int place = is_value ? chunk ^ (t / 2) : chunk;
+            unsigned char* row = shared.ring[warp].row(slot, t) + is_value * HEAD_DIM * 2;
+            copy_async_or_zero(row + place * 16,
+                               from + static_cast<int64_t>(t) * args.kv_heads * HEAD_DIM,
+                               t < num ? 16 : 0);
+        }
+        signal_copies(full);
+        sync_warp();
+        if (lane == 0) arrive(full);
+        end();
+    }
+};
+
+__device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp, int lane) {
+    Feeder feeder = {args, shared, warp, lane};
+    const int num_shares = count_shares(args);
+    const Share first_share = share_of(args, block_index());
+#pragma unroll 1
+    for (int i = 0; i <= 4 * args.num_layers; i++) {
+        const Layer& layer = shared.layers[i / 4];
+        const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
+        feeder.feed_product(layer.weights[i % 4], kind);
+        if (kind != QKV) continue;
+#pragma unroll 1
+        for (int work = block_index(); work < num_shares; work += num_blocks())
+            feeder.feed_share(layer, work == block_index() ? first_share : share_of(args, work));
+    }
+}
+
+// A warp's stages as it uses them.
+struct Ring {
+    int slot = 0;  // the next to use
+    uint32_t turn = 0;
+
+    // The next stage, complete.
+    __device__ __forceinline__ int next(Shared& shared, const Lane& me) {
+        wait_signal(shared.full[me.warp][slot], turn);
+        const int stage = slot;
+        if (++slot == DEPTH) slot = 0, turn ^= 1;
+        return stage;
+    }
+
+    // All lanes have read these two, which may be one.
+    __device__ __forceinline__ void give_back(Shared& shared, int upper, int lower,
+                                              const Lane& me) const {
+        sync_warp();
+        if (me.lane < (upper == lower ? 1 : 2))
+            arrive(shared.empty[me.warp][me.lane == 0 ? upper : lower]);
+    }
+};
+
+}  // namespace

@@ -1,0 +1,110 @@
+"""A package that nobody has opened behaves as one that was imported, made-up or real."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncllm.commands import unopened
+from asyncllm.commands.unopened import leave_unopened
+from tests.waiting import PATIENCE_SECONDS
+
+NAME = "made_up_package"
+INIT = "__version__ = '8'\nfrom .part import half\nfrom . import part\nwhole = 2 * half\n"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / NAME
+    folder.mkdir()
+    (folder / "__init__.py").write_text(INIT)
+    (folder / "part.py").write_text("from . import __version__\nhalf = 21\n")
+    (folder / "other.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(unopened, "version", lambda distribution: f"7 of {distribution}")
+    yield folder
+    for name in [name for name in sys.modules if name.startswith(NAME)]:
+        del sys.modules[name]
+
+
+def test_modules_do_not_open_it_and_names_do(package: Path) -> None:
+    leave_unopened(NAME, "made-up")
+    part = importlib.import_module(f"{NAME}.part")
+    made_up = importlib.import_module(NAME)
+    assert part.half == 21 and made_up.part is part
+    assert made_up.__version__ == part.__version__ == "7 of made-up"
+    assert "whole" not in vars(made_up)
+    assert made_up.whole == 42
+    assert not hasattr(made_up, "neither") and not hasattr(made_up, "__neither__")
+    assert "whole" in dir(made_up)
+    importlib.import_module(f"{NAME}.other")
+    assert made_up.other.__name__ == f"{NAME}.other"
+
+
+def test_another_module_in_its_place(package: Path) -> None:
+    place = "import sys, types\nother = types.ModuleType(__name__)\nother.whole = 42\n"
+    (package / "__init__.py").write_text(f"{place}sys.modules[__name__] = other\n")
+    leave_unopened(NAME, "made-up")
+    made_up = importlib.import_module(NAME)
+    assert made_up.whole == 42 and "whole" in dir(made_up)
+    assert importlib.import_module(NAME) is not made_up
+
+
+def test_an_error_is_told_to_everybody_who_asks(package: Path) -> None:
+    (package / "__init__.py").write_text("raise RuntimeError('broken')\n")
+    leave_unopened(NAME, "made-up")
+    made_up = importlib.import_module(NAME)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            _ = made_up.whole
+
+
+def test_what_is_left_as_it_is(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_unopened("no_such_package", "made-up")
+    assert "no_such_package" not in sys.modules
+    monkeypatch.undo()  # of a distribution that knows no version
+    monkeypatch.syspath_prepend(package.parent)
+    leave_unopened(NAME, "no-such-distribution")
+    assert NAME not in sys.modules
+    imported = importlib.import_module(NAME)
+    leave_unopened(NAME, "made-up")
+    assert importlib.import_module(NAME) is imported and "whole" in vars(imported)
+
+
+def test_transformers_serves_unopened_and_opens() -> None:
+    program = """
+import asyncio, json, sys
+from asyncllm.commands.head_start import take_head_start
+take_head_start("cpu")
+from asyncllm import AsyncLLMEngine
+async def main():
+    async with AsyncLLMEngine("tiny", num_gpu_blocks_override=16) as engine:
+        engine.tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+asyncio.run(main())
+before = "_import_structure" in vars(sys.modules["transformers"])
+import transformers
+held = transformers
+from transformers import AutoTokenizer
+print(json.dumps([before, held.AutoConfig.__name__, AutoTokenizer.__module__, held.__version__]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    import transformers
+
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        False,
+        "AutoConfig",
+        "transformers.models.auto.tokenization_auto",
+        transformers.__version__,
+    ]

@@ -1,0 +1,181 @@
+"""Attention of whole mixed steps against that of launched ones; their decodes against torch's."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.graphs.token_buffers import TokenBuffers
+from asyncllm.worker.decode_rows import fill_decodes_torch
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.slot_changes import RECORD_WORDS, SLOT_INIT, write_slots_torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a card with FA3",
+    ),
+]
+BLOCK_SIZE, NUM_PAGES, TABLE_PAGES, SIZE, MOST_DECODES = 16, 3000, 64, 512, 64
+
+
+class Step(NamedTuple):
+    decodes: DecodeRows | None
+    prefills: PrefillRows
+
+    @property
+    def num_decodes(self) -> int:
+        return 0 if self.decodes is None else len(self.decodes.positions)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.prefills.num_tokens
+
+
+def random_step(rng: random.Random, num_decodes: int, num_prefills: int) -> Step:
+    pages = iter(rng.sample(range(1, NUM_PAGES), NUM_PAGES - 1))
+    tables = np.zeros((num_decodes, TABLE_PAGES), np.int32)
+    positions = [rng.randrange(TABLE_PAGES * BLOCK_SIZE) for _ in range(num_decodes)]
+    for row, position in enumerate(positions):
+        for i in range(position // BLOCK_SIZE + 1):
+            tables[row, i] = next(pages)
+    left = SIZE - num_decodes - num_prefills
+    lens, olds = [], []
+    for _ in range(num_prefills):
+        more = rng.randrange(left // 2 + 1)
+        left -= more
+        lens.append(1 + more)
+        olds.append(rng.choice([0, 0, rng.randrange(500)]))
+    kv_lens = [n + old for n, old in zip(lens, olds, strict=True)]
+    num_pages = [-(-n // BLOCK_SIZE) for n in kv_lens]
+    prefills = PrefillRows(
+        np.cumsum([0, *lens], dtype=np.int32),
+        np.array(kv_lens, np.int32),
+        np.cumsum([0, *num_pages], dtype=np.int32),
+        np.array([next(pages) for _ in range(sum(num_pages))], np.int32),
+    )
+    decodes = None
+    if num_decodes:
+        on_device = (torch.from_numpy(tables), torch.tensor(positions, dtype=torch.int32))
+        decodes = DecodeRows(*(t.cuda() for t in on_device), max_len=max(positions) + 1)
+    return Step(decodes, prefills)
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 2, 64)])
+@torch.inference_mode()
+def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> None:
+    from asyncllm.attention.flashinfer import FlashInferAttention
+
+    num_heads, num_kv_heads, head_dim = heads
+    torch.manual_seed(0)
+    cache = KVCache(
+        num_layers=2, num_pages=NUM_PAGES, block_size=BLOCK_SIZE, num_kv_heads=num_kv_heads,
+        head_dim=head_dim, dtype=torch.bfloat16, device=torch.device("cuda"),
+    )  # fmt: skip
+    for layer in cache.layers:
+        layer.normal_()
+    layers = [AttentionLayer(i, num_heads, num_kv_heads, head_dim, head_dim**-0.5) for i in (0, 1)]
+    attention = FlashInferAttention(cache, layers)
+    ours = attention.step_attention(SIZE)
+    assert ours is not None
+    q = torch.randn(SIZE, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    out = torch.zeros_like(q)
+    fixed = DecodeRows(
+        torch.zeros(MOST_DECODES, TABLE_PAGES, dtype=torch.int32, device="cuda"),
+        torch.full((MOST_DECODES,), -1, dtype=torch.int32, device="cuda"),
+    )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graphs = {}
+        for decodes in (fixed, None):
+            for capture in (False, True):
+                graph = torch.cuda.CUDAGraph()
+                if capture:
+                    graph.capture_begin()
+                attend = ours.bind(decodes, q, out)
+                for layer in layers:
+                    attend(layer)
+                if capture:
+                    graph.capture_end()
+            graphs[decodes is None] = graph
+        rng = random.Random(1)
+        for num_decodes, num_prefills in [(5, 1), (0, 1), (0, 256), (64, 3), (1, 200), (48, 1)] * 3:
+            step = random_step(rng, num_decodes, num_prefills)
+            fixed.positions.fill_(-1)
+            if step.decodes is not None:
+                fixed.block_tables[:num_decodes] = step.decodes.block_tables
+                fixed.positions[:num_decodes] = step.decodes.positions
+            out.fill_(7)
+            ours.prepare(num_decodes, step.prefills)
+            graphs[not num_decodes].replay()
+            expected = torch.full_like(out, 7)
+            attend = attention.mixed(step.decodes, step.prefills, q, expected)
+            for layer in layers:
+                attend(layer)
+            stream.synchronize()
+            torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+@torch.inference_mode()
+def test_decodes_are_read_as_by_the_reference() -> None:
+    from asyncllm.worker.decode_rows_kernel import fill_decodes_triton
+
+    device, rng = torch.device("cuda"), np.random.default_rng(0)
+    state = DeviceState(40, 9, 100, device)
+    for tensor, most in (
+        (state.last_tokens, 100),
+        (state.positions, 9 * BLOCK_SIZE),
+        (state.prompt_lens, 50),
+        (state.block_tables, 1000),
+    ):
+        values = torch.from_numpy(rng.integers(0, most, tensor.shape, np.int32))
+        tensor.copy_(values.to(device))
+    layer = AttentionLayer(0, 2, 1, 64, 1.0)
+    slots = torch.zeros(16, dtype=torch.int32, device=device)
+    slots[:11] = torch.from_numpy(1 + rng.permutation(39)[:11].astype(np.int32)).to(device)
+    both = []
+    for fill in (fill_decodes_torch, fill_decodes_triton):
+        tokens = TokenBuffers.zeros(20, layer, torch.bfloat16, device)
+        tokens.token_ids.fill_(3)
+        tokens.write_slots.fill_(5)
+        rows = fill(state, slots, tokens, BLOCK_SIZE)
+        filled = (tokens.token_ids, tokens.positions, tokens.prompt_lens, tokens.write_slots)
+        both.append((rows.positions, rows.block_tables[:11], *filled))
+    assert both[0][0].tolist()[11:] == [-1] * 5 and both[0][2].tolist()[11:] == [3] * 9
+    for expected, ours in zip(*both, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@torch.inference_mode()
+def test_slots_are_written_as_by_the_reference() -> None:
+    from asyncllm.worker.slot_changes_kernel import write_slots_triton
+
+    device, rng = torch.device("cuda"), np.random.default_rng(0)
+    for num_records, num_entries in ((1, 3), (0, 200), (150, 1), (7, 0), (39, 300)):
+        records = np.zeros(num_records, SLOT_INIT)
+        for name in SLOT_INIT.names or ():
+            values = rng.integers(-(1 << 31), 1 << 31, num_records)
+            records[name] = values * (1 << 31) + 7 if name == "seed" else values
+        records["slot"] = rng.permutation(200)[:num_records]
+        places = rng.permutation(200 * 9)[:num_entries]
+        entries = np.stack([places // 9, places % 9, rng.integers(1, 99, num_entries)])
+        packed = torch.from_numpy(records.view(np.int32).reshape(num_records, RECORD_WORDS))
+        changes = (packed.to(device), torch.from_numpy(entries.astype(np.int32)).to(device))
+        states = []
+        for write in (write_slots_torch, write_slots_triton):
+            state = DeviceState(200, 9, 10, device)
+            write(state, *(tensor if tensor.numel() else None for tensor in changes))
+            states.append(state)
+        for name in ("last_tokens", "positions", "prompt_lens", "top_ks", "seeds"):
+            assert torch.equal(*(getattr(state, name) for state in states)), name
+        assert torch.equal(*(state.float_params for state in states))
+        assert torch.equal(*(state.block_tables for state in states))
+        assert num_entries == 0 or states[0].block_tables.any()

@@ -1,0 +1,109 @@
+"""What is launched early runs in threads, in each way that steps sample, and raises at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.early_launches import EarlyLaunches
+from asyncllm.worker.kernels import select_slot_kernels
+from asyncllm.worker.token_masks import RowMasks
+from tests.waiting import PATIENCE_SECONDS
+
+CUDA = torch.device("cuda")  # that no launch here asks for
+CPU = torch.device("cpu")
+VOCAB = 70
+
+
+def test_launches_run_side_by_side() -> None:
+    early = EarlyLaunches(CUDA)
+    both = threading.Barrier(2)
+    for _ in range(2):
+        early.begin(lambda: both.wait(PATIENCE_SECONDS))
+    early.wait()
+    assert not [t for t in threading.enumerate() if t.name.startswith("asyncllm-early")]
+
+
+def test_a_launch_is_inference() -> None:
+    modes: list[bool] = []
+    early = EarlyLaunches(CUDA)
+    early.begin(lambda: modes.append(torch.is_inference_mode_enabled()))
+    early.wait()
+    assert modes == [True]
+
+
+def test_what_a_launch_raises_is_raised_after_all_have_ended() -> None:
+    done: list[int] = []
+    release = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("no compiler")
+
+    def slow() -> None:
+        release.wait(PATIENCE_SECONDS)
+        done.append(1)
+
+    early = EarlyLaunches(CUDA)
+    early.begin(fail)
+    early.begin(slow)
+    threading.Timer(0.05, release.set).start()
+    with pytest.raises(RuntimeError, match="no compiler"):
+        early.wait()
+    assert done == [1]
+
+
+def test_a_cpu_launches_nothing() -> None:
+    early = EarlyLaunches(CPU)
+    early.begin(lambda: pytest.fail("launched"))
+    early.wait()
+
+
+class AtOnce(EarlyLaunches):
+    """Launches here and now, on the CPU."""
+
+    def begin(self, launch: Callable[[], object], stream: torch.cuda.Stream | None = None) -> None:
+        launch()
+
+
+def test_slots_are_read_and_written() -> None:
+    kernels = select_slot_kernels(CPU)
+    asked: list[str] = []
+
+    def watch(name: str) -> Callable[..., object]:
+        def kernel(*args: object) -> object:
+            asked.append(name)
+            return getattr(kernels, name)(*args)
+
+        return kernel
+
+    names = ("gather_slots", "fill_decodes", "write_slots")
+    AtOnce(CPU).begin_slots(replace(kernels, **{name: watch(name) for name in names}), 16)
+    assert asked == list(names)
+
+
+def test_sampling_in_every_way_of_a_step() -> None:
+    kernels = select_slot_kernels(CPU)
+    asked = []
+
+    def sample_slots(
+        state: DeviceState,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        masks: RowMasks | None,
+    ) -> torch.Tensor:
+        asked.append((logits.dtype, masks is not None))
+        return kernels.sample_slots(state, logits, slots, positions, masks)
+
+    watched = replace(kernels, sample_slots=sample_slots)
+    half, single = torch.bfloat16, torch.float32
+    AtOnce(CPU).begin_sampling(watched, VOCAB, half)
+    assert asked == [(half, False), (half, True), (single, False)]
+    asked.clear()
+    AtOnce(CPU).begin_sampling(watched, VOCAB, single)
+    assert asked == [(single, False), (single, True)]
