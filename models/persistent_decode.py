@@ -2,10 +2,10 @@
 
 A step of a few rows is a read of the weights, and launched kernel by kernel it stops reading five
 times a layer: until a kernel's last block has ended, until the next one's first weights come. Here
-one block per multiprocessor stays for the whole step and asks for its weights far ahead, across
-every point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled for the
-model's heads. It knows the layout of the KV cache, and does what the layers of decoder.py do, in
-the same roundings.
+one block per multiprocessor stays for the whole step and asks for weights and old keys far ahead,
+across every point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled
+for the model's heads. It knows the layout of the KV cache, and does what the layers of decoder.py
+do, in the same roundings.
 """
 
 from __future__ import annotations

@@ -134,11 +134,6 @@ __device__ __forceinline__ float load_fresh_float(const float* p) {
     asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
     return v;
 }
-__device__ __forceinline__ uint16_t load_fresh_half(const void* p) {
-    uint16_t v;
-    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return v;
-}
 __device__ __forceinline__ void store_fresh_pair(void* p, uint32_t v) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -247,9 +242,6 @@ __device__ __forceinline__ float low(uint32_t pair) { return bits_to_float(pair 
 __device__ __forceinline__ float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 __device__ __forceinline__ uint16_t to_half(float x) {
     return static_cast<uint16_t>(to_pair(x, 0) & 0xffff);
-}
-__device__ __forceinline__ float from_half(uint16_t half) {
-    return bits_to_float(static_cast<uint32_t>(half) << 16);
 }
 // Address arithmetic in bf16 elements.
 __device__ __forceinline__ const uint16_t* at(const void* base, int64_t element) {

@@ -298,7 +298,6 @@ void take_registers() {}
 inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint32_t load_fresh_pair(const void* p) { return *static_cast<const uint32_t*>(p); }
 inline float load_fresh_float(const float* p) { return *p; }
-inline uint16_t load_fresh_half(const void* p) { return *static_cast<const uint16_t*>(p); }
 inline uint4 load_shared_here(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint4 load_shared(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint4 load_constant(const void* p) { return *static_cast<const uint4*>(p); }

@@ -77,7 +77,7 @@ def test_captured_while_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
         async with AsyncLLMEngine("tiny", num_gpu_blocks_override=64, swap_space=0) as engine:
             fake = FakeGraphs(engine, 5)
             worker: Worker = engine._running().worker
-            worker._pending = fake.pending
+            worker._captures._pending = fake.pending
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             # The task had nothing to capture when it went to sleep: this wakes it.
             answers = await asyncio.gather(*(engine.generate([5, 6, 7], params) for _ in range(4)))
@@ -96,7 +96,7 @@ def test_no_memory_for_more_graphs_is_no_failure(caplog: pytest.LogCaptureFixtur
 
     config = EngineArgs(num_gpu_blocks_override=16, swap_space=0).create_engine_config()
     worker = Worker(config)
-    worker._pending = PendingCaptures([capture] * 3)
+    worker._captures._pending = PendingCaptures([capture] * 3)
     worker.capture_one()
     assert worker.num_pending_graphs == 0
     assert "no memory for 3 more graphs" in caplog.text

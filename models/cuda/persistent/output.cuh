@@ -1,0 +1,100 @@
+// What a product leaves: from the warps' sums to the words that other blocks wait for.
+#pragma once
+
+#include "piece.cuh"
+
+namespace {
+
+// A thread's two neighbouring outputs of a group, one word: where they go and what is added to them,
+// known before the sums.
+struct Output {
+    bool is_one;  // false: this thread has none
+    int set, unit, row, column;
+    int place;                   // bytes
+    uint32_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
+
+    // `first_unit`: the group's, of those of its set.
+    __device__ __forceinline__ Output(const Args& args, const Operands& operands,
+                                      const Shape& shape, int first_unit) {
+        static_assert(MAX_SETS * GROUP_STAGES * MAX_ROWS * UNIT / 2 == THREADS);
+        const int thread = thread_index();
+        set = thread / (THREADS / MAX_SETS);
+        unit = thread / (MAX_ROWS * UNIT / 2) % GROUP_STAGES;
+        row = thread / (UNIT / 2) % MAX_ROWS;
+        const int own = set + (first_unit + unit) * shape.num_sets;
+        column = (block_index() + own * num_blocks()) * UNIT + thread % (UNIT / 2) * 2;
+        place = (row * shape.features + column) * 2;
+        is_one = set < shape.num_sets && unit < GROUP_STAGES >> shape.gated && own < shape.num_own
+            && row < args.rows;
+        if (!is_one) return;
+        if (operands.addend != nullptr) load_addend(operands);
+        if (operands.bias == nullptr) return;
+        bias[0] = load_fresh_pair(at(operands.bias, column));
+        if (shape.gated) bias[1] = load_fresh_pair(at(operands.bias, shape.features + column));
+    }
+
+    __device__ __forceinline__ void load_addend(const Operands& operands) {
+        addend = load_fresh_pair(operands.addend + place);
+    }
+
+    __device__ __forceinline__ void wait(const Args& args, const Operands& operands, Shared& shared,
+                                         Patience& patience) {
+        if (operands.addend == nullptr) return;
+        while (patience.wait(args, shared, !is_one || !is_empty(addend)))
+            if (is_one) load_addend(operands);
+    }
+
+    // From the sums of the set's warps.
+    __device__ __forceinline__ void store(const Args& args, const Operands& operands,
+                                          const Shape& shape, const Shared& shared,
+                                          int buffer) const {
+        if (!is_one) return;
+        const int stage = unit << shape.gated, warp = set * shape.split;
+        const float factor = operands.norm == nullptr ? 1 : factor_of(args, shape, shared, warp);
+        float sums[2] = {};
+        add_warps(shape, shared, buffer, warp, stage, sums);
+        sums[0] *= factor, sums[1] *= factor;
+        if (operands.bias != nullptr) sums[0] += low(bias[0]), sums[1] += high(bias[0]);
+        if (shape.gated) {
+            float others[2] = {};
+            add_warps(shape, shared, buffer, warp, stage + 1, others);
+            others[0] *= factor, others[1] *= factor;
+            if (operands.bias != nullptr) others[0] += low(bias[1]), others[1] += high(bias[1]);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                sums[i] = divide(sums[i], 1 + power_of_2(-sums[i] * LOG2_E)) * others[i];
+        }
+        if (operands.addend != nullptr) sums[0] += low(addend), sums[1] += high(addend);
+        store_fresh_pair(operands.out + place, to_pair(sums[0], sums[1]));
+    }
+
+    // Of the warps that share a unit, four at a time: fewer are all there are.
+    __device__ __forceinline__ void add_warps(const Shape& shape, const Shared& shared, int buffer,
+                                              int warp, int stage, float (&sums)[2]) const {
+        const int place = (stage * MAX_ROWS + row) * UNIT + column % UNIT;
+#pragma unroll 1
+        for (int w = 0; w < shape.split; w += 4) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* from = shared.product.sums[buffer][(warp + w + i) % WARPS] + place;
+                sums[0] += w + i < shape.split ? from[0] : 0;
+                sums[1] += w + i < shape.split ? from[1] : 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ float factor_of(const Args& args, const Shape& shape,
+                                               const Shared& shared, int warp) const {
+        float squares = 0;
+#pragma unroll 1
+        for (int w = 0; w < shape.split; w += 4) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                squares += w + i < shape.split
+                    ? shared.product.squares[(warp + w + i) % WARPS][row] : 0;
+        }
+        return inverse_root(squares * shape.inverse_size + args.eps);
+    }
+};
+
+}  // namespace

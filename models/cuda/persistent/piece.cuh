@@ -1,0 +1,87 @@
+// What a product takes: where its operands are, and a warp's slices of x on their way from the blocks
+// that made them to the tensor cores.
+#pragma once
+
+#include "exchange.cuh"
+
+namespace {
+
+struct Operands {
+    const unsigned char* x;
+    const void *norm, *bias;      // may be null
+    const unsigned char* addend;  // may be null: of the outputs' shape
+    unsigned char* out;
+};
+
+// `exchange`: the layer's; `input`: [rows, hidden], what the layer before it left.
+__device__ __forceinline__ Operands operands_of(const Args& args, const Layer& layer, int kind,
+                                                const Shape& shape, unsigned char* exchange,
+                                                const void* input) {
+    const auto* given = static_cast<const unsigned char*>(input);
+    return {shape.x == INPUT ? given : exchange + shape.x, layer.norms[kind % 4],
+            layer.biases[kind % 4],
+            shape.addend == INPUT ? given : shape.addend == NONE ? nullptr : exchange + shape.addend,
+            shape.out == NONE ? static_cast<unsigned char*>(args.logits) : exchange + shape.out};
+}
+
+// A warp's slice of x, a lane's 8 columns of each row, and of the norm's weights; on their way.
+template <int ROWS>
+struct Piece {
+    uint4 values[ROWS] = {};
+    uint4 norm = {};
+
+    __device__ __forceinline__ void load(const Operands& operands, int size, int rows, int slice,
+                                         const Lane& me) {
+        const int place = (slice * SLICE + me.lane * 8) * 2;
+        if (operands.norm != nullptr)
+            norm = load_constant(static_cast<const unsigned char*>(operands.norm) + place);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            values[r] = load_fresh(operands.x + place + r * size * 2);
+        }
+    }
+
+    __device__ __forceinline__ bool is_there(int rows) const {
+        bool is_there = true;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            is_there = is_there && !is_empty(values[r]);
+        }
+        return is_there;
+    }
+
+    // Of many rows only the first is looked at until it is there: all are made at once.
+    __device__ __forceinline__ void load_missing(const Operands& operands, int size, int rows,
+                                                 int slice, const Lane& me) {
+        const int place = (slice * SLICE + me.lane * 8) * 2;
+        const int num = rows > 2 && is_empty(values[0]) ? 1 : rows;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            if (r < num && is_empty(values[r]))
+                values[r] = load_fresh(operands.x + place + r * size * 2);
+    }
+
+    static __device__ __forceinline__ uint32_t weigh(uint32_t pair, uint32_t by, float& squares) {
+        squares += low(pair) * low(pair) + high(pair) * high(pair);
+        return to_pair(low(pair) * low(by), high(pair) * high(by));
+    }
+
+    // To shared memory, times the norm's weights, rounded as everywhere; the factor of a row comes
+    // at the end.
+    __device__ __forceinline__ void store(bool has_norm, int rows, float (&squares)[ROWS],
+                                          Rows<1>& to, const Lane& me) const {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            uint4 v = values[r];
+            if (has_norm)
+                v = {weigh(v.x, norm.x, squares[r]), weigh(v.y, norm.y, squares[r]),
+                     weigh(v.z, norm.z, squares[r]), weigh(v.w, norm.w, squares[r])};
+            *reinterpret_cast<uint4*>(to.row(0, r) + me.lane * 16) = v;
+        }
+    }
+};
+
+}  // namespace
