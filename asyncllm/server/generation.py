@@ -1,6 +1,6 @@
 """The engine requests behind one HTTP call, from queue to last token, or to the client's departure.
 
-One engine request per prompt. The engine calls `_receive` and `_receive_text` on the event loop in
+One engine request per prompt. The engine calls `_receive` and its `_text_sink` on the event loop in
 the middle of its step, so two rules hold there: nothing escapes into the engine, and nothing calls
 the engine back; an error is handed to the consumer, whose end wakes the handler, and the handler's
 `finally` aborts.
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.output_state import TextSink
 from asyncllm.engine.stats import AbortCause
 from asyncllm.errors import InvalidRequestError, QueueFullError
 from asyncllm.outputs import RequestOutput
@@ -98,7 +99,7 @@ class Generation:
             call.prompts[index],
             call.params,
             partial(self._receive, request_id, index),
-            text_sink=None if call.wants_outputs else partial(self._receive_text, index),
+            text_sink=None if call.wants_outputs else self._text_sink(index),
             priority=call.priority,
             cache_salt=call.cache_salt,
         )
@@ -157,11 +158,16 @@ class Generation:
         """With the client's own name of the field."""
         return renamed(error, self.call.client_name(error.param))
 
-    def _receive_text(self, index: int, text: str, num_tokens: int) -> None:
-        if self._is_over or self.error is not None:
-            return
-        try:
-            assert self._consumer is not None, "what comes first is an output"
-            self._consumer.feed_text(index, text, num_tokens)
-        except Exception as error:
-            self.fail(as_api_error(error))
+    def _text_sink(self, index: int) -> TextSink:
+        """A function of its own: a method of a partial is two calls more for each token."""
+
+        def receive_text(text: str, num_tokens: int) -> None:
+            if self._is_over or self.error is not None:
+                return
+            try:
+                assert self._consumer is not None, "what comes first is an output"
+                self._consumer.feed_text(index, text, num_tokens)
+            except Exception as error:
+                self.fail(as_api_error(error))
+
+        return receive_text

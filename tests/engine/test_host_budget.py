@@ -27,16 +27,16 @@ from asyncllm.server.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
 from asyncllm.server.stream import StreamedAnswer
 from asyncllm.types import StepResult
 from asyncllm.worker.step_inputs import StepBuilder
-from tests.engine.builders import make_request, make_scheduler
+from tests.engine.builders import finish, make_request, make_scheduler
 
 BLOCK_SIZE = 16
 STEPS = BLOCK_SIZE  # measured: every row takes a page in one of them
 CALLS_PER_TOKEN = {  # what they are, and about a tenth of head room
-    "plan": 14.0,
+    "plan": 1.1,
     "build": 0.1,
-    "finish": 9.8,
-    "text": 4.5,
-    "emit": 11.0,
+    "finish": 3.4,
+    "text": 3.3,
+    "emit": 8.9,
     "write": 10.5,
 }
 
@@ -92,10 +92,7 @@ class Host:
         def sink(output: Any) -> None:
             generation._receive(request.request_id, 0, output)
 
-        def text_sink(text: str, num_tokens: int) -> None:
-            generation._receive_text(0, text, num_tokens)
-
-        self.outputs.add(request, sink, text_sink)
+        self.outputs.add(request, sink, generation._text_sink(0))
         self.scheduler.add(request)
 
     async def run(self, num_steps: int) -> None:
@@ -157,6 +154,38 @@ def test_calls_per_token_do_not_grow_with_the_batch() -> None:
     few, many = asyncio.run(_calls(64)), asyncio.run(_calls(256))
     for phase in CALLS_PER_TOKEN:
         assert many[phase] <= 1.05 * few[phase] + 0.05, f"{phase}: {few[phase]} to {many[phase]}"
+
+
+def test_who_leaves_and_who_joins_costs_no_call_per_row() -> None:
+    few, many = calls_to_plan_changes(64), calls_to_plan_changes(256)
+    assert many - few < 1.2 * (256 - 64), "about 14 for each row that begins a page, no other"
+
+
+def calls_to_plan_changes(num_rows: int) -> float:
+    """Calls per plan, mean of STEPS, where in each step one row is gone and another is new."""
+    scheduler = make_scheduler(
+        num_rows * 100, BLOCK_SIZE, max_num_seqs=num_rows, max_num_batched_tokens=8192
+    )
+    for number in range(num_rows):
+        scheduler.add(make_request(number, [5] * (1 + number % BLOCK_SIZE), max_tokens=1500))
+    num_calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    for step in range(2 * STEPS):
+        if step >= STEPS:
+            scheduler.abort(f"r{step * 3}")
+            scheduler.add(make_request(num_rows + step, [5], max_tokens=1500))
+            sys.setprofile(count)
+        try:
+            plan = scheduler.plan()
+        finally:
+            sys.setprofile(None)
+        assert plan is not None and len(plan.sampled) == num_rows
+        finish(scheduler, plan)
+    return num_calls / STEPS
 
 
 async def _calls(num_rows: int) -> dict[str, float]:
