@@ -7,8 +7,8 @@ full speed, and the decodes ride along. The knee is measured, so the rule holds 
 card; one that is below what cards have is not believed. On a small model two knees are over in a
 moment and prompts take many steps, each of which costs the host a launch: there the chunk is what
 LEAST_SECONDS compute, as far as captured sizes reach. Where more could start than
-DRAIN_STEPS such steps compute, the chunk grows. A step of a size that is not captured is padded to
-the next, so chunk and decodes together make up a captured size.
+DRAIN_STEPS such steps compute, the chunk grows. Chunk and decodes together make up a captured size,
+the nearest of those that products compute without a remainder: 576 tokens cost as much as 640.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
@@ -29,13 +29,14 @@ LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens dist
 CHUNK_MULTIPLE = 256  # the noise of a measurement should not change the steps
 SLACK = 0.1  # of a CHUNK_MULTIPLE: so little above one is not worth the next
 DRAIN_STEPS = 128
+TILE_TOKENS = 128  # that products compute at once
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPolicy:
     """`chunk_tokens`: of prompts beside decodes, where little waits. None: no bound.
 
-    `step_sizes`: tokens of the steps that are captured, ascending.
+    `step_sizes`: tokens of captured steps that chunks are to fill, ascending.
     """
 
     chunk_tokens: int | None
@@ -45,7 +46,11 @@ class ChunkPolicy:
     def choose(
         cls, asked: int | None, cost: StepCost | None, step_sizes: tuple[int, ...] = ()
     ) -> ChunkPolicy:
-        """What the user asked for, exactly, else what the device measured, else no bound."""
+        """What the user asked for, exactly, else what the device measured, else no bound.
+
+        step_sizes: tokens of all captured steps.
+        """
+        step_sizes = tuple(size for size in step_sizes if size % TILE_TOKENS == 0)
         if asked is None and cost is not None:
             return cls(cls.measured(cost, step_sizes).chunk_tokens, step_sizes)
         return cls(asked)
@@ -68,12 +73,15 @@ class ChunkPolicy:
         if self.step_sizes and num_tokens > self.step_sizes[-1] >= num_decodes + CHUNK_MULTIPLE:
             num_tokens = self.step_sizes[-1]  # rather less of the prompts than an eager step
         num_tokens = max(num_tokens, num_decodes + num_startable_tokens // DRAIN_STEPS)
-        return max(1, self._captured_size(num_tokens) - num_decodes)
+        return max(1, self._nearest_size(num_tokens) - num_decodes)
 
-    def _captured_size(self, num_tokens: int) -> int:
-        """The least that holds so many. Nearer ones below would leave a rest of most prompts."""
+    def _nearest_size(self, num_tokens: int) -> int:
         place = bisect_left(self.step_sizes, num_tokens)
-        return self.step_sizes[place] if place < len(self.step_sizes) else num_tokens
+        if place == len(self.step_sizes):
+            return num_tokens  # not captured, and not padded
+        return min(
+            self.step_sizes[max(0, place - 1) : place + 1], key=lambda size: abs(size - num_tokens)
+        )
 
 
 UNBOUNDED = ChunkPolicy(None)

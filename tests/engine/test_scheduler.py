@@ -198,17 +198,19 @@ def test_what_the_user_asks_for_wins_over_what_is_measured() -> None:
     assert ChunkPolicy.choose(None, cost) == ChunkPolicy(512)
     sizes = (256, 512, 640)
     assert ChunkPolicy.choose(None, cost, sizes) == ChunkPolicy(512, sizes)
+    others = (96, 256, 512, 576, 640)  # that products compute with a remainder
+    assert ChunkPolicy.choose(None, cost, others) == ChunkPolicy(512, sizes)
     assert ChunkPolicy.choose(100, cost, sizes) == ChunkPolicy(100), "exactly what was asked for"
 
 
 @pytest.mark.parametrize(
     ("num_decodes", "num_prompt_tokens"),
-    [(1, 639), (63, 577), (128, 512), (129, 511), (384, 256), (385, 512)],
+    [(1, 511), (8, 504), (63, 449), (65, 575), (128, 512), (129, 511), (384, 256), (385, 512)],
 )
 def test_a_chunk_and_its_decodes_fill_a_captured_size(
     num_decodes: int, num_prompt_tokens: int
 ) -> None:
-    """The next one, or the last, as long as that leaves room for a chunk worth its step."""
+    """The nearest one, as long as that leaves room for a chunk worth its step."""
     policy = ChunkPolicy(512, (16, 256, 512, 640))
     assert policy.most_prompt_tokens(num_decodes, 0) == num_prompt_tokens
     assert ChunkPolicy.choose(None, None) == UNBOUNDED
