@@ -11,18 +11,16 @@ No torch and nothing of ours but the public records. The words, used one way eve
   in flight     launched, its tokens not yet known on the host
   host row      a row whose sampling needs the tokens before it on the host: grammars, processors
 
-A `StepPlan` is immutable. A `Sequence` is mutable and owned by the scheduler, except `token_ids`
+A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by the scheduler, except `token_ids`
 and `num_in_flight`, which move only in `Scheduler.finish_step` and `Scheduler.jump`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import compress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -186,162 +184,6 @@ class Sequence:
     def num_tokens(self) -> int:
         """All tokens, those in flight included."""
         return len(self.token_ids) + self.num_in_flight
-
-
-@dataclass(slots=True, frozen=True)
-class SlotInit:
-    """A sequence takes a slot: everything the device must know of it, written before the step."""
-
-    seq: Sequence
-    slot: int
-    block_ids: list[int]
-    num_computed: int
-    token_ids: list[int]  # all known tokens, a copy: the sequence may grow before the step runs
-
-
-class PageAppend(NamedTuple):
-    """Page `block_id` becomes entry `block_index` of the slot's block table."""
-
-    slot: int
-    block_index: int
-    block_id: int
-
-
-@dataclass(slots=True, frozen=True)
-class PrefillRow:
-    """`token_ids` at positions start .. start+len-1 of the sequence in `slot`.
-
-    `samples`: sequences that sample their next token from the last position: empty for a chunk
-    that is not the last; the row's own sequence, and with n > 1 its forks, for the last.
-    """
-
-    seq: Sequence
-    slot: int
-    start: int
-    token_ids: list[int]
-    block_ids: list[int]  # pages that cover positions 0 .. start+len-1
-    samples: tuple[Sequence, ...]
-
-
-class DecodeRow(NamedTuple):
-    """One token at `position`; its id is in the slot on the device. It always samples."""
-
-    seq: Sequence
-    slot: int
-    position: int
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class DecodeBatch:
-    """A step's decodes as columns; iterating gives each as a `DecodeRow`.
-
-    While the same sequences decode, `seqs` and `slots` are the same objects from step to step.
-    """
-
-    seqs: tuple[Sequence, ...]
-    slots: np.ndarray  # int32 [rows], read-only
-    positions: np.ndarray  # int32 [rows], read-only
-    ends: np.ndarray  # int32 [rows], read-only: each sequence's num_to_compute
-    needs_host: bool = False  # some row does
-
-    def __post_init__(self) -> None:
-        for column in (self.slots, self.positions, self.ends):
-            column.flags.writeable = False
-
-    @classmethod
-    def of(cls, seqs: SequenceOf[Sequence]) -> DecodeBatch:
-        """The next position of each."""
-        return cls(
-            tuple(seqs),
-            np.array([seq.slot for seq in seqs], np.int32),
-            np.array([seq.num_computed for seq in seqs], np.int32),
-            np.array([seq.num_to_compute for seq in seqs], np.int32),
-            any(seq.needs_host for seq in seqs),
-        )
-
-    def next(self) -> DecodeBatch:
-        """The same sequences, each one position on."""
-        if not self.seqs:
-            return self
-        return DecodeBatch(self.seqs, self.slots, self.positions + 1, self.ends, self.needs_host)
-
-    def keep(self, stays: np.ndarray) -> DecodeBatch:
-        """The rows where `stays`, bool [rows], is true."""
-        if stays.all():
-            return self
-        seqs = tuple(compress(self.seqs, stays.tolist()))
-        needs_host = self.needs_host and any(seq.needs_host for seq in seqs)
-        columns = self.slots[stays], self.positions[stays], self.ends[stays]
-        return DecodeBatch(seqs, *columns, needs_host)
-
-    def plus(self, seqs: SequenceOf[Sequence]) -> DecodeBatch:
-        """And the next position of each of these."""
-        more = DecodeBatch.of(seqs) if seqs else self
-        if not seqs or not self.seqs:  # a first prompt after idleness waits for this
-            return more
-        return DecodeBatch(
-            self.seqs + more.seqs,
-            np.concatenate((self.slots, more.slots)),
-            np.concatenate((self.positions, more.positions)),
-            np.concatenate((self.ends, more.ends)),
-            self.needs_host or more.needs_host,
-        )
-
-    def at_block_start(self, block_size: int) -> list[Sequence]:
-        """Whose token is the first of a block."""
-        if not self.seqs:
-            return []
-        rows = np.flatnonzero(self.positions % block_size == 0).tolist()
-        return [self.seqs[i] for i in rows]
-
-    def at_block_end(self, block_size: int) -> list[Sequence]:
-        """Whose token is the last of a block."""
-        rows = np.flatnonzero((self.positions + 1) % block_size == 0).tolist()
-        return [self.seqs[i] for i in rows]
-
-    def __len__(self) -> int:
-        return len(self.seqs)
-
-    def __iter__(self) -> Iterator[DecodeRow]:
-        columns = self.seqs, self.slots.tolist(), self.positions.tolist()
-        return map(DecodeRow, *columns)
-
-
-NO_DECODES = DecodeBatch.of(())
-
-
-@dataclass(slots=True, frozen=True)
-class StepPlan:
-    """All that a step does, in the order of its fields from `swap_out` on, then forward, sample.
-
-    Sampled tokens come back in the order of `sampled`: the decodes, then each prefill's samples.
-    """
-
-    step_id: int
-    decodes: DecodeBatch
-    prefills: tuple[PrefillRow, ...]
-    swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
-    page_copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
-    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
-    slot_inits: tuple[SlotInit, ...] = ()
-    page_appends: tuple[PageAppend, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + sum(len(row.token_ids) for row in self.prefills)
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether its sampling is launched by itself, after the tokens of the step before."""
-        if self.decodes.needs_host:
-            return True
-        return any(seq.needs_host for row in self.prefills for seq in row.samples)
-
-    @property
-    def sampled(self) -> tuple[Sequence, ...]:
-        if not self.prefills:
-            return self.decodes.seqs
-        return self.decodes.seqs + tuple(seq for row in self.prefills for seq in row.samples)
 
 
 @dataclass(slots=True, frozen=True)

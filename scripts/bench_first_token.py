@@ -48,7 +48,8 @@ from asyncllm.server.connection import Connection
 from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE
 from asyncllm.server.sse import SSEStream
-from asyncllm.types import Request, StepPlan, StepResult
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import Request, StepResult
 
 STAGES = ("receive", "parse", "wake", "launch", "device", "notice", "emit", "deliver")
 CLIENT = Path(__file__).with_name("bench_first_token_client.py")

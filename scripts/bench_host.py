@@ -54,7 +54,8 @@ from asyncllm.server.collector import patient_collector
 from asyncllm.server.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.server.sse import SSEStream
-from asyncllm.types import StepPlan, StepResult
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import StepResult
 
 PROMPT_TOKENS, MAX_TOKENS = 16, 3500
 WARM_UP_STEPS, COUNTED_STEPS = 30, 20

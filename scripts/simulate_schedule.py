@@ -29,14 +29,8 @@ from asyncllm.engine.stats import StepRecord
 from asyncllm.engine.step_clock import kind_of
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import (
-    Request,
-    Sequence,
-    SequenceStatus,
-    StepCost,
-    StepPlan,
-    StepResult,
-)
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import Request, Sequence, SequenceStatus, StepCost, StepResult
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256

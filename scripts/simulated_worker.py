@@ -14,7 +14,8 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.types import Sequence, StepPlan, StepResult, TokenMasks
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import Sequence, StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
 from asyncllm.worker.executor import LaunchedStep
 from asyncllm.worker.memory import MemoryPlan

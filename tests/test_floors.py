@@ -48,6 +48,7 @@ def test_imports_run_down(floor: str, file: Path) -> None:
 def test_vocabulary_is_on_the_ground() -> None:
     for name in (
         "types",
+        "step_plan",
         "outputs",
         "sampling_params",
         "param_checks",

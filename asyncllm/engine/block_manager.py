@@ -21,7 +21,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from asyncllm.engine.page_pool import PagePool
-from asyncllm.types import PADDING_PAGE, PageAppend, Sequence
+from asyncllm.step_plan import PageAppend
+from asyncllm.types import PADDING_PAGE, Sequence
 
 HASH_BYTES = 16
 

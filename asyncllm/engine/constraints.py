@@ -18,14 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncllm.types import (
-    NO_MASKS,
-    Sequence,
-    SequenceStatus,
-    StepPlan,
-    TokenConstraint,
-    TokenMasks,
-)
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, TokenConstraint, TokenMasks
 
 # Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
 # That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one

@@ -36,7 +36,8 @@ from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import Request, StepPlan, StepResult
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import Request, StepResult
 from asyncllm.worker.host_step import HostStep
 from asyncllm.worker.worker import Worker
 

@@ -36,12 +36,12 @@ from asyncllm.errors import (
     RequestFailedError,
     output_failed,
 )
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     FinishReason,
     Request,
     Sequence,
     SequenceStatus,
-    StepPlan,
     StepResult,
     TokenLogprobs,
     TokenUpdate,

@@ -11,13 +11,13 @@ from __future__ import annotations
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.errors import InvalidRequestError, RequestFailedError
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     NO_TOKEN_LEFT,
     NON_FINITE_TOKEN,
     FinishReason,
     Request,
     SequenceStatus,
-    StepPlan,
     StepResult,
 )
 from asyncllm.worker.worker import Worker

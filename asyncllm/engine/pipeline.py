@@ -21,7 +21,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from asyncllm.types import StepPlan, StepResult
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import StepResult
 
 
 class Launched(Protocol):

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncllm.types import NO_DECODES, PADDING_SLOT, DecodeBatch, Sequence, SequenceStatus
+from asyncllm.step_plan import NO_DECODES, DecodeBatch
+from asyncllm.types import PADDING_SLOT, Sequence, SequenceStatus
 
 
 class RunningSet:

@@ -20,12 +20,12 @@ from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_planner import StepPlanner
 from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     FinishReason,
     Request,
     Sequence,
     SequenceStatus,
-    StepPlan,
     StepResult,
     SwapCost,
     TokenLogprobs,

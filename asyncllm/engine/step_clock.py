@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from asyncllm.engine.stats import StepKind, StepRecord
-from asyncllm.types import StepPlan
+from asyncllm.step_plan import StepPlan
 from asyncllm.worker.executor import LaunchedStep
 
 

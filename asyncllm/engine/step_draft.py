@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncllm.types import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, SlotInit, StepPlan
+from asyncllm.step_plan import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, SlotInit, StepPlan
 
 
 @dataclass(slots=True)

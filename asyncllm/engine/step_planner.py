@@ -23,7 +23,8 @@ from asyncllm.engine.running_set import RunningSet, may_decode
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_draft import StepDraft
 from asyncllm.engine.waiting_queue import WaitingQueue
-from asyncllm.types import PrefillRow, Sequence, SequenceStatus, SlotInit, StepPlan, SwapCost
+from asyncllm.step_plan import PrefillRow, SlotInit, StepPlan
+from asyncllm.types import Sequence, SequenceStatus, SwapCost
 
 FREE_PAGES_WATERMARK = 0.01  # share of pages kept free at admission, so that decodes can grow
 

@@ -20,7 +20,8 @@ from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.sample_graphs import SampleGraphs
 from asyncllm.graphs.step_graph import StepGraph
 from asyncllm.models.base import CausalLM
-from asyncllm.types import NO_MASKS, StepPlan, StepResult, TokenMasks
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import NO_MASKS, StepResult, TokenMasks
 from asyncllm.worker.decode_rows import FillDecodes
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep

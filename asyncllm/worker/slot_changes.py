@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from asyncllm.types import PageAppend, SlotInit
+from asyncllm.step_plan import PageAppend, SlotInit
 from asyncllm.worker.device_state import FLOAT_PARAMS, DeviceState
 
 MAX_INT32 = 2**31 - 1

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncllm.types import Sequence, SlotInit
+from asyncllm.step_plan import SlotInit
+from asyncllm.types import Sequence
 
 Arrays = dict[str, np.ndarray]
 NEVER = float("-inf")

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import PrefillRow, StepPlan
+from asyncllm.step_plan import PrefillRow, StepPlan
 from asyncllm.worker.slot_changes import pack_entries, pack_inits
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 

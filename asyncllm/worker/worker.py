@@ -24,7 +24,8 @@ from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import StepCost, StepPlan, SwapCost
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import StepCost, SwapCost
 from asyncllm.worker import decode_choice
 from asyncllm.worker.decode_trial import DecodeTrial
 from asyncllm.worker.device_state import DeviceState

@@ -9,7 +9,8 @@ from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import Request, Sequence, StepPlan, StepResult, TokenUpdate
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import Request, Sequence, StepResult, TokenUpdate
 
 
 def make_request(

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     NO_MASKS,
     PADDING_PAGE,
@@ -27,7 +28,6 @@ from asyncllm.types import (
     Request,
     Sequence,
     SequenceStatus,
-    StepPlan,
     StepResult,
     TokenLogprobs,
     TokenMasks,

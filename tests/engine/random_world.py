@@ -22,13 +22,13 @@ from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     PADDING_SLOT,
     FinishReason,
     Request,
     Sequence,
     SequenceStatus,
-    StepPlan,
     StepResult,
     SwapCost,
     TokenUpdate,

@@ -23,7 +23,7 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm.engine.admission import Admission
-from asyncllm.types import StepPlan
+from asyncllm.step_plan import StepPlan
 from tests.waiting import run, until
 
 SMALL: dict[str, Any] = {

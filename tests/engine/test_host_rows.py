@@ -27,7 +27,8 @@ from asyncllm import (
 from asyncllm.engine import constraints
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
-from asyncllm.types import Request, Sequence, StepPlan, TokenConstraint, TokenMasks
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import Request, Sequence, TokenConstraint, TokenMasks
 from asyncllm.worker.host_step import HostStep
 from asyncllm.worker.sampler import Sampler
 from tests.engine.automaton import Automaton

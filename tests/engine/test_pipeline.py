@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from asyncllm.engine.pipeline import Launched, Steps, run_ahead, run_synchronous
-from asyncllm.types import NO_DECODES, Sequence, StepPlan, StepResult
+from asyncllm.step_plan import NO_DECODES, StepPlan
+from asyncllm.types import Sequence, StepResult
 from tests.engine.builders import make_request, make_scheduler
 from tests.engine.fake_device import FakeDevice, FakeLaunched
 

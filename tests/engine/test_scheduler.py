@@ -18,14 +18,13 @@ from asyncllm.engine.chunk_policy import (
 )
 from asyncllm.engine.scheduler import PUBLISHED_BLOCKS, Scheduler
 from asyncllm.engine.step_draft import StepDraft
+from asyncllm.step_plan import PageAppend, StepPlan
 from asyncllm.types import (
     FinishReason,
-    PageAppend,
     Request,
     Sequence,
     SequenceStatus,
     StepCost,
-    StepPlan,
     StepResult,
     SwapCost,
     TokenLogprobs,

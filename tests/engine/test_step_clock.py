@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from asyncllm.engine.step_clock import StepClock, kind_of
-from asyncllm.types import StepPlan, StepResult
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import StepResult
 from asyncllm.worker import step_timer
 from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 from asyncllm.worker.work_counts import WorkCounts

@@ -9,13 +9,7 @@ from asyncllm.engine.output_processor import OutputProcessor, Stop
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import (
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceStatus,
-    TokenLogprobs,
-)
+from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
 
 _seq_ids = itertools.count(1)
 

@@ -10,15 +10,8 @@ import torch
 
 from asyncllm import SamplingParams
 from asyncllm.outputs import RequestMetrics
-from asyncllm.types import (
-    NO_TOKEN_LEFT,
-    NON_FINITE_TOKEN,
-    DecodeBatch,
-    Request,
-    Sequence,
-    SlotInit,
-    StepPlan,
-)
+from asyncllm.step_plan import DecodeBatch, SlotInit, StepPlan
+from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN, Request, Sequence
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.sampler import (
     Sampler,

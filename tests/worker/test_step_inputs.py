@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncllm.types import StepPlan, StepResult
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import StepResult
 from asyncllm.worker.step_inputs import StepBuilder, StepInputs
 from tests.engine.builders import make_request, make_scheduler
 
