@@ -11,8 +11,8 @@ No torch and nothing of ours but the public records. The words, used one way eve
   in flight     launched, its tokens not yet known on the host
   host row      a row whose sampling needs the tokens before it on the host: grammars, processors
 
-A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by the scheduler, except `token_ids`
-and `num_in_flight`, which move only in `Scheduler.finish_step` and `Scheduler.jump`.
+A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by the scheduler, except
+`token_ids` and `num_in_flight`, which move only in `Scheduler.finish_step` and `Scheduler.jump`.
 """
 
 from __future__ import annotations
