@@ -29,7 +29,7 @@ from asyncllm.attention.base import (
 from asyncllm.attention.fresh_prompt import FreshPrompt
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.graphs.step_graph import ReadDecodes, StepGraph, Way
+from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
 from asyncllm.graphs.token_buffers import TokenBuffers, forward, forward_with
 from asyncllm.models.base import CausalLM
 
@@ -59,6 +59,7 @@ class PrefillGraphs:
         cache: KVCache,
         read_decodes: ReadDecodes,
         buffers: TokenBuffers,
+        clear: Clear,
         pool: GraphPool,
     ) -> None:
         self._model = model
@@ -67,6 +68,7 @@ class PrefillGraphs:
         self._layers = model.attention_layers
         self._read_decodes = read_decodes
         self._buffers = buffers
+        self._clear = clear
         self._pool = pool
         self._hidden: torch.Tensor | None = None  # [most tokens, hidden_size], of the last replay
         self._sizes: list[int] = []  # captured, ascending
@@ -92,7 +94,7 @@ class PrefillGraphs:
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
         tokens = self._buffers.first(size)
-        tokens.write_slots.zero_()
+        self._clear()
         # Lazily made workspaces and compiled kernels must exist before capture.
         hidden = forward(self._model, self._attention, tokens, _no_attention)
         if self._hidden is None:

@@ -13,6 +13,9 @@ from asyncllm.graphs.token_buffers import TokenBuffers
 
 # (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
 ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
+# Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
+# that writes must go to the padding page.
+Clear = Callable[[], None]
 
 
 class Way(enum.IntEnum):

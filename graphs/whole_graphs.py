@@ -13,7 +13,7 @@ import torch
 
 from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
 from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.graphs.step_graph import ReadDecodes, StepGraph, Way
+from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
 from asyncllm.models.base import CausalLM
 
@@ -29,6 +29,7 @@ class WholeGraphs:
         read_decodes: ReadDecodes,
         most_decodes: int,
         buffers: TokenBuffers,
+        clear: Clear,
         pool: GraphPool,
     ) -> None:
         self._model = model
@@ -37,6 +38,7 @@ class WholeGraphs:
         self._read_decodes = read_decodes
         self._most_decodes = min(most_decodes, step_attention.max_decodes)
         self._buffers = buffers
+        self._clear = clear
         self._pool = pool
         self._hidden: torch.Tensor | None = None  # [most tokens, hidden_size], of the last replay
         self._sizes: list[int] = []  # captured, ascending
@@ -60,6 +62,7 @@ class WholeGraphs:
 
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
+        self._clear()
         for way in (Way.MIXED, Way.PREFILLS):
             hidden = self._forward(size, way)  # what is made at the first use must exist before
             if self._hidden is None:

@@ -58,6 +58,11 @@ class Inbox:
         buffer.arrays["write_slots"][end:num_tokens] = 0
         buffer.send(self._device)
 
+    def clear(self) -> None:
+        """Nothing of the last step is there: no decodes, and all that is written goes to the
+        padding page."""
+        self._device.zero_()
+
     def _split(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         end = 4 * sum(self._sizes)
         arrays = memory[:end].view(torch.int32).split(self._sizes)

@@ -71,9 +71,18 @@ class MixedForward:
         model, attention = self._model, self._attention
         step_attention = attention.step_attention(max_tokens)
         if step_attention is None:
-            return PrefillGraphs(model, attention, self._cache, self._read_decodes, buffers, pool)
+            return PrefillGraphs(
+                model, attention, self._cache, self._read_decodes, buffers, inbox.clear, pool
+            )
         return WholeGraphs(
-            model, attention, step_attention, self._read_decodes, most_decodes, buffers, pool
+            model,
+            attention,
+            step_attention,
+            self._read_decodes,
+            most_decodes,
+            buffers,
+            inbox.clear,
+            pool,
         )
 
     def graph_of(self, step: StepTokens) -> StepGraph | None:

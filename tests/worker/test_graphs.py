@@ -263,26 +263,41 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
     layers = [replace(layer, window=8) for layer in graphs._layers]
     model: Any = SimpleNamespace(attention_layers=layers)
     windowed = PrefillGraphs(
-        model, graphs._attention, graphs._cache, graphs._read_decodes, graphs._buffers, GraphPool()
+        model,
+        graphs._attention,
+        graphs._cache,
+        graphs._read_decodes,
+        graphs._buffers,
+        graphs._clear,
+        GraphPool(),
     )
     assert windowed._most_whole == 8
 
 
-@pytest.mark.usefixtures("recorded")
-def test_a_later_capture_writes_to_no_page_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots of the last step are another's, or nobody's, when the engine is idle."""
+@pytest.mark.parametrize("captured", ["decodes", "prefills", "samples"])
+@pytest.mark.parametrize("kind", ["recorded", "whole"])
+def test_a_later_capture_writes_to_no_page_that_was_used(
+    kind: str, captured: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the last step read is another's, or nobody's, when the engine is idle."""
+    request.getfixturevalue(kind)
     monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
-    args = ARGS | {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
+    args = ARGS | {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4, 12, 20]}
     prompts: Any = [{"prompt_token_ids": list(range(11, n))} for n in (60, 30)]
     params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
     with LLM("tiny", **args) as llm:
         ours = llm.engine._running().worker
+        runner = ours.runner
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        pages = [layer[1:].clone() for layer in ours.runner._cache.layers]
-        assert ours.runner.graphs is not None
+        pages = [layer[1:].clone() for layer in runner._cache.layers]
+        graphs: Any = {
+            "decodes": runner.graphs,
+            "prefills": runner.mixed_forward.graphs,
+            "samples": runner.sample_graphs,
+        }
         with torch.inference_mode():
-            ours.runner.graphs.capture(3)
-        for layer, before in zip(ours.runner._cache.layers, pages, strict=True):
+            graphs[captured].capture({"prefills": 12}.get(captured, 3))
+        for layer, before in zip(runner._cache.layers, pages, strict=True):
             assert torch.equal(layer[1:], before)
         again = llm.generate(prompts, params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
