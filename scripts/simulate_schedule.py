@@ -93,16 +93,21 @@ DEVICES = {
         attention_flops=4.0 * 16 * 128 * 28,
         num_pages=35_000,
     ),
-    # H200: the same figures of docs/LOG.md, up to 2048 tokens.
+    # H200: the same figures of docs/LOG.md, up to 2048 tokens. Products compute 128 tokens at once,
+    # so 513 cost what 640 do: written out where chunks end.
     "8b-h200": Device(
         (
             (1, 4.05),
-            (8, 4.95),
+            (8, 4.25),
             (64, 6.0),
-            (128, 5.6),
-            (256, 7.2),
-            (512, 10.9),
-            (1024, 21.0),
+            (128, 5.4),
+            (256, 7.0),
+            (512, 12.2),
+            (513, 15.2),
+            (640, 15.3),
+            (641, 18.2),
+            (768, 18.3),
+            (1024, 23.1),
             (8192, 172.0),
         ),
         kv_bytes_per_token=131_072,
