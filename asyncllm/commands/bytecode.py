@@ -21,7 +21,10 @@ def keep_bytecode() -> None:
     """Let this process keep bytecode in our cache, where torch's is missing and nobody writes it.
 
     For a process that is ours, before its large imports. Python checks each file's time and size.
+    Whoever has named a folder (PYTHONPYCACHEPREFIX) keeps it.
     """
+    if sys.pycache_prefix is not None:
+        return
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or torch.cached is None or Path(torch.cached).exists():
         return

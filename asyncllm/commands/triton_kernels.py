@@ -70,9 +70,11 @@ def read_list(config: EngineConfig) -> list[TritonKernel] | None:
 def _path(config: EngineConfig) -> Path:
     """One for all starts that launch the same kernels."""
     import torch
+    import triton
 
     given = [
-        *map(version, ("asyncllm", "triton")),
+        version("asyncllm"),
+        triton.__version__,  # its distribution has another name where torch brings its own
         *torch.cuda.get_device_capability(),
         *(config.dtype, config.block_size, config.attention_backend),
         (config.model.path / "config.json").read_text(),

@@ -73,14 +73,17 @@ class ChunkPolicy:
         if self.step_sizes and num_tokens > self.step_sizes[-1] >= num_decodes + CHUNK_MULTIPLE:
             num_tokens = self.step_sizes[-1]  # rather less of the prompts than an eager step
         num_tokens = max(num_tokens, num_decodes + num_startable_tokens // DRAIN_STEPS)
-        return max(1, self._nearest_size(num_tokens) - num_decodes)
+        least = min(num_tokens, num_decodes + self.chunk_tokens // 2)
+        return max(1, self._nearest_size(num_tokens, least) - num_decodes)
 
-    def _nearest_size(self, num_tokens: int) -> int:
+    def _nearest_size(self, num_tokens: int, least: int) -> int:
+        """`least`: where few sizes are captured, the nearest may leave prompts next to nothing."""
         place = bisect_left(self.step_sizes, num_tokens)
         if place == len(self.step_sizes):
             return num_tokens  # not captured, and not padded
+        sizes = self.step_sizes[max(0, place - 1) : place + 1]
         return min(
-            self.step_sizes[max(0, place - 1) : place + 1], key=lambda size: abs(size - num_tokens)
+            (size for size in sizes if size >= least), key=lambda size: abs(size - num_tokens)
         )
 
 

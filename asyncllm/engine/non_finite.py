@@ -3,7 +3,8 @@
 Logits that are NaN or infinite: attention multiplies what it masks by 0, and 0 times NaN is NaN, so
 a page with their keys would hurt its next owner, and their published blocks all who share them.
 Such requests leave with the whole prefix cache, and the pages that nobody else holds are to be
-zeroed. Where a request forbids every token itself nothing is wrong with its pages.
+zeroed. Of one that ended while its step was in flight nobody knows the pages any more: then all
+that are free are zeroed. Nothing is wrong with those of a request that forbids every token itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def end_without_token(
     if bad := _requests_with(NON_FINITE_TOKEN, plan, result):
         worker.clear_pages(_evict(live.scheduler, bad))
         live.fail(bad, "its logits are not finite")
+    if _left_unseen(plan, result):
+        live.scheduler.blocks.reset_prefix_cache()
+        worker.clear_pages(live.scheduler.blocks.device.free_pages())
     for request in _requests_with(NO_TOKEN_LEFT, plan, result):
         live.end(request, _no_token_left(request))
 
@@ -47,6 +51,17 @@ def _requests_with(token_id: int, plan: StepPlan, result: StepResult) -> list[Re
         if token == token_id and seq.status is not SequenceStatus.FINISHED
     }
     return list(found.values())
+
+
+def _left_unseen(plan: StepPlan, result: StepResult) -> bool:
+    """Whether a sequence ended, and not here, before its logits were known not to be finite."""
+    rows = zip(plan.sampled, result.token_ids, strict=True)
+    return any(
+        token == NON_FINITE_TOKEN
+        and seq.status is SequenceStatus.FINISHED
+        and seq.finish_reason is not FinishReason.ERROR
+        for seq, token in rows
+    )
 
 
 def _no_token_left(request: Request) -> Exception:

@@ -32,6 +32,9 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - len(self._free)
 
+    def free_pages(self) -> list[int]:
+        return list(self._free)
+
     def is_free(self, page: int) -> bool:
         return self._counts[page] == 0
 

@@ -89,3 +89,13 @@ def test_without_a_folder_all_stays_as_it_was(tmp_path: Path) -> None:
     cache.write_text("in the way")
     beside = start(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1")
     assert beside.is_relative_to(tmp_path / "torch") and not beside.exists()
+
+
+def test_a_folder_that_the_user_named_is_used(tmp_path: Path) -> None:
+    cache, named = tmp_path / "cache", {"PYTHONPYCACHEPREFIX": str(tmp_path / "named")}
+    assert start(tmp_path, cache, **named).is_relative_to(tmp_path / "named")
+    (tmp_path / "torch" / "__init__.py").write_text("XY = 12\n")
+    for place in (tmp_path / "named").rglob("*.pyc"):
+        place.unlink()
+    place = start(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1", **named)
+    assert place.is_relative_to(tmp_path / "named") and not cache.exists()

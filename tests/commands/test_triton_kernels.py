@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.commands import kernels, triton_kernels
+from asyncllm.commands import kernels
 from asyncllm.commands.triton_kernels import TritonKernel, print_compiled, read_list, write_list
 from asyncllm.config import EngineArgs, EngineConfig
 
@@ -20,7 +20,7 @@ from asyncllm.config import EngineArgs, EngineConfig
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineConfig:
     """On a card that is not there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(triton_kernels, "version", lambda name: "1")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7+git"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = EngineArgs(device="cpu").create_engine_config()
     return replace(made, device="cuda", dtype="bfloat16")

@@ -137,3 +137,35 @@ def test_who_forbids_every_token_is_told_so_and_costs_nobody_the_cache(
             engine.check_idle()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
+def test_who_leaves_before_his_logits_are_seen_leaves_nothing_behind(
+    async_scheduling: bool,
+) -> None:
+    """Its step is in flight, its prompt's blocks are published and its pages free."""
+
+    async def test() -> None:
+        async with poisoned(async_scheduling=async_scheduling) as engine:
+            core = engine._running()
+            model = core.worker.runner._model
+            expected = await outcome(engine, BAD, GREEDY)
+            engine.reset_prefix_cache()
+            embedding, model.embed_tokens = model.embed_tokens, Poisoned(model.embed_tokens)  # type: ignore[attr-defined]
+            finish = core.finish
+
+            def leave_first(*step: Any) -> None:
+                core.abort("poisoned")
+                finish(*step)
+
+            core.finish = leave_first  # type: ignore[method-assign]
+            left = await engine.generate(BAD, GREEDY, request_id="poisoned")
+            assert left.outputs[0].finish_reason == "abort"
+            core.finish = finish  # type: ignore[method-assign]
+            model.embed_tokens = embedding  # type: ignore[attr-defined]
+            engine.check_idle()
+            assert await outcome(engine, BAD, GREEDY) == expected
+            for cache in core.worker.runner._cache.layers:
+                assert cache[1:].isfinite().all()
+
+    asyncio.run(test())

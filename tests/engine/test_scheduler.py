@@ -215,6 +215,14 @@ def test_a_chunk_and_its_decodes_fill_a_captured_size(
     assert ChunkPolicy.choose(None, None) == UNBOUNDED
 
 
+def test_few_captured_sizes_leave_prompts_their_share() -> None:
+    """The nearest may have room for the decodes alone, or not for them: a token at a time."""
+    policy = ChunkPolicy(512, (256, 512, 2048))
+    assert policy.most_prompt_tokens(300, 0) == 2048 - 300
+    assert policy.most_prompt_tokens(500, 0) == 2048 - 500
+    assert policy.most_prompt_tokens(200, 0) == 512 - 200
+
+
 # --- one step ahead ------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ PROMPT = {"prompt": [300, 301, 302], "max_tokens": 3, "ignore_eos": True}
 CHATTED = {"messages": HELLO, "max_tokens": 3}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 UNMEANT = {"type": "object", "patternProperties": {"(": {}}}
+UNMEANT_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": UNMEANT}}]
 
 KINDS: dict[str, tuple[str, Any, int]] = {  # path, body, status
     "completion": (COMPLETIONS, PROMPT, 200),
@@ -48,6 +49,7 @@ KINDS: dict[str, tuple[str, Any, int]] = {  # path, body, status
     "no such route": ("/v1/none", PROMPT, 404),
     "a wrong grammar": (COMPLETIONS, {**PROMPT, "structured_outputs": {"regex": "("}}, 400),
     "an impossible schema": (COMPLETIONS, {**PROMPT, "structured_outputs": {"json": UNMEANT}}, 400),
+    "impossible tools": (CHAT, {**CHATTED, "tools": UNMEANT_TOOLS, "tool_choice": "required"}, 400),
 }
 OF_AIOHTTP = {"no such route": 6}  # objects of a cycle in its router, without the request
 

@@ -3,12 +3,13 @@
 Read by pattern, not parsed: what looks like a terminal in a literal counts as one, so the numbers
 may only be too high. Terminals are expanded where they are named, so a chain of them costs
 llguidance time with the cube of its length, and one that names itself twice per link doubles.
+No function here calls itself by its closure: that is a cycle, which holds the grammar's text.
 """
 
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import partial
 
 TOO_MANY = 2**62
 
@@ -37,28 +38,35 @@ class LarkTerminals:
     def depth(self) -> int:
         """Of the longest chain of names; TOO_MANY where it does not end."""
 
-        @cache
-        def depth(name: str) -> int:
-            return 1 + max(map(depth, set(self._named[name])), default=0)
-
+        depth = partial(self._depth, {})
         try:
             return max(map(depth, self._bodies), default=0)
         except RecursionError:
             return TOO_MANY
 
+    def _depth(self, known: dict[str, int], name: str) -> int:
+        """Of the chain from this one; `known` gathers them."""
+        if name not in known:
+            depth = partial(self._depth, known)
+            known[name] = 1 + max(map(depth, set(self._named[name])), default=0)
+        return known[name]
+
     def max_chars(self) -> int:
         """Of the longest terminal, all names and counts in it written out."""
 
-        @cache
-        def chars(name: str) -> int:
-            body = self._bodies[name]
-            written_out = len(body) + sum(map(chars, self._named[name]))
-            return min(written_out * product_of_counts(body, _COUNT), TOO_MANY)
-
+        chars = partial(self._chars, {})
         try:
             return max(map(chars, self._bodies), default=0)
         except RecursionError:
             return TOO_MANY
+
+    def _chars(self, known: dict[str, int], name: str) -> int:
+        """Of this one; `known` gathers them."""
+        if name not in known:
+            body = self._bodies[name]
+            written_out = len(body) + sum(map(partial(self._chars, known), self._named[name]))
+            known[name] = min(written_out * product_of_counts(body, _COUNT), TOO_MANY)
+        return known[name]
 
 
 def product_of_counts(text: str, count: re.Pattern[str] = _COUNT) -> int:
