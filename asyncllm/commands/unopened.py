@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
 from types import ModuleType
 
+OPENING_SECONDS = 30.0  # longer than any package takes
+
 
 def leave_unopened(package: str, distribution: str) -> None:
     """For a process that is ours, and only where the package is neither missing nor imported.
@@ -56,7 +58,10 @@ class _Unopened(ModuleType):
         return sys.modules[self.__name__]
 
     def _open(self) -> None:
-        with self._opening:
+        # Who has it may wait for a module that the one who asks is importing: rather an error.
+        if not self._opening.acquire(timeout=OPENING_SECONDS):
+            raise ImportError(f"{self.__name__} is being imported by a thread that waits for this")
+        try:
             if self._is_opened:
                 return
             self._is_opened = True  # `__init__` may ask for what it is about to make
@@ -66,3 +71,5 @@ class _Unopened(ModuleType):
             except BaseException:  # the next to ask is told the same
                 self._is_opened = False
                 raise
+        finally:
+            self._opening.release()

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,31 @@ def test_an_error_is_told_to_everybody_who_asks(package: Path) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken"):
             _ = made_up.whole
+
+
+def test_two_threads_that_wait_for_each_other(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One opens it and waits for a module whose importer asks for what is being made."""
+    monkeypatch.setattr(unopened, "OPENING_SECONDS", 0.1)
+    (package / "gate.py").write_text(
+        "from threading import Event\nimporting, opening = Event(), Event()\n"
+    )
+    (package / "__init__.py").write_text(
+        f"from . import gate\ngate.opening.set()\nimport {NAME}.asks\nwhole = 42\n"
+    )
+    (package / "asks.py").write_text(
+        f"import {NAME}\nfrom {NAME} import gate\ngate.importing.set()\n"
+        f"assert gate.opening.wait({PATIENCE_SECONDS})\ngetattr({NAME}, 'whole', None)\n"
+    )
+    leave_unopened(NAME, "made-up")
+    gate = importlib.import_module(f"{NAME}.gate")
+    with ThreadPoolExecutor(1) as thread:
+        importing = thread.submit(importlib.import_module, f"{NAME}.asks")
+        assert gate.importing.wait(PATIENCE_SECONDS)
+        assert importlib.import_module(NAME).whole == 42
+        with pytest.raises(ImportError, match="waits for this"):
+            importing.result(PATIENCE_SECONDS)
 
 
 def test_what_is_left_as_it_is(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
