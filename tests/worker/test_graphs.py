@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -198,6 +199,22 @@ def graphed() -> Iterator[worker.Worker]:
     ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
     yield ours
     ours.close()
+
+
+@pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
+def test_a_closed_worker_gives_its_memory_back(kind: str, request: pytest.FixtureRequest) -> None:
+    """At once: a server's collector comes rarely."""
+    if kind != "eager":
+        request.getfixturevalue(kind)
+    ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
+    pages = [weakref.ref(layer) for layer in ours.runner._cache.layers]
+    gc.collect()
+    gc.disable()
+    try:
+        ours.close()
+        assert [layer() for layer in pages] == [None] * len(pages)
+    finally:
+        gc.enable()
 
 
 def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Tensor:
