@@ -83,6 +83,7 @@ class ModelRunner:
         self._state = state
         self._sampler = sampler
         self._gather_slots = gather_slots
+        self._fill_decodes = fill_decodes
         self._write_slots = write_slots
         self._executor = executor
         self._builder = builder
@@ -105,6 +106,7 @@ class ModelRunner:
             self._cache,
             self.run_tokens,
             self._state,
+            self._fill_decodes,
             self._write_slots,
             self._sampler,
             self.masks,

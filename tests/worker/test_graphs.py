@@ -24,7 +24,8 @@ from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.graphs.step_graph import StepGraph, Way
 from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.layers.embedding import Embedding
-from asyncllm.worker import step_captures, worker
+from asyncllm.worker import kernels, step_captures, worker
+from asyncllm.worker.decode_rows import fill_decodes_torch
 from asyncllm.worker.step_inputs import StepTokens
 from tests.worker.recorded_graph import RecordedGraph
 
@@ -199,6 +200,21 @@ def graphed() -> Iterator[worker.Worker]:
     ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
     yield ours
     ours.close()
+
+
+def test_a_start_reads_decodes_from_tables_as_wide_as_those_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outside of graphs the first step to do so would wait for the compiler."""
+    widths: list[int] = []
+
+    def fill(state: Any, *args: Any) -> DecodeRows:
+        widths.append(state.block_tables.shape[1])
+        return fill_decodes_torch(state, *args)
+
+    monkeypatch.setattr(kernels, "fill_decodes_torch", fill)
+    worker.Worker(EngineArgs("tiny", **ARGS, enforce_eager=True).create_engine_config()).close()
+    assert widths == [10]
 
 
 @pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
