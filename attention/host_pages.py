@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
@@ -25,9 +26,10 @@ class HostPages:
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
             if device.type != "cuda" or num_bytes == 0:
                 return torch.empty(shape, dtype=dtype)
-            try:
+            memory = None
+            with suppress(OSError, RuntimeError):  # no such memory, or none that may be pinned
                 memory = _pin(num_bytes)
-            except (OSError, RuntimeError):  # no such memory, or none that may be pinned
+            if memory is None:  # what could not be pinned is given back by now
                 return _pinned_by_driver(num_bytes).view(dtype).view(shape)
             # An open request holds no page here by then: a worker drains before it lets go.
             weakref.finalize(self, _unpin, memory).atexit = False

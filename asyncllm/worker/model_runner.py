@@ -83,6 +83,7 @@ class ModelRunner:
         self._state = state
         self._sampler = sampler
         self._gather_slots = gather_slots
+        self._fill_decodes = fill_decodes
         self._write_slots = write_slots
         self._executor = executor
         self._builder = builder
@@ -97,7 +98,19 @@ class ModelRunner:
         self.mixed_forward = MixedForward(
             model, attention, cache, state, inbox, self._staging, fill_decodes
         )
-        self.warm_up = WarmUp(cache, self.run_tokens, state, write_slots, sampler, masks)
+
+    @property
+    def warm_up(self) -> WarmUp:
+        """Each its own: one that the runner kept would hold the runner, a circle."""
+        return WarmUp(
+            self._cache,
+            self.run_tokens,
+            self._state,
+            self._fill_decodes,
+            self._write_slots,
+            self._sampler,
+            self.masks,
+        )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host`.

@@ -34,7 +34,11 @@ class OwnKernel:
 
     @property
     def is_built(self) -> bool:
-        return self._library.exists()
+        """False also where our cache is not to be looked into: nothing can be loaded from there."""
+        try:
+            return self._library.exists()
+        except (OSError, RuntimeError):  # not ours to look into, no home
+            return False
 
     def build(self) -> OwnKernel:
         """Compile it; what the compiler has against it is a warning."""

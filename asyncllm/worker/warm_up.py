@@ -13,7 +13,9 @@ import torch
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
+from asyncllm.worker.decode_rows import FillDecodes
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
@@ -28,6 +30,7 @@ class WarmUp:
         cache: KVCache,
         run_tokens: Callable[[StepTokens], None],
         state: DeviceState,
+        fill_decodes: FillDecodes,
         write_slots: WriteSlots,
         sampler: Sampler,
         masks: TokenMaskBuffer,
@@ -35,6 +38,7 @@ class WarmUp:
         self._block_size = cache.block_size
         self._run_tokens = run_tokens
         self._state = state
+        self._fill_decodes = fill_decodes
         self._write_slots = write_slots
         self._sampler = sampler
         self._masks = masks
@@ -64,7 +68,8 @@ class WarmUp:
         )
 
     def sampling(self, dtype: torch.dtype) -> None:
-        """A slot written, a row sampled in every other way. `dtype`: of the model's logits."""
+        """A slot written and read, a row sampled in every other way. `dtype`: of the model's
+        logits."""
         zero = torch.zeros(1, dtype=torch.int32, device=self._state.positions.device)
         vocab_size = self._state.in_prompt.shape[1]
         self._masks.host()[:1] = -1
@@ -72,6 +77,9 @@ class WarmUp:
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=zero.device)
         record = torch.zeros(1, RECORD_WORDS, dtype=torch.int32, device=zero.device)
         self._write_slots(self._state, record, zero.expand(3, 1).contiguous())
+        # Tables of this width: a kernel's variant, unless a graph has it already.
+        tokens = TokenBuffers(zero, zero, zero, zero.long(), zero, zero)
+        self._fill_decodes(self._state, zero, tokens, self._block_size)
         for positions in (zero, None):  # as after prefills, as after a decode step
             self._sampler.plain(logits, zero, positions, masks)
             self._sampler.full(logits, zero, positions, Feature(0), {}, masks)

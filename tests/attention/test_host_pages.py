@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -51,12 +55,19 @@ def test_what_cannot_be_pinned_is_the_drivers(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime.error = 801
-    asked = []
+    asked: list[int] = []
+    mapped: list[weakref.ref[mmap.mmap]] = []
+
+    class Mapped(mmap.mmap):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            mapped.append(weakref.ref(self))
 
     def by_driver(num_bytes: int) -> torch.Tensor:
         asked.append(num_bytes)
+        assert [memory() for memory in mapped] == [None]  # not there twice
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    monkeypatch.setattr(mmap, "mmap", Mapped)
     monkeypatch.setattr(host_pages, "_pinned_by_driver", by_driver)
     assert HostPages(SHAPE, torch.bfloat16, CUDA).tensor.shape == SHAPE
     assert asked == [60]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.graphs.step_graph import StepGraph, Way
 from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.layers.embedding import Embedding
-from asyncllm.worker import step_captures, worker
+from asyncllm.worker import kernels, step_captures, worker
+from asyncllm.worker.decode_rows import fill_decodes_torch
 from asyncllm.worker.step_inputs import StepTokens
 from tests.worker.recorded_graph import RecordedGraph
 
@@ -198,6 +200,37 @@ def graphed() -> Iterator[worker.Worker]:
     ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
     yield ours
     ours.close()
+
+
+def test_a_start_reads_decodes_from_tables_as_wide_as_those_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outside of graphs the first step to do so would wait for the compiler."""
+    widths: list[int] = []
+
+    def fill(state: Any, *args: Any) -> DecodeRows:
+        widths.append(state.block_tables.shape[1])
+        return fill_decodes_torch(state, *args)
+
+    monkeypatch.setattr(kernels, "fill_decodes_torch", fill)
+    worker.Worker(EngineArgs("tiny", **ARGS, enforce_eager=True).create_engine_config()).close()
+    assert widths == [10]
+
+
+@pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
+def test_a_closed_worker_gives_its_memory_back(kind: str, request: pytest.FixtureRequest) -> None:
+    """At once: a server's collector comes rarely."""
+    if kind != "eager":
+        request.getfixturevalue(kind)
+    ours = worker.Worker(EngineArgs("tiny", **GRAPHED).create_engine_config())
+    pages = [weakref.ref(layer) for layer in ours.runner._cache.layers]
+    gc.collect()
+    gc.disable()
+    try:
+        ours.close()
+        assert [layer() for layer in pages] == [None] * len(pages)
+    finally:
+        gc.enable()
 
 
 def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Tensor:

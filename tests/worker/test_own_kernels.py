@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +102,24 @@ def test_a_start_begins_with_all_of_them(
     config = EngineArgs("tiny", dtype="bfloat16").create_engine_config()
     own_kernels.begin_building(config, CUDA)
     assert begun == [(k.source, k.capability, k.definitions) for k in needed()]
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def _not_ours() -> Path:
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize("folder", [_no_home, _not_ours])
+def test_a_start_without_compiler_and_cache(
+    folder: Callable[[], Path], card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.compiler = None
+    monkeypatch.setattr(cuda_source, "cache_folder", folder)
+    begun: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cuda_source, "begin_loading", lambda *args: begun.append(args))
+    config = EngineArgs("tiny", dtype="bfloat16").create_engine_config()
+    own_kernels.begin_building(config, CUDA)
+    assert not begun
