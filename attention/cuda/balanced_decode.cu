@@ -33,7 +33,7 @@ struct Args {
     const void* q;              // [rows, kv_heads * GROUP_SIZE, HEAD_DIM]
     const void* cache;          // [pages, 2, BLOCK_SIZE, kv_heads, HEAD_DIM]
     const int32_t* tables;      // [rows, table_stride]
-    const int32_t* lengths;     // [rows], at least 1
+    const int32_t* lengths;     // [rows]; 0 for rows behind the others that are nobody's
     void* out;                  // as q
     float* partial;             // [shares, kv_heads, 2, GROUP_SIZE, HEAD_DIM]
     float* weights;             // [shares, kv_heads, 2, GROUP_SIZE, 2]: greatest score, sum
