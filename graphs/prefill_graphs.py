@@ -79,9 +79,6 @@ class PrefillGraphs:
         if cache.block_size == 1:
             self._most_whole = 0  # the padding page has no second position (fresh_prompt.py)
 
-    def __len__(self) -> int:
-        return len(self._pieces)
-
     def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
         """What such a step replays; None: it has no graph."""
         place = bisect_left(self._sizes, num_decodes + prefills.num_tokens)

@@ -36,9 +36,6 @@ class SampleGraphs:
         self._sizes: list[int] = []  # captured, ascending
         self._graphs: dict[int, tuple[Graph, tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def capture(self, size: int) -> None:
         """Capture one size on the current stream; largest first saves memory."""
         hidden, slots, positions = (tensor[:size] for tensor in self._inputs)

@@ -33,8 +33,6 @@ class StepGraph(NamedTuple):
 class StepGraphs(Protocol):
     """Captured steps with prefills, by the number of their tokens."""
 
-    def __len__(self) -> int: ...
-
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
         ...

@@ -44,9 +44,6 @@ class WholeGraphs:
         self._sizes: list[int] = []  # captured, ascending
         self._graphs: dict[StepGraph, Graph] = {}
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
         """What such a step replays; None: it has no graph."""
         place = bisect_left(self._sizes, num_decodes + prefills.num_tokens)

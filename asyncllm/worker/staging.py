@@ -65,8 +65,7 @@ class _PinnedBuffer:
 class Twins:
     """Two uint8 buffers of one size, and the way from arrays to the first to views of the second.
 
-    Arrays of one type lie side by side, each aligned, so that one call gives all their views: a
-    step with prefills has 18 of them.
+    Arrays of one type lie side by side, each aligned, so that one call gives all their views.
     """
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
