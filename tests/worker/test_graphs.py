@@ -301,6 +301,7 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
         graphs._cache,
         graphs._read_decodes,
         graphs._buffers,
+        graphs._hidden,
         graphs._clear,
         GraphPool(),
     )
