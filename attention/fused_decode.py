@@ -238,7 +238,6 @@ class FusedDecode:
         block_tables: torch.Tensor,
         positions: torch.Tensor,
         num_splits: int | None = None,
-        tile: int = TILE,
     ) -> torch.Tensor:
         """qkv, rotation and the result as `Attend`; cache: the layer's pages; block_tables: int32
         [rows, pages per sequence]; positions: int32 [rows], of the new tokens."""
@@ -260,7 +259,7 @@ class FusedDecode:
             NUM_KV_HEADS=layer.num_kv_heads, GROUP=group,
             GROUP_PADDED=max(MIN_DOT, triton.next_power_of_2(group)),
             HALF=head_dim // 2, PADDED=dim_padded // 2,
-            BLOCK_SIZE=cache.shape[2], TILE=min(tile, TILE_ELEMENTS // dim_padded),
+            BLOCK_SIZE=cache.shape[2], TILE=min(TILE, TILE_ELEMENTS // dim_padded),
             WINDOW=layer.window, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None, PDL=self._pdl,
             num_warps=4,
             **({"launch_pdl": True} if self._pdl else {}),
