@@ -84,7 +84,7 @@ class Worker:
             early.begin_slots(kernels, config.block_size)
             if has_fast_ops(self.device, self._dtype):
                 begin_building(config, self.device)
-            ops = select_ops(self.device, self._dtype)
+            ops = select_ops(self.device, self._dtype, self._captured_sizes)
         with self._phase("load"):
             model = self._build_model(ops)
             early.begin_one_row(model)
@@ -105,7 +105,9 @@ class Worker:
         self.runner = self._make_runner(model, cache, attention, state, kernels)
         with self._phase("warm_up"), self._on_stream():
             self._warm_up(early)
-        self._captures = StepCaptures(config, self.runner, self.device, progress=progress)
+        self._captures = StepCaptures(
+            config, self.runner, self.device, ops.before_capture, progress=progress
+        )
         if attention.supports_graphs and not config.enforce_eager:
             with self._phase("prefill_graphs"), self._on_stream():
                 self._captures.prefills(self._dtype)
@@ -264,6 +266,11 @@ class Worker:
             self.runner.warm_up.prefill(min(num_tokens, self._most_tokens))
         early.wait()
         self.runner.warm_up.sampling(self._dtype)
+
+    @property
+    def _captured_sizes(self) -> set[int]:
+        """Tokens of the steps that are captured, or will be."""
+        return {*self._config.prefill_graph_sizes, *self._config.cuda_graph_sizes}
 
     @property
     def _most_tokens(self) -> int:
