@@ -41,7 +41,8 @@ def test_all_algorithms_give_torchs_product(shape: Shape, dtype: torch.dtype) ->
     assert algorithms
     for algorithm in algorithms:
         assert library.can_run(shape, algorithm)
-        torch.testing.assert_close(library.linear(x, weight, algorithm), F.linear(x, weight))
+        ours = library.linear(x, weight, algorithm)
+        torch.testing.assert_close(ours, F.linear(x, weight), atol=2e-2, rtol=2e-2)
     assert not library.can_run(shape, b"\xff" * 64)
     assert not library.can_run(shape, b"")
 
@@ -67,6 +68,6 @@ def test_a_choice_is_made_kept_and_captured(
         x.neg_()
         graph.replay()
     stream.synchronize()
-    torch.testing.assert_close(captured, -eager)
+    torch.testing.assert_close(captured, -eager, atol=2e-2, rtol=2e-2)
     again = Products(library, [shape.num_tokens], kept)
-    torch.testing.assert_close(again.linear(x, weight), -eager)
+    torch.testing.assert_close(again.linear(x, weight), -eager, atol=2e-2, rtol=2e-2)
