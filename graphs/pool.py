@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Graph(Protocol):
@@ -58,6 +60,18 @@ class GraphPool:
         self._make_graph = make_graph
         self._before_capture = before_capture
         self._pool: Any = None
+
+    def record(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        """One graph of `run`, and its outputs, which every replay writes again.
+
+        It runs once before: workspaces and compiled kernels that are made at their first use must
+        exist before a capture.
+        """
+        run()
+        with self.capture() as capture:
+            outputs = run()
+        (graph,) = capture.graphs
+        return graph, outputs
 
     @contextmanager
     def capture(self) -> Iterator[Capture]:

@@ -185,7 +185,7 @@ class Bench:
 
     def prefill(self, tokens: int, kernels: bool) -> dict[str, Any]:
         def work() -> None:
-            self._runner.warm_up.prefill(tokens)
+            self._runner.run_padding(tokens)
 
         ms = time_ms(work, lambda: None, 10)
         rows = profile_kernels(work, lambda: None) if kernels else []

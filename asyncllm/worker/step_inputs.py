@@ -14,6 +14,7 @@ import numpy as np
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import PrefillRow, StepPlan
+from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 from asyncllm.worker.slot_changes import pack_entries, pack_inits
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
@@ -197,3 +198,26 @@ def _zip(rows: tuple[PrefillRow, ...], lens: np.ndarray) -> zip[tuple[PrefillRow
 def _indptr(lens: np.ndarray) -> np.ndarray:
     """int32 [n + 1]: 0 and the running sums."""
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(lens, dtype=np.int32)])
+
+
+def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
+    """A step of one prompt, and its first token, on the padding page and slot."""
+    num_pages = -(-num_tokens // block_size)
+    zeros = np.zeros(num_tokens, np.int32)
+    return StepTokens(
+        decode_slots=zeros[:0],
+        max_decode_len=0,
+        token_ids=zeros,
+        positions=np.arange(num_tokens, dtype=np.int32),
+        prompt_lens=zeros + num_tokens,
+        write_slots=zeros.astype(np.int64),
+        sample_tokens=np.array([num_tokens - 1], np.int32),
+        sample_slots=np.array([PADDING_SLOT], np.int32),
+        sample_positions=zeros[:1],
+        prefills=PrefillRows(
+            query_indptr=np.array([0, num_tokens], np.int32),
+            kv_lens=np.array([num_tokens], np.int32),
+            page_indptr=np.array([0, num_pages], np.int32),
+            pages=np.full(num_pages, PADDING_PAGE, np.int32),
+        ),
+    )

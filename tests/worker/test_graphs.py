@@ -302,6 +302,7 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
         graphs._cache,
         graphs._read_decodes,
         graphs._buffers,
+        graphs._hidden,
         graphs._clear,
         GraphPool(),
     )
@@ -327,7 +328,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
         graphs: Any = {
             "decodes": runner.graphs,
             "prefills": runner.mixed_forward.graphs,
-            "samples": runner.sample_graphs,
+            "samples": runner.mixed_logits.graphs,
         }
         with torch.inference_mode():
             graphs[captured].capture({"prefills": 12}.get(captured, 3))
@@ -342,7 +343,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
     run_rows(graphed, 3, 0, 8)
     run_rows(graphed, 7, 1, 5)
-    slots = graphed.runner._inbox.write_slots[:8].tolist()
+    slots = graphed.runner.mixed_forward._inbox.write_slots[:8].tolist()
     assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
 
 
