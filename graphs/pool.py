@@ -50,10 +50,15 @@ class Capture:
 
 
 class GraphPool:
-    """`make_graph` is for tests: a fake that records on the CPU."""
+    """`before_capture` is called before each, `make_graph` is for tests: a fake that records."""
 
-    def __init__(self, make_graph: Callable[[], Graph] = torch.cuda.CUDAGraph) -> None:
+    def __init__(
+        self,
+        make_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+        before_capture: Callable[[], None] = lambda: None,
+    ) -> None:
         self._make_graph = make_graph
+        self._before_capture = before_capture
         self._pool: Any = None
 
     def record(self, run: Callable[[], T]) -> tuple[Graph, T]:
@@ -76,6 +81,7 @@ class GraphPool:
         Garbage must not be collected within, though: it may hold other graphs, whose end is an
         error during a capture.
         """
+        self._before_capture()
         collecting = gc.isenabled()
         gc.disable()
         capture = Capture(self._make_graph, self._pool)

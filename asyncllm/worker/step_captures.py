@@ -24,13 +24,20 @@ class StepCaptures:
     """All on the current stream, which the steps use, between two of them."""
 
     def __init__(
-        self, config: EngineConfig, runner: ModelRunner, device: torch.device, *, progress: bool
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        device: torch.device,
+        before_capture: Callable[[], None],
+        *,
+        progress: bool,
     ) -> None:
+        """before_capture: after a step has run as it is to be captured."""
         self._config = config
         self._runner = runner
         self._device = device
         self._progress = progress
-        self._pool = GraphPool()
+        self._pool = GraphPool(before_capture=before_capture)
         self._pending = PendingCaptures()
 
     def __len__(self) -> int:

@@ -101,7 +101,9 @@ class Worker:
         self.runner = self._make_runner(model, cache, attention, state, kernels)
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
-        self._captures = StepCaptures(config, self.runner, self.device, progress=progress)
+        self._captures = StepCaptures(
+            config, self.runner, self.device, ops.before_capture, progress=progress
+        )
         if attention.supports_graphs and not config.enforce_eager:
             self._capture(model, cache, state, loading)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
@@ -176,7 +178,7 @@ class Worker:
         early.begin_slots(kernels, config.block_size)
         if has_fast_ops(self.device, self._dtype):
             begin_building(config, self.device)
-        return kernels, select_ops(self.device, self._dtype)
+        return kernels, select_ops(self.device, self._dtype, self._captured_sizes)
 
     def _build_model(self, ops: Ops) -> CausalLM:
         """Without its weights."""
@@ -247,6 +249,11 @@ class Worker:
         trial = DecodeTrial(state, self._config.block_size, self.memory.num_pages)
         with self._phase("graphs"), self._executor.between_steps():
             self._captures.decodes(ways, trial)
+
+    @property
+    def _captured_sizes(self) -> set[int]:
+        """Tokens of the steps that are captured, or will be."""
+        return {*self._config.prefill_graph_sizes, *self._config.cuda_graph_sizes}
 
     @property
     def _most_tokens(self) -> int:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ def _one_thread() -> Iterator[None]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU, of decodes as well."""
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
 
 
 @pytest.fixture
