@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.config import EngineConfig
+from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_ways import LAYERS
 from asyncllm.graphs.pool import GraphPool

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NoReturn, Self
 
-from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.config import EngineConfig
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.generation import Generation
@@ -23,6 +23,7 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.types import Request

@@ -17,8 +17,8 @@ import torch
 from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
-from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_core
+from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
