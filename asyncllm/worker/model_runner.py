@@ -248,8 +248,8 @@ class ModelRunner:
             for wanted in inputs.prompt_logprobs
             for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
         ]
-        tokens, logits = self._logits(hidden, len(step.sample_tokens))
-        slots, positions = self._sampled_rows(len(step.sample_tokens))
+        tokens, logits = self._logits(hidden, step.num_samples)
+        slots, positions = self._sampled_rows(step.num_samples)
         return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
 
     def _logits(
@@ -271,7 +271,7 @@ class ModelRunner:
     def run_tokens(self, step: StepTokens) -> None:
         """The work of a step with prefills, sampled plainly. On the current stream."""
         hidden = self.mixed_forward.run(step, self.mixed_forward.graph_of(step))
-        tokens, logits = self._logits(hidden, len(step.sample_tokens))
+        tokens, logits = self._logits(hidden, step.num_samples)
         if tokens is None:
             self._sampler.plain(logits, *self._sampled_rows(len(logits)))
 

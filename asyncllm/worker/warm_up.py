@@ -51,13 +51,9 @@ class WarmUp:
             StepTokens(
                 decode_slots=zeros[:0],
                 max_decode_len=0,
-                token_ids=zeros,
-                positions=np.arange(num_tokens, dtype=np.int32),
-                prompt_lens=zeros + num_tokens,
+                tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
                 write_slots=zeros.astype(np.int64),
-                sample_tokens=np.array([num_tokens - 1], np.int32),
-                sample_slots=np.array([PADDING_SLOT], np.int32),
-                sample_positions=zeros[:1],
+                samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
                 prefills=PrefillRows(
                     query_indptr=np.array([0, num_tokens], np.int32),
                     kv_lens=np.array([num_tokens], np.int32),
