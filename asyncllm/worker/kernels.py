@@ -55,7 +55,7 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
 
 
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
-    """FlashInfer's and ours: on CUDA in half precision, where it is installed."""
+    """Ours: on CUDA in half precision, where FlashInfer is installed; without it torch does all."""
     is_half = device.type == "cuda" and dtype != torch.float32
     return is_half and importlib.util.find_spec("flashinfer") is not None
 
@@ -63,9 +63,9 @@ def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     if not has_fast_ops(device, dtype):
         return TorchOps()
-    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+    from asyncllm.models.layers.cuda_ops import CudaOps  # slow to import: Triton
 
-    return FlashInferOps(device)
+    return CudaOps(device)
 
 
 def make_executor(device: torch.device) -> Executor:

@@ -17,7 +17,7 @@ import torch
 from asyncllm.attention.base import AttentionBackend
 from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.registry import build_backend, resolve_backend
+from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
@@ -85,6 +85,8 @@ class Worker:
             if has_fast_ops(self.device, self._dtype):
                 begin_building(config, self.device)
             ops = select_ops(self.device, self._dtype)
+            early.begin_ops(ops, config.model, self._dtype)
+            import_backend(self.backend_name)
         with self._phase("load"):
             model = self._build_model(ops)
             early.begin_one_row(model)
