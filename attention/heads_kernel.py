@@ -3,8 +3,8 @@
 Normalises and rotates the heads of q and k, and writes k and v straight to their pages: what would
 otherwise be four kernels per layer and two passes over k and v. `heads.py` is the reference.
 
-Where a token goes and how it is turned is read before the projection has ended: the layers of a
-step share it, and the embedding, an ordinary launch, comes after it (programmatic_launch.py).
+Where a token goes and how it is rotated is read before the projection has ended
+(programmatic_launch.py): all of that is there before the embedding, which is launched ordinarily.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from asyncllm.attention.programmatic_launch import launch_flags, start_next, wai
 MAX_HEADS_PER_PROGRAM = 16
 FEW_TOKENS = 64  # up to here one program per head: a small step must still fill the card
 
+# Of which a program reads one number: whether they are aligned makes no other variant.
+SCALARS = ["slots_ptr", "rows_ptr"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _heads_kernel(
     qkv_ptr, q_ptr, cache_ptr, slots_ptr, rows_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
     eps, page_stride, kv_stride,
