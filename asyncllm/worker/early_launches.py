@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.base import AttentionLayer, Rotation
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
@@ -26,7 +27,7 @@ from asyncllm.worker.token_masks import RowMasks
 
 MAX_THREADS = 8  # more launches wait; each is a second or two of one core
 FEW_PAGES = 16
-MANY_ROWS = 64  # for which products are cuBLAS's
+MANY_ROWS = 128  # what no kernel of few rows takes
 
 
 class EarlyLaunches:
@@ -64,6 +65,11 @@ class EarlyLaunches:
         self.begin(partial(self._add_and_normalise, ops, hf.hidden_size, dtype))
         self.begin(partial(self._gate, ops, hf.intermediate_size, dtype))
 
+    def begin_heads(self, layer: AttentionLayer, block_size: int, dtype: torch.dtype) -> None:
+        """Between projection and attention, where the backend is not torch's."""
+        for num_tokens in (1, MANY_ROWS):
+            self.begin(partial(self._rotate, layer, num_tokens, block_size, dtype))
+
     def begin_one_row(self, model: CausalLM) -> None:
         """Its products, which are other kernels than those of more rows. Weights may be missing."""
 
@@ -97,6 +103,20 @@ class EarlyLaunches:
 
     def _write(self, kernels: SlotKernels) -> None:
         kernels.write_slots(self._few_pages(), self._zeros(1, RECORD_WORDS), self._zeros(3, 1))
+
+    def _rotate(
+        self, layer: AttentionLayer, num_tokens: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        from asyncllm.attention.heads_kernel import rotate_and_write  # needs Triton
+
+        num_heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        rotate_and_write(
+            layer,
+            self._zeros(num_tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype),
+            Rotation(self._zeros(num_tokens), self._zeros(1, head_dim, dtype=torch.float32)),
+            self._zeros(1, 2, block_size, kv_heads, head_dim, dtype=dtype),
+            self._zeros(num_tokens, dtype=torch.int64),
+        )
 
     # Products of nothing: cuBLAS, which takes memory for every thread, is not asked.
 

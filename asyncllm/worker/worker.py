@@ -90,6 +90,8 @@ class Worker:
         with self._phase("load"):
             model = self._build_model(ops)
             early.begin_one_row(model)
+            if self.backend_name != "torch":
+                early.begin_heads(model.attention_layers[0], config.block_size, self._dtype)
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
 from asyncllm.commands.triton_kernels import print_compiled
 from asyncllm.models.layers.ops import Norm, Normed
 from asyncllm.models.layers.torch_ops import TorchOps
@@ -116,26 +117,35 @@ def test_ops_equal_torch(rows: int) -> None:
 
 
 def test_no_step_compiles_what_was_launched_early() -> None:
+    from asyncllm.attention.heads_kernel import rotate_and_write
     from asyncllm.models.layers.cuda_ops import CudaOps
     from asyncllm.worker.early_launches import EarlyLaunches
 
     size, intermediate = 2240, 2496  # nobody else's: what another test compiled says nothing
     ops, early = CudaOps(CUDA), EarlyLaunches(CUDA)
+    layer = AttentionLayer(0, 10, 5, 72, 72**-0.5, None, None)
     hf: Any = SimpleNamespace(hidden_size=size, intermediate_size=intermediate)
     config: Any = SimpleNamespace(hf_config=hf)
     with print_compiled() as launched:
         early.begin_ops(ops, config, torch.bfloat16)
+        early.begin_heads(layer, 16, torch.bfloat16)
         early.wait()
-    assert sorted(kernel.name for kernel in launched) == [
-        "_norm_kernel", "_norm_kernel", "_swiglu_kernel"
-    ]  # fmt: skip
+    names = sorted(kernel.name for kernel in launched)
+    assert names == [*["_heads_kernel"] * 2, *["_norm_kernel"] * 2, "_swiglu_kernel"]
     up, down = random(2 * intermediate, size), random(size, intermediate)
     norm = some_norm(size)
+    cos_sin = torch.rand(7, 72, device=CUDA)
+    pages = torch.zeros(129, 2, 16, 5, 72, device=CUDA, dtype=torch.bfloat16)
     with print_compiled() as launched:
         for rows in (2, 3, 16, 17, 128, 513, 2048):
             residual = random(rows, size)
             x = Normed(ops.rms_norm(residual, norm))
             ops.add_linear(ops.gated_linear(x, up), down, None, residual, norm)
+        for rows in (1, 2, 33, 64, 65, 513, 2048):
+            # Slices as of one tensor: aligned or not.
+            rotation = Rotation(torch.zeros(2 * rows, device=CUDA).int()[rows:], cos_sin)
+            slots = torch.arange(16, 2064, device=CUDA)[-rows:]
+            rotate_and_write(layer, random(rows, 20, 72), rotation, pages, slots)
         ops.rms_norm(random(1, size), norm)
     assert not launched
 
@@ -143,7 +153,6 @@ def test_no_step_compiles_what_was_launched_early() -> None:
 @pytest.mark.parametrize("rows", [40, 300])
 def test_a_captured_chain_equals_its_launches_one_by_one(rows: int) -> None:
     """Kernels of a chain start before their predecessors end: whatever they read must be there."""
-    from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
     from asyncllm.attention.heads_kernel import rotate_and_write
     from asyncllm.models.layers.cuda_ops import CudaOps
 
