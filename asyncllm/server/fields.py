@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from asyncllm.repetition_params import RepetitionDetectionParams
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -22,7 +23,6 @@ from asyncllm.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
-    RepetitionDetectionParams,
 )
 from asyncllm.server import field_types as types
 from asyncllm.server.batch import MAX_CONVERSATIONS, REFUSED
