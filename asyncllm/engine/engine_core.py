@@ -166,6 +166,7 @@ class EngineCore:
         now = time.monotonic()
         self.clock.host.launch += now - start
         self._plan_time.planned(now - self._plan_started)
+        self.live.scheduler.publish_planned()  # now that the device is at work
         return launched
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:

@@ -130,8 +130,9 @@ class MixedForward:
             self._cache.layers[0].dtype,
             self._state.positions.device,
         )
-        names = (*TOKEN_ARRAYS, "write_slots")
-        uploaded = self._staging.upload({name: getattr(step, name) for name in names})
-        for name in names:
-            getattr(tokens, name)[len(step.decode_slots) :].copy_(uploaded[name])
+        uploaded = self._staging.upload({"tokens": step.tokens, "write_slots": step.write_slots})
+        first = len(step.decode_slots)
+        for name, values in zip(TOKEN_ARRAYS, uploaded["tokens"], strict=True):
+            getattr(tokens, name)[first:].copy_(values)
+        tokens.write_slots[first:].copy_(uploaded["write_slots"])
         return tokens

@@ -183,7 +183,7 @@ class ModelRunner:
             for wanted in inputs.prompt_logprobs
             for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
         ]
-        num_rows = len(step.sample_tokens)
+        num_rows = step.num_samples
         tokens, logits = self.mixed_logits.of(hidden, num_rows)
         slots, positions = self.mixed_logits.rows(num_rows)
         return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)

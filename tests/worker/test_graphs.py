@@ -241,17 +241,13 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     pages = np.arange(page, page + num_rows, dtype=np.int32)
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
     slots = pages.repeat(lens).astype(np.int64) * 16 + positions
-    none = np.zeros(0, np.int32)
+    ids = np.arange(start + 1, start + num_tokens + 1)
     step = StepTokens(
-        decode_slots=none,
+        decode_slots=np.zeros(0, np.int32),
         max_decode_len=0,
-        token_ids=np.arange(start + 1, start + num_tokens + 1, dtype=np.int32),
-        positions=positions.astype(np.int32),
-        prompt_lens=np.full(num_tokens, 9, np.int32),
+        tokens=np.stack((positions, np.full(num_tokens, 9), ids)).astype(np.int32),
         write_slots=slots,
-        sample_tokens=none,
-        sample_slots=none,
-        sample_positions=none,
+        samples=np.zeros((3, 0), np.int32),
         prefills=PrefillRows(
             ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
         ),
