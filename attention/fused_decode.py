@@ -18,11 +18,7 @@ import triton.language as tl
 
 from asyncllm.attention.base import AttentionLayer, Rotation
 from asyncllm.attention.online_softmax import LOG2_E, add_tile, start_softmax
-from asyncllm.attention.programmatic_launch import (
-    has_programmatic_launch,
-    start_next,
-    wait_previous,
-)
+from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
 
 MAX_GROUP = 16  # query heads of one KV head
 TILE = 64  # keys that a program takes at a time
@@ -224,7 +220,7 @@ class FusedDecode:
         self._lse = torch.empty(parts, dtype=torch.float32, device=device)
         # Splits that are done, per row and KV head; each launch leaves zeros.
         self._counts = torch.zeros((max_rows, layer.num_kv_heads), dtype=torch.int32, device=device)
-        self._pdl = has_programmatic_launch(device)
+        self._launch_flags = launch_flags(device)
 
     def takes(self, num_rows: int) -> bool:
         return num_rows <= self._max_rows and self._group <= MAX_GROUP
@@ -260,8 +256,7 @@ class FusedDecode:
             GROUP_PADDED=max(MIN_DOT, triton.next_power_of_2(group)),
             HALF=head_dim // 2, PADDED=dim_padded // 2,
             BLOCK_SIZE=cache.shape[2], TILE=min(TILE, TILE_ELEMENTS // dim_padded),
-            WINDOW=layer.window, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None, PDL=self._pdl,
-            num_warps=4,
-            **({"launch_pdl": True} if self._pdl else {}),
+            WINDOW=layer.window, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None,
+            num_warps=4, **self._launch_flags,
         )  # fmt: skip
         return out

@@ -62,7 +62,7 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
 
 
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
-    """FlashInfer's and ours: on CUDA in half precision, where it is installed."""
+    """Ours: on CUDA in half precision, where FlashInfer is installed; without it torch does all."""
     is_half = device.type == "cuda" and dtype != torch.float32
     return is_half and importlib.util.find_spec("flashinfer") is not None
 
@@ -71,9 +71,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
     """`sizes`: tokens of the steps whose products are worth a choice."""
     if not has_fast_ops(device, dtype):
         return TorchOps()
-    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+    from asyncllm.models.layers.cuda_ops import CudaOps  # slow to import: Triton
 
-    return FlashInferOps(device, _select_products(device, dtype, sizes))
+    return CudaOps(device, _select_products(device, dtype, sizes))
 
 
 def _select_products(

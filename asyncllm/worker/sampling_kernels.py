@@ -11,11 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.programmatic_launch import (
-    has_programmatic_launch,
-    start_next,
-    wait_previous,
-)
+from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.filter_kernels import (
@@ -191,10 +187,8 @@ def sample_slots_triton(
         "BLOCK": BLOCK,
         "GROUP": GROUP.value,
         "MASKED": masks is not None,
-        "PDL": has_programmatic_launch(device),
+        **launch_flags(device),
     }
-    if flags["PDL"]:
-        flags["launch_pdl"] = True
     by_slot = int(positions is None)
     _look_at_block[(num_rows, num_blocks)](
         *rows, values, tokens, maxima, num_blocks, by_slot, **flags

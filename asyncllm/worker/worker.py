@@ -17,7 +17,7 @@ import torch
 from asyncllm.attention.base import AttentionBackend
 from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.registry import build_backend, resolve_backend
+from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
@@ -81,9 +81,12 @@ class Worker:
         early = EarlyLaunches(self.device)
         with self._phase("kernels"):
             kernels, ops = self._begin_kernels(early)
+            import_backend(self.backend_name)
         with self._phase("load"):
             model = self._build_model(ops)
             early.begin_one_row(model)
+            if self.backend_name != "torch":
+                early.begin_heads(model.attention_layers[0], config.block_size, self._dtype)
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
@@ -178,7 +181,9 @@ class Worker:
         early.begin_slots(kernels, config.block_size)
         if has_fast_ops(self.device, self._dtype):
             begin_building(config, self.device)
-        return kernels, select_ops(self.device, self._dtype, self._captured_sizes)
+        ops = select_ops(self.device, self._dtype, self._captured_sizes)
+        early.begin_ops(ops, config.model, self._dtype)
+        return kernels, ops
 
     def _build_model(self, ops: Ops) -> CausalLM:
         """Without its weights."""

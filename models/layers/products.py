@@ -128,9 +128,10 @@ def time_on_device(ways: Ways, num_launches: int) -> list[float]:
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether they lie as cuBLAS's heuristic takes for granted."""
+    """Whether there is something to do, and it lies as cuBLAS's heuristic takes for granted."""
     return (
-        x.is_contiguous()
+        weight.numel() > 0
+        and x.is_contiguous()
         and weight.is_contiguous()
         and x.data_ptr() % ALIGNMENT_BYTES == weight.data_ptr() % ALIGNMENT_BYTES == 0
     )

@@ -107,12 +107,14 @@ def test_many_weights_of_a_product_are_timed_but_not_all() -> None:
     assert len(library.ran) == MOST_WEIGHTS * len(ALGORITHMS)
 
 
-@pytest.mark.parametrize("what", ["bias", "tokens", "strided x", "misplaced weight"])
+@pytest.mark.parametrize("what", ["bias", "tokens", "strided x", "misplaced weight", "nothing"])
 def test_other_products_are_torchs(what: str) -> None:
     library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
     bias = aligned(5) if what == "bias" else None
     if what == "tokens":
         x = aligned(5, 6)
+    elif what == "nothing":
+        x, weight = x[:, :0].contiguous(), weight[:, :0].contiguous()
     elif what == "strided x":
         x = aligned(6, 4).T
     elif what == "misplaced weight":

@@ -1,23 +1,20 @@
-"""`Ops` by CUDA kernels: ours for one row and for few rows of small weights, else cuBLAS and
-FlashInfer's.
-
-Of FlashInfer public calls only, tested with 0.6.12.
-"""
+"""`Ops` by CUDA kernels: ours for one row and for few rows of small weights, else cuBLAS with ours
+between its products."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from asyncllm.attention.flashinfer_import import flashinfer
 from asyncllm.models.layers.few_rows import FewRows
+from asyncllm.models.layers.many_rows import add_rms_norm, rms_norm, swiglu
 from asyncllm.models.layers.one_row import one_row_add_linear, one_row_linear
 from asyncllm.models.layers.ops import Norm, Normed
 from asyncllm.models.layers.products import Products
 
 
-class FlashInferOps:
-    """`products`: of many rows; None: torch's."""
+class CudaOps:
+    """In half precision. `products`: of many rows; None: torch's."""
 
     def __init__(self, device: torch.device, products: Products | None = None) -> None:
         self._few_rows = FewRows(device)
@@ -29,7 +26,7 @@ class FlashInferOps:
             self._products.choose()
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return flashinfer.norm.rmsnorm(x, norm.weight, norm.eps)
+        return rms_norm(x, norm)
 
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -47,7 +44,7 @@ class FlashInferOps:
             return one_row_linear(x, weight, bias, gated=True)
         if self._few_rows.takes(x, weight):
             return self._few_rows.linear(x, weight, bias, gated=True)
-        return flashinfer.activation.silu_and_mul(self._linear(x.values, weight, bias))
+        return swiglu(self._linear(x.values, weight, bias))
 
     def add_linear(
         self,
@@ -62,5 +59,5 @@ class FlashInferOps:
         if self._few_rows.takes_sum(x, weight):
             return self._few_rows.add_linear(x, weight, bias, residual, norm)
         y = self._linear(x, weight, bias)
-        flashinfer.norm.fused_add_rmsnorm(y, residual, norm.weight, norm.eps)
+        add_rms_norm(y, residual, norm)
         return Normed(y)
