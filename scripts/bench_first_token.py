@@ -200,7 +200,7 @@ def main() -> None:
         SimulatedWorker.prefill_host_s, SimulatedWorker.decode_host_s = (
             us / 1e6 for us in args.host_us
         )
-        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     result = uvloop.run(measure(args))
     print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name, us in result.items():

@@ -287,7 +287,7 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     if args.prefill_ms is not None:
         SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
-    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     rows = [
         uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)
