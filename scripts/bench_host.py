@@ -109,6 +109,7 @@ class Meter:
         core.finish = count  # type: ignore[method-assign]
         self.wrap(core, "finish", "finish")
         self.wrap(core, "tell", "finish", "text", "emit")
+        self.wrap(core, "_observe", "finish")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
