@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncllm.config import EngineArgs
     from asyncllm.engine.async_engine import AsyncLLMEngine
     from asyncllm.engine.llm import LLM
+    from asyncllm.engine_args import EngineArgs
     from asyncllm.errors import (
         ContextLengthError,
         EngineDeadError,
@@ -47,7 +47,7 @@ _HOMES = {
     "BeamSearchSequence": "outputs",
     "CompletionOutput": "outputs",
     "ContextLengthError": "errors",
-    "EngineArgs": "config",
+    "EngineArgs": "engine_args",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",

@@ -44,10 +44,10 @@ from json_streams import ANSWER_TOKENS, JsonStreams
 from simulated_worker import SimulatedWorker
 from tqdm import tqdm
 
-from asyncllm.config import EngineArgs
 from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine_args import EngineArgs
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.collector import patient_collector

@@ -21,7 +21,7 @@ from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.non_finite import end_without_token
@@ -33,6 +33,7 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
 from asyncllm.engine.step_clock import StepClock
+from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
@@ -104,7 +105,7 @@ class EngineCore:
         text_sink: TextSink | None = None,
     ) -> Request:
         self._check_open(request_id)
-        request = await self.input_processor.process_async(
+        request = await self.input_processor.process(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
         # Things may have changed while a long prompt was tokenised.
@@ -165,6 +166,7 @@ class EngineCore:
         now = time.monotonic()
         self.clock.host.launch += now - start
         self._plan_time.planned(now - self._plan_started)
+        self.live.scheduler.publish_planned()  # now that the device is at work
         return launched
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:

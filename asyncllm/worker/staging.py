@@ -14,15 +14,16 @@ import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 16
+USUAL_BYTES = 1 << 20  # of a buffer; it grows where a step has more
 NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 
 class Staging:
-    def __init__(self, device: torch.device, capacity_bytes: int = 1 << 20) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[_PinnedBuffer] = []
         if device.type == "cuda":
-            self._buffers = [_PinnedBuffer(capacity_bytes, device) for _ in range(NUM_BUFFERS)]
+            self._buffers = [_PinnedBuffer(device) for _ in range(NUM_BUFFERS)]
         self._next = 0
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -41,10 +42,10 @@ class Staging:
 class _PinnedBuffer:
     """A pinned host buffer, its device twin, and the event after which it may be written again."""
 
-    def __init__(self, capacity_bytes: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._read = torch.cuda.Event()
-        self._allocate(capacity_bytes)
+        self._allocate(USUAL_BYTES)
 
     def _allocate(self, capacity_bytes: int) -> None:
         self._twins = Twins(
