@@ -66,8 +66,14 @@ def compile_ahead(unopened: Iterable[str]) -> subprocess.Popen[bytes] | None:
         process.stdin.flush()  # and left open: its end is the sign to end
     except OSError:  # no process, or it has ended: the imports do without
         return None
-    Thread(target=process.wait, name="asyncllm-compile-ahead", daemon=True).start()
+    Thread(target=_reap, args=[process], name="asyncllm-compile-ahead", daemon=True).start()
     return process
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def is_missing() -> bool:

@@ -194,12 +194,13 @@ class Walk:
 
 
 class Worker:
-    """A child that compiles, one module at a time. It ends when this process does."""
+    """A child that compiles, one module at a time. It ends at the latest with this process."""
 
     def __init__(self) -> None:
         tasks, ours = os.pipe()
         answers, theirs = os.pipe()
-        if os.fork() == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             try:
                 os.dup2(tasks, 0)
                 os.dup2(theirs, 1)
@@ -222,6 +223,12 @@ class Worker:
         """Which module was compiled, and its imports; None where it could not be."""
         return self._name, marshal.load(self.answers)
 
+    def end(self) -> None:
+        """And wait for it: who has started this process knows nothing of its children."""
+        self._tasks.close()
+        self.answers.close()
+        os.waitpid(self._pid, 0)
+
 
 def compile_modules() -> None:
     """Each task of standard input, until it ends."""
@@ -243,6 +250,14 @@ def compile_modules() -> None:
 def compile_all(walk: Walk, num_workers: int) -> bool:
     """False if it ended before: with the input, or as nothing is kept, where a disk is full."""
     workers = [Worker() for _ in range(num_workers)]
+    try:
+        return _share_out(walk, workers)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _share_out(walk: Walk, workers: list[Worker]) -> bool:
     by_file = {worker.answers.fileno(): worker for worker in workers}
     poll = select.poll()
     for file in (END_OF_INPUT, *by_file):
@@ -251,7 +266,7 @@ def compile_all(walk: Walk, num_workers: int) -> bool:
     while True:
         while idle and (task := walk.take()) is not None:
             idle.pop().give(task)
-        if len(idle) == num_workers:
+        if len(idle) == len(workers):
             return True
         for file, _ in poll.poll():
             if file == END_OF_INPUT:

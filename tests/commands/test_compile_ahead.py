@@ -19,7 +19,9 @@ from tests.waiting import PATIENCE_SECONDS
 
 MANY = 3000  # more modules than are compiled while a process ends
 PROGRAM = """
-import json, os, sys
+import ctypes, json, os, sys
+PR_SET_CHILD_SUBREAPER = 36  # as in a container, where nobody else waits for what is left
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
 sys.path.insert(0, {folder!r})
 from pathlib import Path
 from asyncllm.commands import compile_ahead as ahead
@@ -31,6 +33,11 @@ if process is not None:
     print(json.dumps([process.pid, os.getpgid(process.pid) == os.getpgid(0)]), flush=True)
     if {waits}:
         assert process.wait() == 0
+        try:
+            left = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            left = None
+        assert left is None, left
         import made_up
         print(json.dumps(made_up.__cached__))
     os._exit(0)
