@@ -27,7 +27,10 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
-PREFILL_GRAPH_SIZES = (16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128))
+# 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
+PREFILL_GRAPH_SIZES = tuple(
+    sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
+)
 GIB = 1 << 30
 
 
