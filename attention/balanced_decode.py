@@ -25,7 +25,6 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
 LEAST_ROWS = 48  # of a step: XQA's shares are finer, and with fewer rows faster (docs/LOG.md)
 MAX_ROWS = 2048
-WARPS = 8  # of a block
 TILE = 16  # tokens
 
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -83,8 +82,8 @@ class BalancedDecode:
         self._num_blocks = num_blocks
         device = cache.layers[0].device
         kv_heads = layer.num_kv_heads
-        # A share and KV head leave two parts at most: of their first row and of their last.
-        parts = (WARPS * num_blocks // kv_heads, kv_heads, 2, layer.num_heads // kv_heads)
+        # A block leaves two parts at most: of the rows in which its tiles begin and end.
+        parts = (num_blocks, 2, layer.num_heads // kv_heads)
         self._partial = torch.empty((*parts, layer.head_dim), dtype=torch.float32, device=device)
         self._weights = torch.empty((*parts, 2), dtype=torch.float32, device=device)
         self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
