@@ -42,7 +42,9 @@ __device__ __forceinline__ void attend(const Args& args, const Share& share, Sha
             sync_warp();  // all have read the last tile, whose place the part may take
             sums.store(shared.part_of(warp, begins));
             if (lane == 0 && (begins || member == 0))
-                shared.runs[team][begins ? 1 + member : 0] = {place.kv_head, place.row, begin, end};
+                shared.runs[team][begins ? 1 + member : 0]
+                    = {place.kv_head, place.row, share.list.share_of(begin),
+                       share.list.share_of(end - 1)};
         }
         if (i + 1 == share.end) break;
         place.next_row(args);
@@ -62,7 +64,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args
     const Share share = find_share(args, block * TEAM + member);
     if (share.start < share.end) attend(args, share, shared, warp, team, member);
     sync_block();
-    merge(args, shared, share.list, team, block);
+    merge(args, shared, team, block);
 }
 
 }  // namespace

@@ -11,11 +11,14 @@ constexpr int WINDOWS = HEAD_DIM / 32;
 constexpr int BANDS = HEAD_DIM / 16;
 constexpr float NO_SCORE = -1e30f;  // below any score, and finite
 
-// Of some tiles of a row and KV head: what their tokens' values add up to, by weights of which the
-// greatest is 1.
+// Of some tiles of a row and KV head, for each query head: what their tokens' values add up to, by
+// weights of which the greatest is 1.
 struct Part {
-    float sums[GROUP_SIZE][HEAD_DIM + 4];  // heads 4 banks apart
-    float best[GROUP_SIZE], total[GROUP_SIZE];  // greatest score, sum of the weights
+    struct Head {
+        float sums[HEAD_DIM];
+        float best, total;  // greatest score, sum of the weights
+        float unused[2];    // so that heads begin 4 banks apart, and 16 bytes have the last two
+    } heads[GROUP_SIZE];
 };
 
 // The tiles so far. With quad = lane % 4 and group = lane / 4, a lane has the query heads 2 * quad
@@ -88,33 +91,42 @@ struct Softmax {
             for (int step = 4; step < 32; step *= 2) total[h] = add_across(total[h], step);
     }
 
-    // f(head, entry, sum, h): all that the lane has of the group.
+    // f(head, h): the query heads of the lane.
     template <typename F>
-    __device__ __forceinline__ void each(const F& f) const {
-        const int lane = thread_index() % 32;
+    __device__ __forceinline__ void each_head(const F& f) const {
 #pragma unroll
-        for (int i = 0; i < BANDS; i++)
+        for (int h = 0; h < 2; h++) {
+            const int head = thread_index() % 4 * 2 + h;
+            if (head < GROUP_SIZE) f(head, h);
+        }
+    }
+
+    // f(entry, sum): all that the lane has of its head h.
+    template <typename F>
+    __device__ __forceinline__ void each_entry(int h, const F& f) const {
+        const int group = thread_index() % 32 / 4;
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int head = lane % 4 * 2 + j % 2;
-                if (head < GROUP_SIZE)
-                    f(head, i * 16 + j / 2 * 8 + lane / 4, sums[i][j], j % 2);
-            }
+        for (int i = 0; i < BANDS; i++) {
+            f(i * 16 + group, sums[i][h]);
+            f(i * 16 + 8 + group, sums[i][2 + h]);
+        }
     }
 
     __device__ __forceinline__ void store(Part& to) const {
-        each([&](int head, int entry, float sum, int h) {
-            to.sums[head][entry] = sum;
-            if (entry == 0) to.best[head] = best[h], to.total[head] = total[h];
+        each_head([&](int head, int h) {
+            Part::Head& of_head = to.heads[head];
+            each_entry(h, [&](int entry, float sum) { of_head.sums[entry] = sum; });
+            if (thread_index() % 32 < 4) of_head.best = best[h], of_head.total = total[h];
         });
     }
 
     // A whole row's.
     __device__ __forceinline__ void store_out(const Args& args, const Place& place) const {
         const int64_t first = static_cast<int64_t>(place.row) * args.kv_heads + place.kv_head;
-        const float factor[2] = {1 / total[0], 1 / total[1]};
-        each([&](int head, int entry, float sum, int h) {
-            *at(args.out, (first * GROUP_SIZE + head) * HEAD_DIM + entry) = to_half(sum * factor[h]);
+        each_head([&](int head, int h) {
+            uint16_t* to = at(args.out, (first * GROUP_SIZE + head) * HEAD_DIM);
+            const float factor = 1 / total[h];
+            each_entry(h, [&](int entry, float sum) { to[entry] = to_half(sum * factor); });
         });
     }
 };

@@ -20,8 +20,7 @@ struct Args {
     const int32_t* tables;      // [rows, table_stride]
     const int32_t* lengths;     // [rows]; 0 for rows behind the others that are nobody's
     void* out;                  // as q
-    float* partial;             // [blocks, 2, GROUP_SIZE, HEAD_DIM]
-    float* weights;             // [blocks, 2, GROUP_SIZE, 2]: greatest score, sum
+    void* parts;                // [blocks, 2] of Part (softmax.cuh)
     uint32_t* counts;           // [rows, kv_heads], zero; left zero
     int64_t page_stride, kv_stride;  // elements
     int32_t rows, kv_heads, table_stride;
