@@ -40,7 +40,7 @@ __device__ __forceinline__ void attend(const Args& args, const Share& share, Sha
             sums.store_out(args, place);
         } else {
             sync_warp();  // all have read the last tile, whose place the part may take
-            sums.store(shared.part_of(warp, begins));
+            sums.store(begins ? shared.last_part(warp) : shared.firsts[warp]);
             if (lane == 0 && (begins || member == 0))
                 shared.runs[team][begins ? 1 + member : 0]
                     = {place.kv_head, place.row, share.list.share_of(begin),
@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args
     const int block = team * num_blocks() + block_index();
     if (thread_index() < TEAMS * (1 + TEAM))
         shared.runs[thread_index() / (1 + TEAM)][thread_index() % (1 + TEAM)] = {};
+    if (thread_index() < 2 * TEAMS) shared.last[thread_index() / 2][thread_index() % 2] = {};
     sync_block();
     wait_kernel_before();
     const Share share = find_share(args, block * TEAM + member);

@@ -27,12 +27,11 @@ struct Shared {
     Tile rings[WARPS][DEPTH];
     Part firsts[WARPS];         // of the row in which a share begins
     Run runs[TEAMS][1 + TEAM];  // in which a block's tiles begin, and that begin in a warp's share
-    bool is_last[TEAMS][1 + TEAM];
+    Run last[TEAMS][2];         // that this block is to merge: the first, one that begins here
 
-    // Where a warp leaves its part of a run. When it is done with the row in which its share ends,
-    // its ring is empty.
-    __device__ __forceinline__ Part& part_of(int warp, bool begins) {
-        return begins ? *reinterpret_cast<Part*>(&rings[warp][0]) : firsts[warp];
+    // Of the row in which a share ends: by then the warp's ring is empty.
+    __device__ __forceinline__ Part& last_part(int warp) {
+        return *reinterpret_cast<Part*>(&rings[warp][0]);
     }
 };
 static_assert(sizeof(Part) <= sizeof(Tile) && sizeof(Shared) <= 227 << 10);
@@ -51,7 +50,7 @@ struct Quad {
     __device__ __forceinline__ void add(const Quad (&parts)[NUM]) {
         float most = best;
 #pragma unroll
-        for (int i = 0; i < NUM; i++) most = parts[i].best > most ? parts[i].best : most;
+        for (int i = 0; i < NUM; i++) most = greater(most, parts[i].best);
         const float shrink = power_of_2(best - most);
         best = most, total *= shrink;
 #pragma unroll
@@ -75,7 +74,7 @@ struct Quad {
     __device__ __forceinline__ void store_out(const Args& args, const Run& run, int quad) const {
         const int64_t first = static_cast<int64_t>(run.row) * args.kv_heads + run.kv_head;
         auto* to = reinterpret_cast<uint32_t*>(at(args.out, first * GROUP_SIZE * HEAD_DIM + quad * 4));
-        const float factor = 1 / total;
+        const float factor = divide(1, total);
         to[0] = to_pair(values[0] * factor, values[1] * factor);
         to[1] = to_pair(values[2] * factor, values[3] * factor);
     }
@@ -93,12 +92,17 @@ __device__ __forceinline__ void merge_warps(const Args& args, Shared& shared, co
 #pragma unroll 1
     for (int quad = member; quad < QUADS; quad += THREADS) {
         const int head = quad * 4 / HEAD_DIM, entry = quad * 4 % HEAD_DIM;
-        Quad parts[TEAM], sum;
+        Quad sum, parts[TEAM];
+        if (begin >= 0) {
+            const auto& part = shared.last_part(team * TEAM + begin).heads[head];
+            sum.set(load_shared(part.sums + entry), load_shared(&part.best));
+        }
+        const Part* others = &shared.firsts[team * TEAM];
 #pragma unroll
         for (int i = 0; i < TEAM; i++) {
-            if (i < begin || i > end) continue;
-            const auto& part = shared.part_of(team * TEAM + i, i == begin).heads[head];
-            parts[i].set(load_shared(part.sums + entry), load_shared(&part.best));
+            const auto& part = others[i].heads[head];
+            if (i > begin && i <= end)
+                parts[i].set(load_shared(part.sums + entry), load_shared(&part.best));
         }
         sum.add(parts);
         if (begin >= 0 && end < TEAM)
@@ -148,16 +152,19 @@ __device__ __forceinline__ void merge(const Args& args, Shared& shared, int team
     const int thread = thread_index() % (TEAM * 32);
     const int half = thread / THREADS, member = thread % THREADS;
     const Run* runs = shared.runs[team];
+    uint32_t own = 0;  // bit i: whether there is run half + 2 * i
+#pragma unroll
+    for (int i = 0; 2 * i <= TEAM; i++)
+        if (half + 2 * i <= TEAM && runs[half + 2 * i].first < runs[half + 2 * i].last) own |= 1 << i;
 #pragma unroll 1
-    for (int i = half; i <= TEAM; i += 2)
-        if (runs[i].first < runs[i].last) merge_warps(args, shared, runs[i], team, block, member);
+    for (int i = half; own != 0; i += 2, own >>= 1)
+        if (own % 2 == 1) merge_warps(args, shared, runs[i], team, block, member);
     sync_block();
-    if (thread <= TEAM) shared.is_last[team][thread] = arrive_last(args, runs[thread]);
+    if (thread <= TEAM && arrive_last(args, runs[thread]))
+        shared.last[team][thread > 0] = runs[thread];
     sync_block();
-    // Two at most are others' too: the first, and one of those that begin here.
-#pragma unroll 1
-    for (int i = half; i <= half * TEAM; i++)
-        if (shared.is_last[team][i]) merge_blocks(args, runs[i], member);
+    const Run& last = shared.last[team][half];
+    if (last.first < last.last) merge_blocks(args, last, member);
 }
 
 }  // namespace

@@ -63,9 +63,8 @@ struct Softmax {
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float most = parts[h] > parts[h + 2] ? parts[h] : parts[h + 2];
+            float most = greater(greater(parts[h], parts[h + 2]), best[h]);
             for (int step = 4; step < 32; step *= 2) most = most_across(most, step);
-            most = most > best[h] ? most : best[h];
             shrink[h] = power_of_2(best[h] - most);
             best[h] = most;
             parts[h] = power_of_2(parts[h] - most), parts[h + 2] = power_of_2(parts[h + 2] - most);
@@ -125,7 +124,7 @@ struct Softmax {
         const int64_t first = static_cast<int64_t>(place.row) * args.kv_heads + place.kv_head;
         each_head([&](int head, int h) {
             uint16_t* to = at(args.out, (first * GROUP_SIZE + head) * HEAD_DIM);
-            const float factor = 1 / total[h];
+            const float factor = divide(1, total[h]);
             each_entry(h, [&](int entry, float sum) { to[entry] = to_half(sum * factor); });
         });
     }

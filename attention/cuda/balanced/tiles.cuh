@@ -31,7 +31,6 @@ __device__ __forceinline__ int tiles_of(int length) { return (length + TILE - 1)
 
 // Equal shares: the first of them have a tile more.
 struct List {
-    int num_tiles;  // of a KV head
     int least, num_longer;
 
     __device__ __forceinline__ int start(int share) const {
@@ -79,12 +78,12 @@ __device__ __forceinline__ Share find_share(const Args& args, int index) {
     }
     Share share = {};
     const int num_tiles = from_lane(until, 31), num_shares = num_blocks() * WARPS;
-    share.list = {num_tiles, num_tiles * args.kv_heads / num_shares,
-                  num_tiles * args.kv_heads % num_shares};
+    const int least = num_tiles * args.kv_heads / num_shares;
+    share.list = {least, num_tiles * args.kv_heads - least * num_shares};
     share.start = share.list.start(index), share.end = share.list.start(index + 1);
     if (share.start == share.end) return share;
     Place& place = share.place;
-    place.kv_head = share.start / num_tiles, place.tile = share.start % num_tiles;
+    place.kv_head = share.start / num_tiles, place.tile = share.start - place.kv_head * num_tiles;
     const int at = count_lanes(until <= place.tile);
     place.row = at * part;
     place.tile -= from_lane(until - own, at);
