@@ -11,9 +11,8 @@
 namespace {
 
 // The share's tiles: rows that are its own are done, of its first and its last it may have a part.
-__device__ __forceinline__ void attend(const Args& args, const Share& share, Shared& shared, int warp,
-                                       int team, int member) {
-    const int lane = thread_index() % 32;
+__device__ __forceinline__ void attend(const Args& args, const Share& share, Shared& shared) {
+    const int lane = thread_index() % 32, warp = thread_index() / 32;
     Tile* ring = shared.rings[warp];
     Cursor asked(args, share);
     int slot = 0;
@@ -41,8 +40,8 @@ __device__ __forceinline__ void attend(const Args& args, const Share& share, Sha
         } else {
             sync_warp();  // all have read the last tile, whose place the part may take
             sums.store(begins ? shared.last_part(warp) : shared.firsts[warp]);
-            if (lane == 0 && (begins || member == 0))
-                shared.runs[team][begins ? 1 + member : 0]
+            if (lane == 0 && (begins || warp == 0))
+                shared.runs[begins ? 1 + warp : 0]
                     = {place.kv_head, place.row, share.list.share_of(begin),
                        share.list.share_of(end - 1)};
         }
@@ -55,17 +54,15 @@ __device__ __forceinline__ void attend(const Args& args, const Share& share, Sha
 __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args) {
     start_kernel_after();
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
-    const int warp = thread_index() / 32, team = warp / TEAM, member = warp % TEAM;
-    const int block = team * num_blocks() + block_index();
-    if (thread_index() < TEAMS * (1 + TEAM))
-        shared.runs[thread_index() / (1 + TEAM)][thread_index() % (1 + TEAM)] = {};
-    if (thread_index() < 2 * TEAMS) shared.last[thread_index() / 2][thread_index() % 2] = {};
+    const int thread = thread_index();
+    if (thread <= WARPS) shared.runs[thread] = {};
+    if (thread < 2) shared.ended[thread] = {};
     sync_block();
     wait_kernel_before();
-    const Share share = find_share(args, block * TEAM + member);
-    if (share.start < share.end) attend(args, share, shared, warp, team, member);
+    const Share share = find_share(args, block_index() * WARPS + thread / 32);
+    if (share.start < share.end) attend(args, share, shared);
     sync_block();
-    merge(args, shared, team, block);
+    merge(args, shared);
 }
 
 }  // namespace

@@ -6,28 +6,25 @@
 
 namespace {
 
-#ifndef TEAM
-#define TEAM 8
-#endif
-constexpr int TEAMS = WARPS / TEAM;
 constexpr int QUADS = GROUP_SIZE * HEAD_DIM / 4;  // of neighbouring entries, of a row and KV head
-constexpr int THREADS = TEAM * 16;                // that merge a run: half of a block's
+constexpr int THREADS = WARPS * 16;               // that merge a run: half of a block's
 constexpr int MERGED = 8;                         // parts on their way at once
 
 // A row and KV head that several shares have, of warps in a block or of blocks.
 struct Run {
     int kv_head, row;
-    int first, last;  // shares; none: equal
+    int first, last;  // shares
 
-    __device__ __forceinline__ int first_block() const { return first / TEAM; }
-    __device__ __forceinline__ int last_block() const { return last / TEAM; }
+    __device__ __forceinline__ bool exists() const { return first < last; }
+    __device__ __forceinline__ int first_block() const { return first / WARPS; }
+    __device__ __forceinline__ int last_block() const { return last / WARPS; }
 };
 
 struct Shared {
     Tile rings[WARPS][DEPTH];
-    Part firsts[WARPS];         // of the row in which a share begins
-    Run runs[TEAMS][1 + TEAM];  // in which a block's tiles begin, and that begin in a warp's share
-    Run last[TEAMS][2];         // that this block is to merge: the first, one that begins here
+    Part firsts[WARPS];   // of the row in which a share begins
+    Run runs[1 + WARPS];  // in which the block's tiles begin, and that begin in a warp's share
+    Run ended[2];         // of all of whose blocks this is the last: the first, one that begins here
 
     // Of the row in which a share ends: by then the warp's ring is empty.
     __device__ __forceinline__ Part& last_part(int warp) {
@@ -86,29 +83,28 @@ __device__ __forceinline__ Part& left_by(const Args& args, int block, bool begin
 }
 
 // By the `member`-th of THREADS.
-__device__ __forceinline__ void merge_warps(const Args& args, Shared& shared, const Run& run, int team,
-                                            int block, int member) {
-    const int begin = run.first - block * TEAM, end = run.last - block * TEAM;
+__device__ __forceinline__ void merge_warps(const Args& args, Shared& shared, const Run& run,
+                                            int member) {
+    const int begin = run.first - block_index() * WARPS, end = run.last - block_index() * WARPS;
 #pragma unroll 1
     for (int quad = member; quad < QUADS; quad += THREADS) {
         const int head = quad * 4 / HEAD_DIM, entry = quad * 4 % HEAD_DIM;
-        Quad sum, parts[TEAM];
+        Quad sum, parts[WARPS];
         if (begin >= 0) {
-            const auto& part = shared.last_part(team * TEAM + begin).heads[head];
+            const auto& part = shared.last_part(begin).heads[head];
             sum.set(load_shared(part.sums + entry), load_shared(&part.best));
         }
-        const Part* others = &shared.firsts[team * TEAM];
 #pragma unroll
-        for (int i = 0; i < TEAM; i++) {
-            const auto& part = others[i].heads[head];
+        for (int i = 0; i < WARPS; i++) {
+            const auto& part = shared.firsts[i].heads[head];
             if (i > begin && i <= end)
                 parts[i].set(load_shared(part.sums + entry), load_shared(&part.best));
         }
         sum.add(parts);
-        if (begin >= 0 && end < TEAM)
+        if (begin >= 0 && end < WARPS)
             sum.store_out(args, run, quad);
         else
-            sum.store(left_by(args, block, begin >= 0).heads[head], entry);
+            sum.store(left_by(args, block_index(), begin >= 0).heads[head], entry);
     }
 }
 
@@ -147,24 +143,21 @@ __device__ __forceinline__ void merge_blocks(const Args& args, const Run& run, i
     }
 }
 
-// All runs of a block, once all of its warps have left their parts.
-__device__ __forceinline__ void merge(const Args& args, Shared& shared, int team, int block) {
-    const int thread = thread_index() % (TEAM * 32);
-    const int half = thread / THREADS, member = thread % THREADS;
-    const Run* runs = shared.runs[team];
+// All runs of a block, once all of its warps have left their parts. Each half of the block takes some.
+__device__ __forceinline__ void merge(const Args& args, Shared& shared) {
+    const int thread = thread_index(), half = thread / THREADS, member = thread % THREADS;
     uint32_t own = 0;  // bit i: whether there is run half + 2 * i
 #pragma unroll
-    for (int i = 0; 2 * i <= TEAM; i++)
-        if (half + 2 * i <= TEAM && runs[half + 2 * i].first < runs[half + 2 * i].last) own |= 1 << i;
+    for (int i = 0; 2 * i <= WARPS; i++)
+        if (half + 2 * i <= WARPS && shared.runs[half + 2 * i].exists()) own |= 1 << i;
 #pragma unroll 1
     for (int i = half; own != 0; i += 2, own >>= 1)
-        if (own % 2 == 1) merge_warps(args, shared, runs[i], team, block, member);
+        if (own % 2 == 1) merge_warps(args, shared, shared.runs[i], member);
     sync_block();
-    if (thread <= TEAM && arrive_last(args, runs[thread]))
-        shared.last[team][thread > 0] = runs[thread];
+    if (thread <= WARPS && arrive_last(args, shared.runs[thread]))
+        shared.ended[thread > 0] = shared.runs[thread];
     sync_block();
-    const Run& last = shared.last[team][half];
-    if (last.first < last.last) merge_blocks(args, last, member);
+    if (shared.ended[half].exists()) merge_blocks(args, shared.ended[half], member);
 }
 
 }  // namespace
