@@ -77,11 +77,17 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_missing() -> bool:
-    """Whether torch's bytecode is, or what `SCRIPT` leaves when it has compiled everything."""
+    """Whether torch's bytecode is, or what `SCRIPT` leaves when it has compiled everything.
+
+    False also where nobody may write it.
+    """
     torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
+    if torch is None or torch.origin is None or torch.cached is None:
         return False
-    return not (_is_compiled(Path(torch.origin)) and _is_compiled(SCRIPT))
+    if _is_compiled(Path(torch.origin)) and _is_compiled(SCRIPT):
+        return False
+    nearest = next(folder for folder in Path(torch.cached).parents if folder.exists())
+    return os.access(nearest, os.W_OK)
 
 
 def num_cores() -> int:

@@ -143,10 +143,14 @@ class Walk:
                 return name, spec.origin, spec.parent or ""
         return None
 
-    def is_kept(self, name: str) -> bool:
-        """Whether there is bytecode of a module where an import looks for it."""
+    def is_lost(self, name: str) -> bool:
+        """Whether there is no bytecode of a compiled module, though it may be written there."""
         spec = self._source(name)
-        return spec is not None and spec.cached is not None and os.path.exists(spec.cached)
+        assert spec is not None and spec.cached is not None
+        nearest = spec.cached
+        while not os.path.exists(nearest):
+            nearest = os.path.dirname(nearest)
+        return nearest != spec.cached and os.access(nearest, os.W_OK)
 
     def _add(self, name: str, place: Place) -> None:
         if name in self._taken or name in self._unopened:
@@ -248,7 +252,7 @@ def compile_modules() -> None:
 
 
 def compile_all(walk: Walk, num_workers: int) -> bool:
-    """False if it ended before: with the input, or as nothing is kept, where a disk is full."""
+    """False if it ended before: with the input, or where a disk is full and bytecode is lost."""
     workers = [Worker() for _ in range(num_workers)]
     try:
         return _share_out(walk, workers)
@@ -274,7 +278,7 @@ def _share_out(walk: Walk, workers: list[Worker]) -> bool:
             name, imports = by_file[file].answer()
             idle.append(by_file[file])
             if imports is not None:
-                if not walk.is_kept(name):
+                if walk.is_lost(name):
                     return False
                 walk.add_imports(imports, name)
 

@@ -222,6 +222,16 @@ def test_it_ends_where_nothing_can_be_kept(modules: Path, tmp_path: Path) -> Non
     assert cache.read_text() == "in the way"
 
 
+def test_some_folders_may_not_be_written(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a Python of the system's, say, under packages of the user's: no disk is full."""
+    asked = question(modules)
+    walk = Walk(asked["path"], asked["folders"], asked["unopened"])
+    walk.add("ours.first", (), (0, 0))
+    assert walk.is_lost("ours.first")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(modules / "ours"))
+    assert not walk.is_lost("ours.first")
+
+
 def test_one_at_a_time(modules: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "import_walk.py").touch()
