@@ -241,7 +241,8 @@ class InputProcessor:
             asked = max(min(asked, room, most), 1)  # the model's wish, not the client's: it yields
         needed = asked or 1
         if needed <= room:
-            check_output_logprobs(params, needed)
+            if needed > most:
+                check_output_logprobs(params, needed)  # raises
             return asked or min(room, most)
         if num_prompt + needed <= self.max_model_len:
             limit = f"This server's KV cache holds at most {self.max_kv_tokens} tokens."
