@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 from asyncllm.worker.step_inputs import StepTokens
 from asyncllm.worker.worker import Worker
 

@@ -22,7 +22,7 @@ from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.non_finite import end_without_token
@@ -34,6 +34,7 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
 from asyncllm.engine.step_clock import StepClock
+from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
@@ -106,7 +107,7 @@ class EngineCore:
         text_sink: TextSink | None = None,
     ) -> Request:
         self._check_open(request_id)
-        request = await self.input_processor.process_async(
+        request = await self.input_processor.process(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
         # Things may have changed while a long prompt was tokenised.

@@ -14,6 +14,7 @@ import numpy as np
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import DecodeBatch, StepPlan
+from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 from asyncllm.worker.slot_changes import pack_entries, pack_inits
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
@@ -196,3 +197,22 @@ def _prompt_logprobs(plan: StepPlan, arrays: Arrays) -> tuple[PromptLogprobs, ..
                 wanted.append(entry)
         first += len(row.token_ids)
     return tuple(wanted)
+
+
+def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
+    """A step of one prompt, and its first token, on the padding page and slot."""
+    num_pages = -(-num_tokens // block_size)
+    zeros = np.zeros(num_tokens, np.int32)
+    return StepTokens(
+        decode_slots=zeros[:0],
+        max_decode_len=0,
+        tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
+        write_slots=zeros.astype(np.int64),
+        samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
+        prefills=PrefillRows(
+            query_indptr=np.array([0, num_tokens], np.int32),
+            kv_lens=np.array([num_tokens], np.int32),
+            page_indptr=np.array([0, num_pages], np.int32),
+            pages=np.full(num_pages, PADDING_PAGE, np.int32),
+        ),
+    )
