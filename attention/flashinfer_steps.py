@@ -63,13 +63,16 @@ class FlashInferSteps:
         self._balanced = balanced
         self._rows = _FixedRows(device)
         lists = torch.empty(LISTS_BYTES, dtype=torch.uint8, device=device)
-        self._plans = [
-            _Plan(PrefillModule(layer, cache, workspace, lists), self._rows, max_tokens)
-            for _ in range(NUM_PLANS)
-        ]
-        self._turns = Turns(self._plans, device)
+        self._turns = Turns(
+            [
+                _Plan(PrefillModule(layer, cache, workspace, lists), self._rows, max_tokens)
+                for _ in range(NUM_PLANS)
+            ],
+            device,
+        )
         with self._turns as plan:
             self._places = plan.prepare(0, NO_PREFILLS)  # of every plan
+            self._module = plan.module  # which is planned, so it can be bound
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
         with self._turns as plan:
@@ -77,7 +80,7 @@ class FlashInferSteps:
         assert places == self._places, "a plan that is not where captured launches look for it"
 
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
-        prefill = self._plans[0].module.bind(q, out)
+        prefill = self._module.bind(q, out)
         if decodes is None:
             return lambda layer: prefill(*self._keys_values[layer.index])
         tables, lengths = decodes.block_tables, decodes.positions + 1  # 0: none's
