@@ -47,6 +47,7 @@ logger = logging.getLogger("asyncllm")
 
 QUIET_SECONDS = 0.25  # without a request, before graphs are captured
 PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
+TIMER_SECONDS = 1e-3  # that timers count in: what is less is waited for in turns of the loop
 
 
 class EngineCore:
@@ -146,9 +147,10 @@ class EngineCore:
 
     async def linger(self) -> None:
         """Let requests that arrive now be in the next plan, as long as the device is busy."""
-        seconds = self._plan_time.seconds_to_wait(time.monotonic())
-        if seconds > 0:
-            await asyncio.sleep(seconds)
+        now = time.monotonic()
+        until = now + self._plan_time.seconds_to_wait(now)
+        while (seconds := until - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(max(seconds - TIMER_SECONDS, 0))
 
     def plan(self) -> StepPlan | None:
         start = self._plan_started = time.monotonic()
