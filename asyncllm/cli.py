@@ -18,7 +18,7 @@ import uvloop
 
 from asyncllm.commands import bench, chat, complete, doctor, kernels, run_batch
 from asyncllm.commands.head_start import take_head_start
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import (

@@ -1,23 +1,16 @@
 """Imports FlashInfer the one way that this project has tested. Import it from here only.
 
-FlashInfer reads its environment when imported: without FLASHINFER_USE_CUDA_NORM its norms need a
-compiler of its own (cute-dsl) that it does not depend on. Tested with 0.6.12.
-
-It compiles a module that it does not find, silently and for minutes: here it says so first.
+FlashInfer compiles a module that it does not find, silently and for minutes: here it says so first.
+Tested with 0.6.12.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from functools import wraps
 from typing import Any
 
-os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
-
 import flashinfer
-import flashinfer.activation
-import flashinfer.norm
 import flashinfer.prefill
 from flashinfer.jit.core import JitSpec
 from flashinfer.xqa import xqa

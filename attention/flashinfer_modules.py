@@ -2,8 +2,8 @@
 
 FlashInfer compiles a module at its first use, for minutes, into a cache keyed by its version and
 the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE); a package of ready-made ones
-is looked at first. Listed here is what attention/flashinfer.py and models/layers/flashinfer_ops.py
-call; `asyncllm kernels build` says what a start loaded besides.
+is looked at first. Listed here is what attention/flashinfer.py calls; `asyncllm kernels build` says
+what a start loaded besides.
 The generators are FlashInfer's own surface, tested with 0.6.12.
 """
 
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from flashinfer.jit import env, gen_act_and_mul_module, gen_batch_prefill_module
+from flashinfer.jit import env, gen_batch_prefill_module
 from flashinfer.jit.core import jit_spec_registry
-from flashinfer.jit.norm import gen_norm_module
 from flashinfer.jit.xqa import gen_xqa_module
 
 from asyncllm.attention.base import AttentionLayer
@@ -58,7 +57,7 @@ def modules_for(
     layers: list[AttentionLayer], dtype: torch.dtype, block_size: int, capability: tuple[int, int]
 ) -> list[Module]:
     """What a model with these layers needs; none of it is built or loaded by asking."""
-    specs = [gen_norm_module(), gen_act_and_mul_module("silu")]
+    specs = []
     dim = layers[0].head_dim
     for window in sorted({layer.window for layer in layers}, key=lambda w: w or 0):
         backend = prefill_backend(capability, window)

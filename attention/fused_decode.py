@@ -17,11 +17,8 @@ import triton
 import triton.language as tl
 
 from asyncllm.attention.base import AttentionLayer, Rotation
-from asyncllm.attention.programmatic_launch import (
-    has_programmatic_launch,
-    start_next,
-    wait_previous,
-)
+from asyncllm.attention.online_softmax import LOG2_E, add_tile, start_softmax
+from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
 
 MAX_GROUP = 16  # query heads of one KV head
 TILE = 64  # keys that a program takes at a time
@@ -29,7 +26,6 @@ TILE_ELEMENTS = 8192  # its head_dims together, at most: a second tile is on its
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
 MIN_DOT = 16  # the least side of a tensor-core product
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -52,6 +48,49 @@ def _head_halves(source, weight_ptr, eps, cos, sin, HALF: tl.constexpr, PADDED: 
     return y1, y2
 
 
+@triton.jit
+def _load_tile(cache, table, token, is_old, page_stride, kv_stride, TOKEN_STRIDE: tl.constexpr,
+               HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Of earlier tokens [TILE]: both halves of keys [TILE, PADDED], values [TILE, 2 * PADDED]."""
+    half = tl.arange(0, PADDED)
+    column = tl.arange(0, 2 * PADDED)
+    page = tl.load(table + token // BLOCK_SIZE, is_old, other=0)
+    offset = page.to(tl.int64) * page_stride + (token % BLOCK_SIZE) * TOKEN_STRIDE
+    key = cache + offset[:, None] + half[None, :]
+    in_key = is_old[:, None] & (half < HALF)[None, :]
+    k1 = tl.load(key, in_key, other=0.0)
+    k2 = tl.load(key + HALF, in_key, other=0.0)
+    value = cache + kv_stride + offset[:, None] + column[None, :]
+    v = tl.load(value, is_old[:, None] & (column < 2 * HALF)[None, :], other=0.0)
+    return k1, k2, v
+
+
+@triton.jit
+def _merge_splits(out, partial_ptr, lse_ptr, first_head, num_active, GROUP: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """The heads of a group, each from its splits' outputs by their parts of the softmax's sum.
+
+    out: where the first of them goes; first_head: its number among those of all rows.
+    """
+    splits = tl.arange(0, SPLITS)
+    column = tl.arange(0, 2 * PADDED)
+    for m in tl.static_range(GROUP):
+        base = (first_head + m) * SPLITS
+        lse = tl.load(
+            lse_ptr + base + splits, splits < num_active, other=float("-inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        share = tl.exp2(lse - tl.max(lse, axis=0))
+        share = share / tl.sum(share, axis=0)
+        parts = tl.load(
+            partial_ptr + (base + splits)[:, None] * HEAD_DIM + column[None, :],
+            (splits < num_active)[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        merged = tl.sum(parts * share[:, None], axis=0)
+        tl.store(out + m * HEAD_DIM + column, merged.to(out.dtype.element_ty), column < HEAD_DIM)
+
+
 @triton.jit(do_not_specialize=["num_splits"])
 def _fused_decode(
     qkv_ptr, cache_ptr, tables_ptr, positions_ptr, rows_ptr, cos_sin_ptr, q_weight_ptr,
@@ -66,6 +105,7 @@ def _fused_decode(
     split = tl.program_id(2)
     HEAD_DIM: tl.constexpr = 2 * HALF
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     position = tl.load(positions_ptr + row)
     first = 0
     if WINDOW is not None:
@@ -86,15 +126,10 @@ def _fused_decode(
     token = start * TILE + tl.arange(0, TILE)
     table = tables_ptr + row * table_stride
     cache = cache_ptr + kv_head * HEAD_DIM
-    page = tl.load(table + token // BLOCK_SIZE, token < position, other=0)
-    offset = page.to(tl.int64) * page_stride + (token % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-    old = token < position
-    key = cache + offset[:, None] + half[None, :]
-    in_key = old[:, None] & (half < HALF)[None, :]
-    k1 = tl.load(key, in_key, other=0.0)  # [TILE, PADDED]
-    k2 = tl.load(key + HALF, in_key, other=0.0)
-    value = cache + kv_stride + offset[:, None] + column[None, :]
-    v = tl.load(value, old[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    k1, k2, v = _load_tile(
+        cache, table, token, token < position, page_stride, kv_stride, TOKEN_STRIDE, HALF, PADDED,
+        BLOCK_SIZE,
+    )  # fmt: skip
     angle = cos_sin_ptr + tl.load(rows_ptr + row).to(tl.int64) * HEAD_DIM + half[None, :]
     cos = tl.load(angle, (half < HALF)[None, :], other=0.0)
     sin = tl.load(angle + HALF, (half < HALF)[None, :], other=0.0)
@@ -123,14 +158,12 @@ def _fused_decode(
     new_v = tl.load(new + NUM_KV_HEADS * HEAD_DIM + column, column < HEAD_DIM, other=0.0)[None, :]
     if end == first + num_tiles:
         target = cache_ptr + kv_head * HEAD_DIM + new_page * page_stride
-        target += (position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        target += (position % BLOCK_SIZE) * TOKEN_STRIDE
         tl.store(target + half[None, :], new_k1, (half < HALF)[None, :])
         tl.store(target + HALF + half[None, :], new_k2, (half < HALF)[None, :])
         tl.store(target + kv_stride + column[None, :], new_v, (column < HEAD_DIM)[None, :])
 
-    best = tl.full([GROUP_PADDED], float("-inf"), tl.float32)  # largest score so far
-    total = tl.zeros([GROUP_PADDED], tl.float32)  # of exp2(score - best)
-    acc = tl.zeros([GROUP_PADDED, 2 * PADDED], tl.float32)
+    best, total, acc = start_softmax(GROUP_PADDED, 2 * PADDED)
     for _ in range(start, end):
         is_new = (token == position)[:, None]
         tile_k1 = tl.where(is_new, new_k1, k1)
@@ -141,26 +174,16 @@ def _fused_decode(
             seen &= token > position - WINDOW
         # The next tile is asked for before this one is computed.
         token += TILE
-        old = (token < position) & (token < end * TILE)
-        page = tl.load(table + token // BLOCK_SIZE, old, other=0)
-        offset = page.to(tl.int64) * page_stride + (token % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-        key = cache + offset[:, None] + half[None, :]
-        in_key = old[:, None] & (half < HALF)[None, :]
-        k1 = tl.load(key, in_key, other=0.0)
-        k2 = tl.load(key + HALF, in_key, other=0.0)
-        value = cache + kv_stride + offset[:, None] + column[None, :]
-        v = tl.load(value, old[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+        k1, k2, v = _load_tile(
+            cache, table, token, (token < position) & (token < end * TILE), page_stride, kv_stride,
+            TOKEN_STRIDE, HALF, PADDED, BLOCK_SIZE,
+        )  # fmt: skip
 
         scores = tl.dot(q1, tl.trans(tile_k1))
         scores = tl.dot(q2, tl.trans(tile_k2), scores) * scale_log2  # [GROUP_PADDED, TILE]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a share holds a key that is seen.
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(tile_v.dtype), tile_v, acc * shrink[:, None])
-        best = new_best
+        best, total, acc = add_tile(scores, tile_v, best, total, acc)
 
     in_out = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     in_row = head[:, None] * HEAD_DIM + column[None, :]
@@ -176,23 +199,10 @@ def _fused_decode(
         count = counts_ptr + row * NUM_KV_HEADS + kv_head
         if tl.atomic_add(count, 1, sem="acq_rel") == num_active - 1:
             tl.store(count, 0)  # for the next layer
-            splits = tl.arange(0, SPLITS)
-            for m in tl.static_range(GROUP):
-                base = (row * NUM_HEADS + kv_head * GROUP + m) * SPLITS
-                lse = tl.load(
-                    lse_ptr + base + splits, splits < num_active, other=float("-inf"),
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                share_of = tl.exp2(lse - tl.max(lse, axis=0))
-                share_of = share_of / tl.sum(share_of, axis=0)
-                parts = tl.load(
-                    partial_ptr + (base + splits)[:, None] * HEAD_DIM + column[None, :],
-                    (splits < num_active)[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                merged = tl.sum(parts * share_of[:, None], axis=0)
-                target = out + (kv_head * GROUP + m) * HEAD_DIM + column
-                tl.store(target, merged.to(out_ptr.dtype.element_ty), column < HEAD_DIM)
+            _merge_splits(
+                out + kv_head * GROUP * HEAD_DIM, partial_ptr, lse_ptr,
+                row * NUM_HEADS + kv_head * GROUP, num_active, GROUP, HEAD_DIM, PADDED, SPLITS,
+            )  # fmt: skip
 
 
 class FusedDecode:
@@ -210,7 +220,7 @@ class FusedDecode:
         self._lse = torch.empty(parts, dtype=torch.float32, device=device)
         # Splits that are done, per row and KV head; each launch leaves zeros.
         self._counts = torch.zeros((max_rows, layer.num_kv_heads), dtype=torch.int32, device=device)
-        self._pdl = has_programmatic_launch(device)
+        self._launch_flags = launch_flags(device)
 
     def takes(self, num_rows: int) -> bool:
         return num_rows <= self._max_rows and self._group <= MAX_GROUP
@@ -224,7 +234,6 @@ class FusedDecode:
         block_tables: torch.Tensor,
         positions: torch.Tensor,
         num_splits: int | None = None,
-        tile: int = TILE,
     ) -> torch.Tensor:
         """qkv, rotation and the result as `Attend`; cache: the layer's pages; block_tables: int32
         [rows, pages per sequence]; positions: int32 [rows], of the new tokens."""
@@ -246,9 +255,8 @@ class FusedDecode:
             NUM_KV_HEADS=layer.num_kv_heads, GROUP=group,
             GROUP_PADDED=max(MIN_DOT, triton.next_power_of_2(group)),
             HALF=head_dim // 2, PADDED=dim_padded // 2,
-            BLOCK_SIZE=cache.shape[2], TILE=min(tile, TILE_ELEMENTS // dim_padded),
-            WINDOW=layer.window, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None, PDL=self._pdl,
-            num_warps=4,
-            **({"launch_pdl": True} if self._pdl else {}),
+            BLOCK_SIZE=cache.shape[2], TILE=min(TILE, TILE_ELEMENTS // dim_padded),
+            WINDOW=layer.window, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None,
+            num_warps=4, **self._launch_flags,
         )  # fmt: skip
         return out

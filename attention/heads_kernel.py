@@ -2,6 +2,9 @@
 
 Normalises and rotates the heads of q and k, and writes k and v straight to their pages: what would
 otherwise be four kernels per layer and two passes over k and v. `heads.py` is the reference.
+
+Where a token goes and how it is rotated is read before the projection has ended
+(programmatic_launch.py): all of that is there before the embedding, which is launched ordinarily.
 """
 
 from __future__ import annotations
@@ -11,24 +14,45 @@ import triton
 import triton.language as tl
 
 from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
 
 MAX_HEADS_PER_PROGRAM = 16
 FEW_TOKENS = 64  # up to here one program per head: a small step must still fill the card
 
+# Of which a program reads one number: whether they are aligned makes no other variant.
+SCALARS = ["slots_ptr", "rows_ptr"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _heads_kernel(
     qkv_ptr, q_ptr, cache_ptr, slots_ptr, rows_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
     eps, page_stride, kv_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        start_next()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     column = tl.arange(0, PADDED)[None, :]  # [1, PADDED], half a head
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (column < HALF)
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    half = column < HALF
+    slot = tl.load(slots_ptr + token)
+    angle = cos_sin_ptr + tl.load(rows_ptr + token).to(tl.int64) * (2 * HALF) + column
+    cos = tl.load(angle, half, other=0.0)
+    sin = tl.load(angle + HALF, half, other=0.0)
+    if HAS_NORM:
+        q1 = tl.load(q_weight_ptr + column, half, other=0.0).to(tl.float32)
+        q2 = tl.load(q_weight_ptr + HALF + column, half, other=0.0).to(tl.float32)
+        k1 = tl.load(k_weight_ptr + column, half, other=0.0).to(tl.float32)
+        k2 = tl.load(k_weight_ptr + HALF + column, half, other=0.0).to(tl.float32)
+    if PDL:
+        after = wait_previous()
+        qkv_ptr += after
+        q_ptr += after
+        cache_ptr += after
     source = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + column
     raw1 = tl.load(source, mask, other=0.0)
     raw2 = tl.load(source + HALF, mask, other=0.0)
@@ -37,23 +61,14 @@ def _heads_kernel(
     if HAS_NORM:
         mean = tl.sum(x1 * x1 + x2 * x2, axis=1)[:, None] / (2 * HALF)
         scale = tl.rsqrt(mean + eps)
-        half = column < HALF
-        q1 = tl.load(q_weight_ptr + column, half, other=0.0).to(tl.float32)
-        q2 = tl.load(q_weight_ptr + HALF + column, half, other=0.0).to(tl.float32)
-        k1 = tl.load(k_weight_ptr + column, half, other=0.0).to(tl.float32)
-        k2 = tl.load(k_weight_ptr + HALF + column, half, other=0.0).to(tl.float32)
         x1 = x1 * scale * tl.where(is_q, q1, k1)
         x2 = x2 * scale * tl.where(is_q, q2, k2)
-    angle = cos_sin_ptr + tl.load(rows_ptr + token).to(tl.int64) * (2 * HALF) + column
-    cos = tl.load(angle, column < HALF, other=0.0)
-    sin = tl.load(angle + HALF, column < HALF, other=0.0)
     y1 = tl.where(is_v, raw1, (x1 * cos - x2 * sin).to(raw1.dtype))
     y2 = tl.where(is_v, raw2, (x2 * cos + x1 * sin).to(raw2.dtype))
 
     q_target = q_ptr + (token * NUM_HEADS + head) * (2 * HALF) + column
     tl.store(q_target, y1, mask & is_q)
     tl.store(q_target + HALF, y2, mask & is_q)
-    slot = tl.load(slots_ptr + token)
     position = (slot // BLOCK_SIZE) * page_stride + (slot % BLOCK_SIZE) * (NUM_KV_HEADS * 2 * HALF)
     kv_head = tl.where(is_v, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
     which = tl.where(is_v, 1, 0) * kv_stride
@@ -74,7 +89,8 @@ def rotate_and_write(
 
     qkv as `Attend` takes it. cache: one layer's [pages, 2, block_size, num_kv_heads, head_dim],
     contiguous; slots: int64 [tokens], flat positions page * block_size + offset. `q`: where to
-    put q; a new tensor if None.
+    put q; a new tensor if None. The kernel before this one may be qkv's, but not slots' or
+    rotation's.
     """
     num_tokens, all_heads, head_dim = qkv.shape
     if q is None:
@@ -89,6 +105,6 @@ def rotate_and_write(
         norm.eps if norm is not None else 0.0, cache.stride(0), cache.stride(1),
         NUM_HEADS=layer.num_heads, NUM_KV_HEADS=layer.num_kv_heads, HALF=head_dim // 2,
         PADDED=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=cache.shape[2], HEADS=heads,
-        HAS_NORM=norm is not None, num_warps=1 if heads == 1 else 4,
+        HAS_NORM=norm is not None, num_warps=1 if heads == 1 else 4, **launch_flags(qkv.device),
     )  # fmt: skip
     return q

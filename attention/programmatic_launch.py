@@ -11,6 +11,7 @@ ordinary launch has written, and writes nothing.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -40,3 +41,9 @@ def wait_previous():
 def has_programmatic_launch(device: torch.device) -> bool:
     """Hopper and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def launch_flags(device: torch.device) -> dict[str, Any]:
+    """For the launch of a kernel whose `PDL` says whether it waits for the one before itself."""
+    return {"PDL": True, "launch_pdl": True} if has_programmatic_launch(device) else {"PDL": False}

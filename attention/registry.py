@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 import torch
@@ -26,6 +27,12 @@ def resolve_backend(name: AttentionBackendName, device: torch.device) -> Attenti
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"attention_backend {name}: the package is not installed")
     return name
+
+
+def import_backend(name: AttentionBackendName) -> None:
+    """Now, what `build_backend` would: it takes seconds, in which threads compile kernels."""
+    if name != "torch":
+        importlib.import_module(f"asyncllm.attention.{name}")
 
 
 def build_backend(

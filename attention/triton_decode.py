@@ -16,13 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncllm.attention.online_softmax import LOG2_E, add_tile, start_softmax
+
 TILE = 64  # keys that a program takes at a time
 TILE_ELEMENTS = 8192  # its head_dims together, at most: two tiles in flight are then 64 KiB
 PROGRAMS_PER_SM = 4  # some resident, some to follow: rows of different lengths then balance
 MAX_SPLITS = 64  # one program merges them in one go
 MAX_GROUP = 32  # query heads of a program: what registers and a 4090's on-chip memory hold
 MIN_DOT = 16  # the least side of a tensor-core product
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -67,9 +68,7 @@ def _attend_split(
     table = tables_ptr + row * table_stride
     token = start * TILE + tl.arange(0, TILE)
     page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
-    best = tl.full([GROUP_PADDED], float("-inf"), tl.float32)  # largest score so far
-    total = tl.zeros([GROUP_PADDED], tl.float32)  # of exp2(score - best)
-    acc = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+    best, total, acc = start_softmax(GROUP_PADDED, DIM_PADDED)
     for _ in range(start, end):
         seen = token < length
         if WINDOW is not None:
@@ -86,12 +85,7 @@ def _attend_split(
         scores = tl.dot(q, tl.trans(k)) * scale_log2  # [GROUP_PADDED, TILE]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a share holds a key that is seen.
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        best = new_best
+        best, total, acc = add_tile(scores, v, best, total, acc)
 
     acc = acc / total[:, None]
     if WHOLE:

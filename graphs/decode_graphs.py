@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -64,22 +65,16 @@ class DecodeGraphs:
         slots = self.slots[:size]
         slots.zero_()  # those of the last step: their pages may be others' by now
         self._held = None
-        captured = {LAYERS: self._capture(self._step, slots)}
+        captured = {LAYERS: self._pool.record(partial(self._step, slots))}
         for way in [way for way in self._others if size in way.sizes]:
             try:
-                captured[way.name] = self._capture(way.step, slots)
+                captured[way.name] = self._pool.record(partial(way.step, slots))
             except RuntimeError as error:  # no engine fails to start for a faster kernel
                 logger.warning("no decode step by %s: %s", way.name, error)
                 self._others.remove(way)
         name = self._quickest(slots, captured)
         self._graphs[size], self._chosen[size] = captured[name], name
         insort(self._sizes, size)
-
-    def _capture(self, step: DecodeStep, slots: torch.Tensor) -> Captured:
-        step(slots)  # lazily made workspaces and compiled kernels must exist before capture
-        with self._pool.capture() as capture:
-            outputs = step(slots)
-        return capture.graphs[0], outputs
 
     def _quickest(self, slots: torch.Tensor, captured: dict[str, Captured]) -> str:
         """The name of one. The others' memory goes back to the pool with them."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Graph(Protocol):
@@ -48,11 +50,28 @@ class Capture:
 
 
 class GraphPool:
-    """`make_graph` is for tests: a fake that records on the CPU."""
+    """`before_capture` is called before each, `make_graph` is for tests: a fake that records."""
 
-    def __init__(self, make_graph: Callable[[], Graph] = torch.cuda.CUDAGraph) -> None:
+    def __init__(
+        self,
+        make_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+        before_capture: Callable[[], None] = lambda: None,
+    ) -> None:
         self._make_graph = make_graph
+        self._before_capture = before_capture
         self._pool: Any = None
+
+    def record(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        """One graph of `run`, and its outputs, which every replay writes again.
+
+        It runs once before: workspaces and compiled kernels that are made at their first use must
+        exist before a capture.
+        """
+        run()
+        with self.capture() as capture:
+            outputs = run()
+        (graph,) = capture.graphs
+        return graph, outputs
 
     @contextmanager
     def capture(self) -> Iterator[Capture]:
@@ -62,6 +81,7 @@ class GraphPool:
         Garbage must not be collected within, though: it may hold other graphs, whose end is an
         error during a capture.
         """
+        self._before_capture()
         collecting = gc.isenabled()
         gc.disable()
         capture = Capture(self._make_graph, self._pool)

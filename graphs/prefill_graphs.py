@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -59,9 +60,11 @@ class PrefillGraphs:
         cache: KVCache,
         read_decodes: ReadDecodes,
         buffers: TokenBuffers,
+        hidden: torch.Tensor,
         clear: Clear,
         pool: GraphPool,
     ) -> None:
+        """hidden: for the last replay's hidden states, [most tokens, hidden_size]."""
         self._model = model
         self._attention = attention
         self._cache = cache
@@ -70,7 +73,7 @@ class PrefillGraphs:
         self._buffers = buffers
         self._clear = clear
         self._pool = pool
-        self._hidden: torch.Tensor | None = None  # [most tokens, hidden_size], of the last replay
+        self._hidden = hidden
         self._sizes: list[int] = []  # captured, ascending
         self._pieces: dict[int, list[Graph]] = {}
         self._whole: dict[int, Graph] = {}
@@ -93,26 +96,18 @@ class PrefillGraphs:
         tokens = self._buffers.first(size)
         self._clear()
         # Lazily made workspaces and compiled kernels must exist before capture.
-        hidden = forward(self._model, self._attention, tokens, _no_attention)
-        if self._hidden is None:
-            self._hidden = hidden.new_zeros((len(self._buffers.token_ids), hidden.shape[1]))
+        forward(self._model, self._attention, tokens, _no_attention)
         with self._pool.capture() as capture:
             hidden = forward(self._model, self._attention, tokens, lambda layer: capture.cut())
             self._hidden[:size].copy_(hidden)
         self._pieces[size] = capture.graphs
         if size <= self._most_whole:
-            self._whole[size] = self._capture_whole(size)
+            self._whole[size], _ = self._pool.record(partial(self._forward_fresh, tokens))
         insort(self._sizes, size)
 
-    def _capture_whole(self, size: int) -> Graph:
-        tokens = self._buffers.first(size)
-        forward_fresh(self._model, self._attention, tokens, self._cache)
-        assert self._hidden is not None
-        with self._pool.capture() as capture:
-            hidden = forward_fresh(self._model, self._attention, tokens, self._cache)
-            self._hidden[:size].copy_(hidden)
-        (graph,) = capture.graphs
-        return graph
+    def _forward_fresh(self, tokens: TokenBuffers) -> None:
+        hidden = forward_fresh(self._model, self._attention, tokens, self._cache)
+        self._hidden[: len(hidden)].copy_(hidden)
 
     def replay(
         self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
@@ -127,7 +122,6 @@ class PrefillGraphs:
                 decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_decode_len)
             attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
             self._replay_pieces(size, attend_rows)
-        assert self._hidden is not None
         return self._hidden[:size]
 
     def _replay_pieces(self, size: int, attend_rows: AttendRows) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -40,10 +41,7 @@ class SampleGraphs:
         """Capture one size on the current stream; largest first saves memory."""
         hidden, slots, positions = (tensor[:size] for tensor in self._inputs)
         slots.zero_()  # those of the last step
-        self._sample(hidden, slots, positions)  # what is made at the first use must exist before
-        with self._pool.capture() as capture:
-            outputs = self._sample(hidden, slots, positions)
-        self._graphs[size] = capture.graphs[0], outputs
+        self._graphs[size] = self._pool.record(partial(self._sample, hidden, slots, positions))
         insort(self._sizes, size)
 
     def takes(self, num_rows: int) -> bool:

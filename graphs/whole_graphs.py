@@ -8,6 +8,7 @@ twice: for prefills alone, and with decodes before them.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from functools import partial
 
 import torch
 
@@ -29,9 +30,11 @@ class WholeGraphs:
         read_decodes: ReadDecodes,
         most_decodes: int,
         buffers: TokenBuffers,
+        hidden: torch.Tensor,
         clear: Clear,
         pool: GraphPool,
     ) -> None:
+        """hidden: for the last replay's hidden states, [most tokens, hidden_size]."""
         self._model = model
         self._attention = attention
         self._step_attention = step_attention
@@ -40,7 +43,7 @@ class WholeGraphs:
         self._buffers = buffers
         self._clear = clear
         self._pool = pool
-        self._hidden: torch.Tensor | None = None  # [most tokens, hidden_size], of the last replay
+        self._hidden = hidden
         self._sizes: list[int] = []  # captured, ascending
         self._graphs: dict[StepGraph, Graph] = {}
 
@@ -61,13 +64,8 @@ class WholeGraphs:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
         self._clear()
         for way in (Way.MIXED, Way.PREFILLS):
-            hidden = self._forward(size, way)  # what is made at the first use must exist before
-            if self._hidden is None:
-                self._hidden = hidden.new_zeros((len(self._buffers.token_ids), hidden.shape[1]))
-            with self._pool.capture() as capture:
-                hidden = self._forward(size, way)
-                self._hidden[:size].copy_(hidden)
-            (self._graphs[StepGraph(size, way)],) = capture.graphs
+            graph, _ = self._pool.record(partial(self._forward, size, way))
+            self._graphs[StepGraph(size, way)] = graph
         insort(self._sizes, size)
 
     def replay(
@@ -76,13 +74,13 @@ class WholeGraphs:
         """As `StepGraphs` says."""
         self._step_attention.prepare(num_decodes, prefills)
         self._graphs[graph].replay()
-        assert self._hidden is not None
         return self._hidden[: graph.num_tokens]
 
-    def _forward(self, size: int, way: Way) -> torch.Tensor:
+    def _forward(self, size: int, way: Way) -> None:
         tokens = self._buffers.first(size)
         decodes = None
         if way is Way.MIXED:
             decodes = self._read_decodes(min(size, self._most_decodes), tokens)
         attend_rows = self._step_attention.bind(decodes, tokens.q, tokens.out)
-        return forward(self._model, self._attention, tokens, attend_rows)
+        hidden = forward(self._model, self._attention, tokens, attend_rows)
+        self._hidden[:size].copy_(hidden)

@@ -100,6 +100,7 @@ class DenseDecoder:
         prompt_lens: torch.Tensor | None,
         attend: Attend,
     ) -> torch.Tensor:
+        # Before the embedding, the last ordinary launch: layers' kernels read it before their wait.
         rotation = self.rotary.rotation(positions, prompt_lens)
         residual = self.embed_tokens(token_ids)  # [T, hidden_size]
         x = Normed(self._input_norms[0](residual))

@@ -44,10 +44,10 @@ from json_streams import ANSWER_TOKENS, JsonStreams
 from simulated_worker import SimulatedWorker
 from tqdm import tqdm
 
-from asyncllm.config import EngineArgs
 from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine_args import EngineArgs
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.collector import patient_collector
@@ -109,6 +109,7 @@ class Meter:
         core.finish = count  # type: ignore[method-assign]
         self.wrap(core, "finish", "finish")
         self.wrap(core, "tell", "finish", "text", "emit")
+        self.wrap(core, "_observe", "finish")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
@@ -287,7 +288,7 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     if args.prefill_ms is not None:
         SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
-    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     rows = [
         uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 from asyncllm.worker.step_inputs import StepTokens
 from asyncllm.worker.worker import Worker
 
@@ -36,17 +36,12 @@ def time_step(worker: Worker, num_tokens: int, num_decodes: int) -> tuple[float,
     num_pages = -(-num_prefill // 16)
     worker.runner._state.positions[1 : num_decodes + 1] = CONTEXT
     position = np.arange(num_prefill, dtype=np.int32)
-    none = np.zeros(0, np.int32)
     step = StepTokens(
         decode_slots=np.arange(1, num_decodes + 1, dtype=np.int32),
         max_decode_len=CONTEXT + 1,
-        token_ids=position,
-        positions=position,
-        prompt_lens=position,
+        tokens=np.stack((position, position, position)),
         write_slots=position.astype(np.int64) + 16,
-        sample_tokens=none,
-        sample_slots=none,
-        sample_positions=none,
+        samples=np.zeros((3, 0), np.int32),
         prefills=PrefillRows(
             np.array([0, num_prefill], np.int32),
             np.array([num_prefill], np.int32),

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.config import EngineConfig
+from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_ways import LAYERS
 from asyncllm.graphs.pool import GraphPool
@@ -90,7 +91,7 @@ def profile_kernels(work: Callable[[], Any], prepare: Callable[[], Any]) -> list
             torch.cuda.synchronize()
     totals: dict[str, list[float]] = defaultdict(list)
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name:
+        if event.device_type == torch.profiler.DeviceType.CUDA and "Mem" not in event.name:
             totals[event.name].append(event.device_time)
     rows = [
         {"kernel": name[:90], "count": len(us) // PROFILED, "us": round(sum(us) / PROFILED, 1)}
@@ -185,7 +186,7 @@ class Bench:
 
     def prefill(self, tokens: int, kernels: bool) -> dict[str, Any]:
         def work() -> None:
-            self._runner.warm_up.prefill(tokens)
+            self._runner.run_padding(tokens)
 
         ms = time_ms(work, lambda: None, 10)
         rows = profile_kernels(work, lambda: None) if kernels else []

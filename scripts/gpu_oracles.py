@@ -65,6 +65,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+# Few choices: batches differ by when masks come, and in free text some token is a near tie.
+REASON = "(yes|no|maybe), because of the (rain|wind|snow|sun)"
+
 
 def favour_digits(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     """A logits processor."""
@@ -84,7 +87,7 @@ HOSTED = [
         temperature=1.0,
         seed=6,
         max_tokens=48,
-        structured_outputs=StructuredOutputsParams(regex="(yes|no), because [a-z ]{5,60}"),
+        structured_outputs=StructuredOutputsParams(regex=REASON),
     ),
     SamplingParams(temperature=0, max_tokens=48, logits_processors=[favour_digits]),
     SamplingParams(temperature=0.8, seed=7, max_tokens=48, bad_words=["the capital", "is a"]),
@@ -146,8 +149,17 @@ async def answer(params: list[SamplingParams], args: Args) -> Answers:
 
 
 def equal(ours: Answers, oracle: Answers) -> Outcome:
-    same = sum(a == b for a, b in zip(ours.tokens, oracle.tokens, strict=True))
-    return same == len(oracle.tokens), f"{same}/{len(oracle.tokens)} answers equal"
+    """And where the first answer parts that does."""
+    pairs = list(zip(ours.tokens, oracle.tokens, strict=True))
+    parted = [place for place, (a, b) in enumerate(pairs) if a != b]
+    detail = f"{len(pairs) - len(parted)}/{len(pairs)} answers equal"
+    if not parted:
+        return True, detail
+    a, b = pairs[parted[0]]
+    at = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(map(len, (a, b)))
+    )
+    return False, f"{detail}, answer {parted[0]} parts at token {at}: {a[at:][:3]}, {b[at:][:3]}"
 
 
 async def same_tokens(params: list[SamplingParams], ours: Args, oracle: Args) -> Outcome:

@@ -46,8 +46,8 @@ class JsonStreams:
         self._grammar = core.input_processor.grammars.compile(StructuredOutputsParams(json=SCHEMA))
         rng = random.Random(0)
         self._answers = [self._tokens(_text(rng)) for _ in range(NUM_ANSWERS)]
-        self._process = core.input_processor.process_async
-        core.input_processor.process_async = self._with_grammar  # type: ignore[assignment,method-assign]
+        self._process = core.input_processor.process
+        core.input_processor.process = self._with_grammar  # type: ignore[assignment,method-assign]
 
     def answer(self, seq: Sequence) -> list[int]:
         return self._answers[seq.seq_id % NUM_ANSWERS]

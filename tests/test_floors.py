@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ FLOORS = [
     "cli", "commands", "server", "engine", "formats", "worker", "graphs", "models", "attention"
 ]  # fmt: skip
 HOMES = {"models": ROOT / "models", "attention": ROOT / "attention", "graphs": ROOT / "graphs"}
+GROUND = sorted(
+    file for file in (ROOT / "asyncllm").glob("*.py") if file.stem not in ("__init__", "cli")
+)
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -28,15 +32,24 @@ def modules() -> list[tuple[str, Path]]:
     return found
 
 
-def imported_floors(file: Path) -> set[str]:
+def imported(file: Path) -> set[str]:
+    """Names of ours, dotted; wherever in the file they are imported, and for whatever reason."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-    parts = [name.split(".") for name in names if name.startswith("asyncllm.")]
-    return {part[1] for part in parts if part[1] in FLOORS}
+    return {name for name in names if name.startswith("asyncllm.")}
+
+
+def imported_floors(file: Path) -> set[str]:
+    return {name.split(".")[1] for name in imported(file)} & set(FLOORS)
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "asyncllm" else ("asyncllm", *parts))
 
 
 @pytest.mark.parametrize(("floor", "file"), modules(), ids=lambda v: getattr(v, "name", v))
@@ -45,19 +58,18 @@ def test_imports_run_down(floor: str, file: Path) -> None:
     assert not imported_floors(file) & above
 
 
-def test_vocabulary_is_on_the_ground() -> None:
-    for name in (
-        "types",
-        "step_plan",
-        "outputs",
-        "sampling_params",
-        "param_checks",
-        "structured_outputs",
-        "errors",
-        "config",
-        "generation_defaults",
-    ):
-        assert not imported_floors(ROOT / "asyncllm" / f"{name}.py"), name
+def test_no_two_modules_need_each_other() -> None:
+    """Nor by an import in a function, which would only hide it."""
+    files = [*GROUND, *(file for _, file in modules())]
+    needs = {module_name(file): imported(file) for file in files}
+    needs = {name: found & needs.keys() for name, found in needs.items()}
+    order = list(TopologicalSorter(needs).static_order())  # raises `CycleError` with the circle
+    assert len(order) > 250
+
+
+@pytest.mark.parametrize("file", GROUND, ids=lambda file: file.name)
+def test_the_vocabulary_is_on_the_ground(file: Path) -> None:
+    assert not imported_floors(file)
 
 
 def test_scheduler_needs_no_torch() -> None:

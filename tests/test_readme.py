@@ -1,4 +1,4 @@
-"""README's code runs as written, and what README and the log name exists."""
+"""README's code runs as written, and what it names exists."""
 
 from __future__ import annotations
 

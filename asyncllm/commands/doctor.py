@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from asyncllm.commands import kernels
 from asyncllm.commands.bytecode import modules_without_bytecode
-from asyncllm.config import GIB, EngineArgs
+from asyncllm.config import GIB
+from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ModelLoadError
 
 HELP = "say what this machine has, what is missing, and what a model needs"

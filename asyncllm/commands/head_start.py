@@ -1,10 +1,10 @@
 """What a command that starts an engine does before torch is imported, in a process that is ours.
 
-Later imports become cheaper: bytecode is kept, two packages are left unopened. And CUDA's context,
-a third of a second of the driver's time and none of Python's, is made by a thread meanwhile. A
-process has one such context for a device, which torch then finds. It is asked for through the
-driver's C interface, the only one there is by then; what goes wrong in it torch meets again, and
-says.
+Later imports become cheaper: bytecode is kept, other processes make what of it is missing, two
+packages are left unopened. And CUDA's context, a third of a second of the driver's time and none of
+Python's, is made by a thread meanwhile. A process has one such context for a device, which torch
+then finds. It is asked for through the driver's C interface, the only one there is by then; what
+goes wrong in it torch meets again, and says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from threading import Thread
 
 from asyncllm.commands.bytecode import keep_bytecode
+from asyncllm.commands.compile_ahead import compile_ahead
 from asyncllm.commands.unopened import leave_unopened
 
 UNOPENED = {"transformers": "transformers", "flashinfer": "flashinfer-python"}
@@ -22,6 +23,7 @@ UNOPENED = {"transformers": "transformers", "flashinfer": "flashinfer-python"}
 def take_head_start(device: str) -> Thread | None:
     """`device`: as the flag has it. Returns the thread that makes the context, where one may be."""
     keep_bytecode()
+    compile_ahead(UNOPENED)
     for package, distribution in UNOPENED.items():
         leave_unopened(package, distribution)
     # Triton's own search for backends reads what every installed distribution declares.

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from asyncllm.cache_folder import cache_folder
 from asyncllm.commands.bytecode import write_bytecode
 from asyncllm.commands.triton_kernels import print_compiled, read_list, write_list
-from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.config import EngineConfig
+from asyncllm.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from asyncllm.attention.flashinfer_modules import Buildable

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from asyncllm.server.args import ServerArgs

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from asyncllm.commands.head_start import take_head_start
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 from asyncllm.sampling_params import SamplingParams
 
 

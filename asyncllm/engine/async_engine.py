@@ -11,19 +11,22 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NoReturn, Self
 
-from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.beam_search_params import BeamSearchParams
+from asyncllm.config import EngineConfig
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.generation import Generation
-from asyncllm.engine.input_processor import InputProcessor, PromptInput
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
+from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
-from asyncllm.sampling_params import BeamSearchParams, SamplingParams
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 

@@ -3,28 +3,23 @@
 No torch: it hands out page numbers, and the moves (swap, copy) that the device must make before the
 step that was planned with them. It does not know why a sequence is admitted or preempted.
 
-  block hash    H(parent hash, the block's token ids); the chain starts from the request's cache key
   publish       a full page becomes findable by its hash, for steps after the one that fills it: a
                 prompt's at once, an answer's several at a time, which is cheaper, or at its end
   swap          a preempted sequence's pages move to host pages; both copies stay findable
 
 Invariant: `check_integrity()`. With no live sequence every page is free and every map of sequences
-is empty. Hashes are keyed with a secret of the process, so no client can construct a collision.
+is empty.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+from asyncllm.engine.block_hashes import BlockHashes
 from asyncllm.engine.page_pool import PagePool
 from asyncllm.step_plan import PageAppend
 from asyncllm.types import PADDING_PAGE, Sequence
-
-HASH_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -62,8 +57,7 @@ class BlockManager:
         self.device = PagePool(num_pages, first=PADDING_PAGE + 1)
         self.host = PagePool(num_host_pages)
         self._tables: dict[int, _Table] = {}  # by seq_id: sequences that own pages
-        self._hashes: dict[int, list[bytes]] = {}  # by seq_id: block hashes known so far
-        self._keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=secrets.token_bytes(32))
+        self._hashes = BlockHashes(block_size)
 
     # --- queries ---------------------------------------------------------------------------
 
@@ -81,7 +75,7 @@ class BlockManager:
         most = (len(seq.token_ids) - 1) // self.block_size
         found: list[tuple[int | None, int | None]] = []
         for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
-            block_hash = self._block_hashes(seq, i + 1)[i]
+            block_hash = self._hashes.first(seq, i + 1)[i]
             page = self.device.find(block_hash)
             host_page = None if page is not None else self.host.find(block_hash)
             if page is None and host_page is None:
@@ -127,7 +121,7 @@ class BlockManager:
                 assert host_page is not None
                 self.host.share(host_page)
         swap_in: list[tuple[int, int]] = []
-        hashes = self._hashes.get(seq.seq_id, [])
+        hashes = self._hashes.known(seq)
         for i, (page, host_page) in enumerate(match.pages):
             if page is None:
                 assert host_page is not None
@@ -148,7 +142,7 @@ class BlockManager:
         for page in source.pages:
             self.device.share(page)
         self._tables[child.seq_id] = replace(source, pages=list(source.pages), host_pages=[])
-        self._hashes[child.seq_id] = list(self._hashes.get(parent.seq_id, []))
+        self._hashes.fork(parent, child)
 
     def needs_page(self, seq: Sequence, position: int) -> bool:
         """Whether writing KV at `position` takes a free page (a new one, or a private copy)."""
@@ -197,7 +191,7 @@ class BlockManager:
         if not table.may_publish or num_full <= table.num_published:
             return
         news = slice(table.num_published, num_full)
-        self.device.publish_many(table.pages[news], self._block_hashes(seq, num_full)[news])
+        self.device.publish_many(table.pages[news], self._hashes.first(seq, num_full)[news])
         table.num_published = num_full
 
     def free(self, seq: Sequence) -> None:
@@ -210,7 +204,7 @@ class BlockManager:
     def forget(self, seq: Sequence) -> None:
         """`seq` is finished: free it and drop its hashes."""
         self.free(seq)
-        self._hashes.pop(seq.seq_id, None)
+        self._hashes.forget(seq)
 
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
         """Move `seq` to host pages; the copies (device page, host page) that are needed."""
@@ -276,25 +270,7 @@ class BlockManager:
         ]
 
     def _published_hash(self, seq: Sequence, table: _Table, index: int) -> bytes | None:
-        return self._hashes[seq.seq_id][index] if index < table.num_published else None
-
-    def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Hashes of at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
-        hashes = self._hashes.setdefault(seq.seq_id, [])
-        first, size = len(hashes), self.block_size
-        if first >= num_blocks:
-            return hashes
-        end = num_blocks * size
-        assert end <= len(seq.token_ids), "hash of tokens that are not known yet"
-        parent = hashes[-1] if hashes else seq.request.cache_key
-        tokens = array("i", seq.token_ids[first * size : end])
-        block_bytes, tokens_bytes = size * tokens.itemsize, tokens.tobytes()
-        for start in range(0, len(tokens_bytes), block_bytes):
-            digest = self._keyed.copy()
-            digest.update(tokens_bytes[start : start + block_bytes] + parent)
-            parent = digest.digest()
-            hashes.append(parent)
-        return hashes
+        return self._hashes.known(seq)[index] if index < table.num_published else None
 
     def check_integrity(self) -> None:
         """Assert that every page's count is the number of tables that hold it."""
@@ -311,4 +287,4 @@ class BlockManager:
     def check_empty(self) -> None:
         """Assert that no sequence is known."""
         assert not self._tables, f"pages of finished sequences: {sorted(self._tables)}"
-        assert not self._hashes, f"hashes of finished sequences: {sorted(self._hashes)}"
+        self._hashes.check_empty()

@@ -43,12 +43,7 @@ class CoreLoader:
             raise
         try:
             tokenizer, vocabulary = await text
-            inputs = InputProcessor(
-                config,
-                tokenizer,
-                worker.memory.max_model_len,
-                max_kv_tokens=worker.memory.num_pages * config.block_size,
-            )
+            inputs = InputProcessor(config, tokenizer, worker.memory.max_model_len)
             inputs.grammars.vocabulary = vocabulary
             return EngineCore(config, worker, inputs, recorder, stat_loggers)
         except BaseException:

@@ -12,64 +12,43 @@ import asyncio
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.logprob_limits import check_output_logprobs, most_output_tokens
+from asyncllm.engine.request_limits import RequestLimits
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.bad_words import bad_words_ids
-from asyncllm.engine.text.prompt import (
-    ParsedPrompt,
-    PromptInput,
-    TextPrompt,
-    TokensPrompt,
-    parse_prompt,
-)
+from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput, parse_prompt
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
-from asyncllm.errors import ContextLengthError, InvalidRequestError
+from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import RequestMetrics
 from asyncllm.param_checks import MAX_SEED
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, Sequence
 
-__all__ = ["InputProcessor", "PromptInput", "TextPrompt", "TokensPrompt", "parse_prompt"]
-
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOKENIZER_THREADS = 2
 MAX_KNOWN_PARAMS = 64  # of the last requests: most clients send the same again and again
-MAX_PROMPT_LOGPROB_ENTRIES = 2**19  # of one answer, which is rendered in one piece
 
 
 class InputProcessor:
     """Makes requests. `tokenizer` may be None: then prompts are token ids, and there is no text."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        tokenizer: Tokenizer | None,
-        max_model_len: int,
-        *,
-        max_kv_tokens: int | None = None,
-        seq_ids: Iterator[int] | None = None,
+        self, config: EngineConfig, tokenizer: Tokenizer | None, max_model_len: int
     ) -> None:
-        """`max_kv_tokens`: what the whole KV cache holds. `seq_ids`: a counter to share."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
-        self.max_kv_tokens = max_kv_tokens
-        self._max_tokens_in_all = min(max_model_len, max_kv_tokens or max_model_len)
         self._defaults = config.generation_defaults
         self._known_params = lru_cache(MAX_KNOWN_PARAMS, typed=True)(self._make_params)
-        self._encoder = PromptEncoder(
-            tokenizer, config.model.vocab_size, max_model_len, self._max_tokens_in_all
-        )
-        self._max_logprobs = config.max_logprobs
+        self._encoder = PromptEncoder(tokenizer, config.model.vocab_size, max_model_len)
+        self._limits = RequestLimits(config, self._encoder, max_model_len)
         self._vocab_size = config.model.vocab_size
         self._rope_window = _dynamic_rope_window(config)
         self._eos_token_ids = end_of_text_ids(config, tokenizer)
@@ -77,7 +56,7 @@ class InputProcessor:
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
         )
         self._reasoning = reasoning_tokens(config, tokenizer)
-        self._seq_ids = seq_ids or itertools.count(1)
+        self._seq_ids = itertools.count(1)
         self._seeds = random.Random(config.seed)
         self._threads: ThreadPoolExecutor | None = None
 
@@ -100,7 +79,7 @@ class InputProcessor:
                 values[name] = value
         return SamplingParams(**values)
 
-    def process(
+    async def process(
         self,
         request_id: str,
         prompt: PromptInput,
@@ -109,26 +88,10 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """The request with its `n` sequences. Raises `InvalidRequestError`."""
-        parsed = parse_prompt(prompt)
-        text = self._encoder.text(parsed)
-        encoded = self._encode(parsed, text, params)
-        wanted = params.structured_outputs
-        grammar = None if wanted is None else self.grammars.compile(wanted)
-        return self._build(
-            request_id, parsed, text, encoded, params, grammar, arrival_time, priority, cache_salt
-        )
+        """The request with its `n` sequences. Raises `InvalidRequestError`.
 
-    async def process_async(
-        self,
-        request_id: str,
-        prompt: PromptInput,
-        params: SamplingParams,
-        arrival_time: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> Request:
-        """`process`, but large texts and grammars are for threads: the libraries drop the GIL."""
+        Large texts and grammars are for threads: the libraries drop the GIL.
+        """
         parsed = parse_prompt(prompt)
         text = self._encoder.text(parsed)
         if _num_chars_to_encode(parsed, text, params) >= LARGE_TEXT_CHARS:
@@ -139,9 +102,14 @@ class InputProcessor:
             encoded = self._encode(parsed, text, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else await self.grammars.compile_async(wanted)
-        return self._build(
-            request_id, parsed, text, encoded, params, grammar, arrival_time, priority, cache_salt
-        )
+        if type(priority) is not int or abs(priority) >= 2**63:
+            raise InvalidRequestError("priority must be a 64-bit integer", "priority")
+        request = self._request(request_id, encoded, params, arrival_time, priority, cache_salt)
+        request.sequences = [
+            self._sequence(request, index, grammar) for index in range(params.num_sequences)
+        ]
+        self._limit_thinking(request)
+        return request
 
     def close(self) -> None:
         """End the encoding threads, if there are any. Idempotent."""
@@ -151,7 +119,8 @@ class InputProcessor:
 
     def _encode(self, parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> _Encoded:
         ids = self._encoder.token_ids(parsed, text, params)
-        return _Encoded(ids, bad_words_ids(params, self._encoder) if params.bad_words else ())
+        bad_words = bad_words_ids(params, self._encoder) if params.bad_words else ()
+        return _Encoded(parsed, text, ids, bad_words)
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None:
@@ -160,28 +129,25 @@ class InputProcessor:
 
     # --- the request -------------------------------------------------------------------------
 
-    def _build(
+    def _request(
         self,
         request_id: str,
-        parsed: ParsedPrompt,
-        text: str | None,
         encoded: _Encoded,
         params: SamplingParams,
-        grammar: CompiledGrammar | None,
         arrival_time: float,
         priority: int,
         cache_salt: str | None,
     ) -> Request:
-        if type(priority) is not int or abs(priority) >= 2**63:
-            raise InvalidRequestError("priority must be a 64-bit integer", "priority")
-        ids = encoded.prompt
-        max_tokens = self._resolve_max_tokens(len(ids), params, parsed)
-        self._check_params(params, len(ids), max_tokens)
+        """Checked, without its sequences."""
+        parsed, ids = encoded.parsed, encoded.token_ids
+        max_tokens = self._limits.max_tokens(len(ids), params, parsed)
+        self._limits.check(params, len(ids), max_tokens)
+        self._check_thinking(params)
         salt = parsed.cache_salt if cache_salt is None else cache_salt
         stop_token_ids = self._stop_token_ids(params)
-        request = Request(
+        return Request(
             request_id=request_id,
-            prompt=text,
+            prompt=encoded.text,
             prompt_token_ids=ids,
             sampling_params=self._with_scores(params, len(stop_token_ids)),
             max_tokens=max_tokens,
@@ -192,16 +158,6 @@ class InputProcessor:
             cache_key=self._cache_key(salt, len(ids)),
             num_shown_logprobs=params.logprobs,
         )
-        request.sequences = [
-            self._sequence(request, index, grammar) for index in range(params.num_sequences)
-        ]
-        if params.thinking_token_budget is not None and self._reasoning is not None:
-            num_open = self._reasoning.num_open(ids)
-            for seq in request.sequences:
-                seq.forcer = ThinkingBudget(
-                    self._reasoning, params.thinking_token_budget, len(ids), num_open
-                )
-        return request
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
         params, seed = request.sampling_params, request.sampling_params.seed
@@ -213,6 +169,22 @@ class InputProcessor:
             token_ids=list(request.prompt_token_ids),
             constraint=None if grammar is None else grammar.constraint(params.ignore_eos),
         )
+
+    def _check_thinking(self, params: SamplingParams) -> None:
+        if params.thinking_token_budget is not None and self._reasoning is None:
+            raise InvalidRequestError(
+                "thinking_token_budget: it is not known how this model marks its reasoning",
+                "thinking_token_budget",
+            )
+
+    def _limit_thinking(self, request: Request) -> None:
+        budget, ids = request.sampling_params.thinking_token_budget, request.prompt_token_ids
+        if budget is None:
+            return
+        assert self._reasoning is not None, "checked"
+        num_open = self._reasoning.num_open(ids)
+        for seq in request.sequences:
+            seq.forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
         """What requests must share, beside tokens, to share KV; b"" for most.
@@ -229,64 +201,7 @@ class InputProcessor:
         key = repr((salt, num_prompt if is_beyond else None))
         return hashlib.sha256(key.encode()).digest()
 
-    # --- lengths -----------------------------------------------------------------------------
-
-    def _resolve_max_tokens(
-        self, num_prompt: int, params: SamplingParams, parsed: ParsedPrompt
-    ) -> int:
-        """`max_tokens` as a number. Raises `ContextLengthError` where prompt and it do not fit."""
-        asked, room = params.max_tokens, self._max_tokens_in_all - num_prompt
-        most = most_output_tokens(params)
-        if asked is not None and asked == self._defaults.max_tokens:
-            asked = max(min(asked, room, most), 1)  # the model's wish, not the client's: it yields
-        needed = asked or 1
-        if needed <= room:
-            check_output_logprobs(params, needed)
-            return asked or min(room, most)
-        if num_prompt + needed <= self.max_model_len:
-            limit = f"This server's KV cache holds at most {self.max_kv_tokens} tokens."
-        else:
-            limit = f"This model's maximum context length is {self.max_model_len} tokens."
-        raise ContextLengthError(
-            f"{limit} However, you requested {num_prompt + needed} tokens ({num_prompt} in the "
-            f"{parsed.noun}, {needed} in the completion). "
-            f"Please reduce the length of the {parsed.noun} or completion.",
-            "max_tokens" if asked is not None and room > 0 else parsed.param,
-        )
-
     # --- parameters that depend on the model -------------------------------------------------
-
-    def _check_params(self, params: SamplingParams, num_prompt: int, max_tokens: int) -> None:
-        if params.min_tokens > max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens must be at most {max_tokens}, what fits after this prompt, "
-                f"got {params.min_tokens}",
-                "min_tokens",
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and asked > self._max_logprobs:
-                raise InvalidRequestError(
-                    f"{name} must be at most {self._max_logprobs}, got {asked}", name
-                )
-        if params.prompt_logprobs is not None:
-            num_entries = num_prompt * (1 + params.prompt_logprobs)
-            if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
-                raise InvalidRequestError(
-                    f"prompt_logprobs of this prompt are {num_entries} entries, at most "
-                    f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",
-                    "prompt_logprobs",
-                )
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
-            if ids := getattr(params, name):
-                self._encoder.check_ids(ids, name)
-        if params.detokenize and self.tokenizer is None:
-            self._encoder.tokenizer_for("detokenize")  # raises
-        if params.thinking_token_budget is not None and self._reasoning is None:
-            raise InvalidRequestError(
-                "thinking_token_budget: it is not known how this model marks its reasoning",
-                "thinking_token_budget",
-            )
 
     def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
         """With the log-probabilities that the choice among several answers needs."""
@@ -312,9 +227,11 @@ class InputProcessor:
 
 
 class _Encoded(NamedTuple):
-    """What a request's texts are as token ids."""
+    """A request's texts, and what they are as token ids."""
 
-    prompt: list[int]
+    parsed: ParsedPrompt
+    text: str | None
+    token_ids: list[int]
     bad_words: tuple[tuple[int, ...], ...]
 
 

@@ -40,6 +40,11 @@ class RunningSet:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody runs, and the batch knows it."""
+        return not (self.seqs or self._left)
+
     def add(self, seq: Sequence) -> None:
         seq.slot = self._free_slots.popleft()
         seq.status = SequenceStatus.RUNNING

@@ -125,6 +125,10 @@ class Scheduler:
         """The next step, its sequences advanced as if it were done; None where there is nothing."""
         return self._planner.plan()
 
+    def publish_planned(self) -> None:
+        """What the next `plan` does first, for whoever has the time sooner: it hashes prompts."""
+        self._planner.publish_planned()
+
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take a finished step's tokens. Sequences that are over are finished and freed here.
 

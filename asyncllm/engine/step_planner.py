@@ -53,13 +53,16 @@ class StepPlanner:
         self._preemption_mode = preemption_mode
         self._swap_cost = swap_cost
         self._next_step_id = 0
+        self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan
         self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
 
     def plan(self) -> StepPlan | None:
         """The next step, its sequences advanced as if it were done; None where there is nothing."""
-        draft = StepDraft()
-        self._plan_decodes(draft)
-        self._plan_jumps(draft)
+        self.publish_planned()
+        draft = StepDraft(self._max_num_batched_tokens)
+        if not self._running.is_idle:  # a first prompt waits for nothing that is not its own
+            self._plan_decodes(draft)
+            self._plan_jumps(draft)
         self._plan_prefills(draft)
         while draft.empty and (beam := self._idle_beam()) is not None:
             self._preempt(beam, draft)
@@ -67,10 +70,17 @@ class StepPlanner:
                 self._admit_waiting(draft)
         if draft.empty:
             return None
-        for row in draft.prefills:
-            self._blocks.publish(row.seq)
         self._next_step_id += 1
-        return draft.finish(self._next_step_id)
+        plan = draft.finish(self._next_step_id)
+        self._unpublished = plan.prefills
+        return plan
+
+    def publish_planned(self) -> None:
+        """Have the next plans find what the last one computes of prompts."""
+        rows, self._unpublished = self._unpublished, ()
+        for row in rows:
+            if row.seq.status is SequenceStatus.RUNNING:  # who ends is published then
+                self._blocks.publish(row.seq)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         """One token of each that decodes; the youngest are preempted while pages are short."""
@@ -134,7 +144,7 @@ class StepPlanner:
 
     def _plan_jumps(self, draft: StepDraft) -> None:
         """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
-        draft.budget = self._max_num_batched_tokens - len(draft.decodes)
+        draft.budget -= len(draft.decodes)
         for seq in self._running.take_jumped():
             if draft.budget > 0:
                 self._prefill_chunk(seq, draft)

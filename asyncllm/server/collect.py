@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncllm.engine.input_processor import MAX_PROMPT_LOGPROB_ENTRIES
+from asyncllm.engine.request_limits import MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
 from asyncllm.server.call import Call
 from asyncllm.server.errors import ApiError, bad_request

@@ -14,8 +14,11 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.base import AttentionLayer, Rotation
 from asyncllm.graphs.token_buffers import TokenBuffers
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.ops import Norm, Normed, Ops
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.memory import forward_without_attention
@@ -24,6 +27,7 @@ from asyncllm.worker.token_masks import RowMasks
 
 MAX_THREADS = 8  # more launches wait; each is a second or two of one core
 FEW_PAGES = 16
+MANY_ROWS = 128  # what no kernel of few rows takes
 
 
 class EarlyLaunches:
@@ -53,6 +57,18 @@ class EarlyLaunches:
         self.begin(partial(self._gather, kernels))
         self.begin(partial(self._fill, kernels, block_size))
         self.begin(partial(self._write, kernels))
+
+    def begin_ops(self, ops: Ops, config: ModelConfig, dtype: torch.dtype) -> None:
+        """What is between products of many rows."""
+        hf = config.hf_config
+        self.begin(partial(self._normalise, ops, hf.hidden_size, dtype))
+        self.begin(partial(self._add_and_normalise, ops, hf.hidden_size, dtype))
+        self.begin(partial(self._gate, ops, hf.intermediate_size, dtype))
+
+    def begin_heads(self, layer: AttentionLayer, block_size: int, dtype: torch.dtype) -> None:
+        """Between projection and attention, where the backend is not torch's."""
+        for num_tokens in (1, MANY_ROWS):
+            self.begin(partial(self._rotate, layer, num_tokens, block_size, dtype))
 
     def begin_one_row(self, model: CausalLM) -> None:
         """Its products, which are other kernels than those of more rows. Weights may be missing."""
@@ -88,12 +104,45 @@ class EarlyLaunches:
     def _write(self, kernels: SlotKernels) -> None:
         kernels.write_slots(self._few_pages(), self._zeros(1, RECORD_WORDS), self._zeros(3, 1))
 
+    def _rotate(
+        self, layer: AttentionLayer, num_tokens: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        from asyncllm.attention.heads_kernel import rotate_and_write  # needs Triton
+
+        num_heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        rotate_and_write(
+            layer,
+            self._zeros(num_tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype),
+            Rotation(self._zeros(num_tokens), self._zeros(1, head_dim, dtype=torch.float32)),
+            self._zeros(1, 2, block_size, kv_heads, head_dim, dtype=dtype),
+            self._zeros(num_tokens, dtype=torch.int64),
+        )
+
+    # Products of nothing: cuBLAS, which takes memory for every thread, is not asked.
+
+    def _normalise(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
+        ops.rms_norm(self._zeros(MANY_ROWS, size, dtype=dtype), self._norm(size, dtype))
+
+    def _add_and_normalise(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
+        x, weight, residual = (
+            self._zeros(*shape, dtype=dtype)
+            for shape in ((MANY_ROWS, 0), (size, 0), (MANY_ROWS, size))
+        )
+        ops.add_linear(x, weight, None, residual, self._norm(size, dtype))
+
+    def _gate(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
+        x = Normed(self._zeros(MANY_ROWS, 0, dtype=dtype))
+        ops.gated_linear(x, self._zeros(2 * size, 0, dtype=dtype))
+
+    def _norm(self, size: int, dtype: torch.dtype) -> Norm:
+        return Norm(self._zeros(size, dtype=dtype), 1.0)
+
     def _few_pages(self) -> DeviceState:
         """Of one slot, its pages as aligned as those of usual context windows."""
         return DeviceState(1, FEW_PAGES, 1, self._device)
 
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _mask(self, kernels: SlotKernels, vocab_size: int) -> None:
         logits = torch.zeros(1, vocab_size, device=self._device)

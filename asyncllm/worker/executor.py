@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -50,6 +51,10 @@ class Executor(Protocol):
     def submit(self, work: Work, size: int = 0) -> LaunchedStep: ...
 
     def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]: ...
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Work of the calling thread, after all steps so far; done when it is left."""
+        ...
 
     def drain(self) -> None:
         """Block until everything submitted is done; raises what a lost device raises."""
@@ -93,6 +98,10 @@ class ThreadExecutor:
 
     def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]:
         return _ThreadBegun(self._thread, first)
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        self.drain()
+        return nullcontext()
 
     def drain(self) -> None:
         self._thread.submit(lambda: None).result()
@@ -184,6 +193,13 @@ class StreamExecutor:
         done = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits sleeps in the driver
         done.record(self.stream)
         return EventStep(done, collect, self._waiter, timer, size)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.stream.device)
+        with torch.cuda.stream(self.stream):
+            yield
+        self.drain()
 
     def drain(self) -> None:
         self.stream.synchronize()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
+from asyncllm.models.layers.cublas_lt import CublasLt
+from asyncllm.models.layers.kept_choices import KeptChoices
 from asyncllm.models.layers.ops import Ops
+from asyncllm.models.layers.products import Products
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.decode_rows import FillDecodes, fill_decodes_torch
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
@@ -15,6 +20,8 @@ from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
 from asyncllm.worker.slot_changes import WriteSlots, write_slots_torch
 from asyncllm.worker.slot_rows import GatherSlots, gather_slots_torch
 from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
+
+logger = logging.getLogger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +62,31 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
 
 
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
-    """FlashInfer's and ours: on CUDA in half precision, where it is installed."""
+    """Ours: on CUDA in half precision, where FlashInfer is installed; without it torch does all."""
     is_half = device.type == "cuda" and dtype != torch.float32
     return is_half and importlib.util.find_spec("flashinfer") is not None
 
 
-def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int]) -> Ops:
+    """`sizes`: tokens of the steps whose products are worth a choice."""
     if not has_fast_ops(device, dtype):
         return TorchOps()
-    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+    from asyncllm.models.layers.cuda_ops import CudaOps  # slow to import: Triton
 
-    return FlashInferOps(device)
+    return CudaOps(device, _select_products(device, dtype, sizes))
+
+
+def _select_products(
+    device: torch.device, dtype: torch.dtype, sizes: Collection[int]
+) -> Products | None:
+    """None, for torch's own, where there is no library to choose with."""
+    try:
+        library = CublasLt(dtype, device)
+    except (OSError, RuntimeError) as error:
+        logger.info("products are left to torch: %s", error)
+        return None
+    kept = KeptChoices(torch.cuda.get_device_name(device), library.version, dtype)
+    return Products(library, sizes, kept)
 
 
 def make_executor(device: torch.device) -> Executor:

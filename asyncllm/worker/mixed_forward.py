@@ -57,8 +57,12 @@ class MixedForward:
         self._fill_decodes = fill_decodes
         self.graphs: StepGraphs | None = None
 
-    def make_graphs(self, max_tokens: int, most_decodes: int, pool: GraphPool) -> StepGraphs:
-        """Whole ones where attention can be captured, else pieces. None is captured yet."""
+    def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> StepGraphs:
+        """Whole ones where attention can be captured, else pieces. None is captured yet.
+
+        hidden: the buffer for the hidden states of the most tokens, [tokens, hidden_size].
+        """
+        max_tokens = len(hidden)
         inbox, layer = self._inbox, self._model.attention_layers[0]
         buffers = TokenBuffers.around(
             inbox.token_ids[:max_tokens],
@@ -72,7 +76,14 @@ class MixedForward:
         step_attention = attention.step_attention(max_tokens)
         if step_attention is None:
             return PrefillGraphs(
-                model, attention, self._cache, self._read_decodes, buffers, inbox.clear, pool
+                model,
+                attention,
+                self._cache,
+                self._read_decodes,
+                buffers,
+                hidden,
+                inbox.clear,
+                pool,
             )
         return WholeGraphs(
             model,
@@ -81,6 +92,7 @@ class MixedForward:
             self._read_decodes,
             most_decodes,
             buffers,
+            hidden,
             inbox.clear,
             pool,
         )
@@ -118,8 +130,9 @@ class MixedForward:
             self._cache.layers[0].dtype,
             self._state.positions.device,
         )
-        names = (*TOKEN_ARRAYS, "write_slots")
-        uploaded = self._staging.upload({name: getattr(step, name) for name in names})
-        for name in names:
-            getattr(tokens, name)[len(step.decode_slots) :].copy_(uploaded[name])
+        uploaded = self._staging.upload({"tokens": step.tokens, "write_slots": step.write_slots})
+        first = len(step.decode_slots)
+        for name, values in zip(TOKEN_ARRAYS, uploaded["tokens"], strict=True):
+            getattr(tokens, name)[first:].copy_(values)
+        tokens.write_slots[first:].copy_(uploaded["write_slots"])
         return tokens

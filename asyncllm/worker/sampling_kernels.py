@@ -11,11 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.programmatic_launch import (
-    has_programmatic_launch,
-    start_next,
-    wait_previous,
-)
+from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.filter_kernels import (
@@ -42,6 +38,33 @@ LEAST_BLOCKS = 64  # of one row that the second kernel is compiled for: of up to
 UNITS = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13, torch.float32: 1}
 
 
+@triton.jit
+def _open_row(
+    row, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """A row's logits and mask as `load_logits` takes them."""
+    place = tl.load(of_row_ptr + row) if MASKED else row
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    words_ptr = bits_ptr + place.to(tl.int64) * bits_stride
+    return row_ptr, vocab_size, MASKED, place >= 0, words_ptr
+
+
+@triton.jit
+def _first_of_best(x):
+    """(value, index), as argmax."""
+    return tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
+
+
+@triton.jit
+def _load_parameters(slot, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr):
+    """A slot's temperature, top_k, top_p and min_p."""
+    temperature = tl.load(temperatures_ptr + slot)
+    top_k = tl.load(top_ks_ptr + slot)
+    top_p = tl.load(top_ps_ptr + slot)
+    return temperature, top_k, top_p, tl.load(min_ps_ptr + slot)
+
+
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS_TO_SCALARS)
 def _look_at_block(
     logits_ptr, row_stride, vocab_size, slots_ptr, positions_ptr, of_row_ptr, bits_ptr, bits_stride,
@@ -59,16 +82,14 @@ def _look_at_block(
         row += wait_previous()  # every address depends on it
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(of_row_ptr + row) if MASKED else row
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    words_ptr = bits_ptr + place.to(tl.int64) * bits_stride
-    opened = (row_ptr, vocab_size, MASKED, place >= 0, words_ptr)
+    opened = _open_row(
+        row, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride, MASKED
+    )
     x = load_logits(opened, token)
     slot = tl.load(slots_ptr + row)
-    temperature = tl.load(temperatures_ptr + slot)
-    top_k = tl.load(top_ks_ptr + slot)
-    top_p = tl.load(top_ps_ptr + slot)
-    min_p = tl.load(min_ps_ptr + slot)
+    temperature, top_k, top_p, min_p = _load_parameters(
+        slot, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr
+    )
     out = row * num_blocks + block
     if may_filter(temperature, top_k, top_p, min_p, vocab_size):
         log_sum = summarise_block(x, temperature, maxima_ptr + out * (BLOCK // GROUP))
@@ -80,7 +101,7 @@ def _look_at_block(
             x = x / temperature + gumbel_noise(token, seed, position)
             x = tl.where(token < vocab_size, x, float("-inf"))
             x = tl.where(x != x, float("inf"), x)
-        best, index = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        best, index = _first_of_best(x)
         tl.store(values_ptr + out, best)
         tl.store(tokens_ptr + out, block * BLOCK + index)
 
@@ -93,20 +114,16 @@ def _pick_of_row(
     num_blocks, by_slot, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, NON_FINITE: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row's token, NON_FINITE where the best is infinite, and its slot moves on to it.
-
-    The first among equals, as argmax.
-    """
+    """A row's token, NON_FINITE where the best is infinite, and its slot moves on to it."""
     row = tl.program_id(0)
     if PDL:
         start_next()
         row += wait_previous()  # every address depends on it
     slot = tl.load(slots_ptr + row)
     position = tl.load(positions_ptr + tl.where(by_slot != 0, slot, row))
-    temperature = tl.load(temperatures_ptr + slot)
-    top_k = tl.load(top_ks_ptr + slot)
-    top_p = tl.load(top_ps_ptr + slot)
-    min_p = tl.load(min_ps_ptr + slot)
+    temperature, top_k, top_p, min_p = _load_parameters(
+        slot, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr
+    )
     block = tl.arange(0, BLOCKS)
     in_row = block < num_blocks
     values = tl.load(values_ptr + row * num_blocks + block, in_row, other=float("-inf"))
@@ -117,10 +134,9 @@ def _pick_of_row(
         maxima_ptr += row.to(tl.int64) * num_groups
         largest = largest_of(maxima_ptr, num_groups)
         if (largest > float("-inf")) & (largest < float("inf")):
-            place = tl.load(of_row_ptr + row) if MASKED else row
-            row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-            words_ptr = bits_ptr + place.to(tl.int64) * bits_stride
-            opened = (row_ptr, vocab_size, MASKED, place >= 0, words_ptr)
+            opened = _open_row(
+                row, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride, MASKED
+            )
             listed_ptr += row.to(tl.int64) * num_groups
             seed = tl.load(seeds_ptr + slot)
             best, token = draw_filtered(
@@ -128,13 +144,17 @@ def _pick_of_row(
                 temperature, top_k, top_p, min_p, seed, position, UNIT,
             )  # fmt: skip
     else:
-        best, index = tl.max(
-            values, axis=0, return_indices=True, return_indices_tie_break_left=True
-        )
+        best, index = _first_of_best(values)
         token = tl.load(tokens_ptr + row * num_blocks + index)
     is_finite = (best > float("-inf")) & (best < float("inf"))
     tl.store(out_ptr + row, tl.where(is_finite, token, NON_FINITE))
-    tl.store(last_tokens_ptr + slot, token)  # of what is not finite any: it has an embedding
+    _move_on(slot, token, position, last_tokens_ptr, slot_positions_ptr, by_slot)
+
+
+@triton.jit
+def _move_on(slot, token, position, last_tokens_ptr, slot_positions_ptr, by_slot):
+    """The slot's last token is this one, of what is not finite any: it has an embedding."""
+    tl.store(last_tokens_ptr + slot, token)
     next_position = tl.where(slot == 0, 0, position)  # 0 is padding
     tl.store(slot_positions_ptr + slot, next_position, by_slot == 0)
 
@@ -167,10 +187,8 @@ def sample_slots_triton(
         "BLOCK": BLOCK,
         "GROUP": GROUP.value,
         "MASKED": masks is not None,
-        "PDL": has_programmatic_launch(device),
+        **launch_flags(device),
     }
-    if flags["PDL"]:
-        flags["launch_pdl"] = True
     by_slot = int(positions is None)
     _look_at_block[(num_rows, num_blocks)](
         *rows, values, tokens, maxima, num_blocks, by_slot, **flags

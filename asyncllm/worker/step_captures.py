@@ -24,13 +24,20 @@ class StepCaptures:
     """All on the current stream, which the steps use, between two of them."""
 
     def __init__(
-        self, config: EngineConfig, runner: ModelRunner, device: torch.device, *, progress: bool
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        device: torch.device,
+        before_capture: Callable[[], None],
+        *,
+        progress: bool,
     ) -> None:
+        """before_capture: after a step has run as it is to be captured."""
         self._config = config
         self._runner = runner
         self._device = device
         self._progress = progress
-        self._pool = GraphPool()
+        self._pool = GraphPool(before_capture=before_capture)
         self._pending = PendingCaptures()
 
     def __len__(self) -> int:
@@ -47,13 +54,16 @@ class StepCaptures:
         if not sizes:
             return
         hidden_size = config.model.hf_config.hidden_size
-        hidden = torch.zeros(most_rows, hidden_size, dtype=dtype, device=self._device)
-        graphs = runner.mixed_forward.make_graphs(sizes[-1], config.max_num_seqs, self._pool)
-        samples = runner.make_sample_graphs(hidden, self._pool)
+        of_tokens, of_rows = (
+            torch.zeros(number, hidden_size, dtype=dtype, device=self._device)
+            for number in (sizes[-1], most_rows)
+        )
+        graphs = runner.mixed_forward.make_graphs(of_tokens, config.max_num_seqs, self._pool)
+        samples = runner.mixed_logits.make_graphs(of_rows, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
         for size in first_sizes(config.cuda_graph_sizes):
             samples.capture(size)
-        runner.mixed_forward.graphs, runner.sample_graphs = graphs, samples
+        runner.mixed_forward.graphs, runner.mixed_logits.graphs = graphs, samples
 
     def decodes(self, others: list[Way], trial: DecodeTrial) -> None:
         """`others`: ways to run a step besides the layers, which `trial` times."""
@@ -77,7 +87,7 @@ class StepCaptures:
         """Let go of all that is captured, which holds the runner's own methods: a circle."""
         self._pending.clear()
         runner = self._runner
-        runner.graphs = runner.sample_graphs = runner.mixed_forward.graphs = None
+        runner.graphs = runner.mixed_logits.graphs = runner.mixed_forward.graphs = None
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle."""

@@ -33,8 +33,8 @@ def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
     stream = torch.cuda.current_stream()
     bare = _timings(_bare_step(runner, stream.device), stream)
     sizes = {min(num_tokens, most_tokens) for num_tokens in PREFILL_TOKENS}
-    prefill = runner.warm_up.prefill
-    return cost_of(bare, {size: _timings(partial(prefill, size), stream) for size in sorted(sizes)})
+    prefills = {size: _timings(partial(runner.run_padding, size), stream) for size in sorted(sizes)}
+    return cost_of(bare, prefills)
 
 
 def cost_of(bare: Sequence[float], prefills: Mapping[int, Sequence[float]]) -> StepCost:

@@ -13,7 +13,8 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.step_plan import PrefillRow, StepPlan
+from asyncllm.step_plan import DecodeBatch, StepPlan
+from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 from asyncllm.worker.slot_changes import pack_entries, pack_inits
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
@@ -39,18 +40,18 @@ class StepTokens:
 
     decode_slots: np.ndarray  # int32 [D]
     max_decode_len: int  # the longest context of a decode
-    token_ids: np.ndarray  # int32 [P]
-    positions: np.ndarray  # int32 [P]
-    prompt_lens: np.ndarray  # int32 [P]: of each token's sequence
+    tokens: np.ndarray  # int32 [3, P]: positions, lengths of their prompts, ids
     write_slots: np.ndarray  # int64 [P]: flat KV positions
-    sample_tokens: np.ndarray  # int32 [R]: which of the D + P tokens are sampled from
-    sample_slots: np.ndarray  # int32 [R]
-    sample_positions: np.ndarray  # int32 [R]: of the new tokens
+    samples: np.ndarray  # int32 [3, R]: which of the D + P tokens; slots; new tokens' positions
     prefills: PrefillRows
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + len(self.token_ids)
+        return len(self.decode_slots) + len(self.write_slots)
+
+    @property
+    def num_samples(self) -> int:
+        return self.samples.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,12 @@ class StepBuilder:
         tokens, sampled_slots = None, slots
         if plan.prefills:
             tokens = self._tokens(plan, max_decode_len)
-            sampled_slots = tokens.sample_slots
+            sampled_slots = tokens.samples[1]
             features = self._sampling.features(sampled_slots)
-        if features & Feature.EDIT and not plan.needs_host:
+        if features and features & Feature.EDIT and not plan.needs_host:
             self._sampling.add_logit_edits(sampled_slots, arrays)
         wants: tuple[SamplingParams, ...] = ()
-        if features & Feature.LOGPROBS:
+        if features and features & Feature.LOGPROBS:
             wants = tuple(seq.request.sampling_params for seq in plan.sampled)
             _logprob_ids(wants, arrays)
         return StepInputs(
@@ -119,48 +120,56 @@ class StepBuilder:
         return self._decode_features
 
     def _tokens(self, plan: StepPlan, max_decode_len: int) -> StepTokens:
-        rows = plan.prefills
-        lens = np.array([len(row.token_ids) for row in rows], np.int32)
-        indptr = _indptr(lens)
-        positions = np.concatenate(
-            [np.arange(row.start, row.start + n, dtype=np.int32) for row, n in _zip(rows, lens)]
-        )
-        pages = np.concatenate([np.array(row.block_ids, np.int32) for row in rows])
-        page_indptr = _indptr(np.array([len(row.block_ids) for row in rows], np.int32))
-        row_pages = page_indptr[:-1].repeat(lens) + positions // self._block_size
-        write_slots = pages[row_pages].astype(np.int64) * self._block_size
-        kv_lens = np.array([row.start for row in rows], np.int32) + lens
-        sample_tokens, sample_slots, sample_positions = _samples(plan, indptr, kv_lens)
+        """Lists first, then few arrays: to a hundred tokens a call of numpy costs more than its
+        work."""
+        num_decodes = len(plan.decodes)
+        token_ids: list[int] = []
+        pages: list[int] = []
+        query_indptr, page_indptr = [0], [0]
+        of_rows: list[tuple[int, int, int, int, int]] = []
+        samples: list[tuple[int, int, int]] = []
+        for row in plan.prefills:
+            num_tokens, first = len(row.token_ids), len(token_ids)
+            kv_len, prompt_len = row.start + num_tokens, row.seq.num_prompt_tokens
+            of_rows.append((num_tokens, kv_len, row.start - first, prompt_len, len(pages)))
+            token_ids += row.token_ids
+            pages += row.block_ids
+            query_indptr.append(len(token_ids))
+            page_indptr.append(len(pages))
+            samples += [(num_decodes + len(token_ids) - 1, s.slot, kv_len) for s in row.samples]
+        columns = np.array(of_rows, np.int32).T
+        indptrs = np.array((query_indptr, page_indptr), np.int32)
+        prefills = PrefillRows(indptrs[0], columns[1].copy(), indptrs[1], int32(pages))
+        tokens = columns[2:].repeat(columns[0], axis=1)  # of each: shift, prompt's length, page
+        positions = tokens[0]
+        positions += np.arange(len(token_ids), dtype=np.int32)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        blocks += tokens[2]
+        write_slots = np.multiply(prefills.pages[blocks], self._block_size, dtype=np.int64)
+        write_slots += offsets
+        tokens[2] = np.fromiter(token_ids, np.int32, len(token_ids))
         return StepTokens(
             decode_slots=plan.decodes.slots,
             max_decode_len=max_decode_len,
-            token_ids=np.concatenate([np.array(row.token_ids, np.int32) for row in rows]),
-            positions=positions,
-            prompt_lens=int32([r.seq.num_prompt_tokens for r in rows]).repeat(lens),
-            write_slots=write_slots + positions % self._block_size,
-            sample_tokens=sample_tokens,
-            sample_slots=sample_slots,
-            sample_positions=sample_positions,
-            prefills=PrefillRows(indptr, kv_lens, page_indptr, pages),
+            tokens=tokens,
+            write_slots=write_slots,
+            samples=_samples(plan.decodes, samples),
+            prefills=prefills,
         )
 
 
-def _samples(
-    plan: StepPlan, indptr: np.ndarray, kv_lens: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int32 [R] each: which tokens are sampled from, for which slots, at which positions."""
-    num_decodes = len(plan.decodes)
-    last = [
-        (num_decodes + int(indptr[i + 1]) - 1, seq.slot, int(kv_lens[i]))
-        for i, row in enumerate(plan.prefills)
-        for seq in row.samples
-    ]
-    tokens, slots, positions = np.array(last, np.int32).reshape(-1, 3).T
-    return (
-        np.concatenate([np.arange(num_decodes, dtype=np.int32), tokens]),
-        np.concatenate([plan.decodes.slots, slots]),
-        np.concatenate([plan.decodes.positions + 1, positions], dtype=np.int32),
-    )
+def _samples(decodes: DecodeBatch, of_prefills: list[tuple[int, int, int]]) -> np.ndarray:
+    """int32 [3, R], as `StepTokens` has them."""
+    last = np.array(of_prefills, np.int32).reshape(-1, 3).T
+    if not decodes:
+        return last
+    num_decodes = len(decodes)
+    samples = np.empty((3, num_decodes + len(of_prefills)), np.int32)
+    samples[0, :num_decodes] = np.arange(num_decodes)
+    samples[1, :num_decodes] = decodes.slots
+    samples[2, :num_decodes] = decodes.positions + 1
+    samples[:, num_decodes:] = last
+    return samples
 
 
 def _logprob_ids(wants: tuple[SamplingParams, ...], arrays: Arrays) -> None:
@@ -190,10 +199,20 @@ def _prompt_logprobs(plan: StepPlan, arrays: Arrays) -> tuple[PromptLogprobs, ..
     return tuple(wanted)
 
 
-def _zip(rows: tuple[PrefillRow, ...], lens: np.ndarray) -> zip[tuple[PrefillRow, int]]:
-    return zip(rows, lens.tolist(), strict=True)
-
-
-def _indptr(lens: np.ndarray) -> np.ndarray:
-    """int32 [n + 1]: 0 and the running sums."""
-    return np.concatenate([np.zeros(1, np.int32), np.cumsum(lens, dtype=np.int32)])
+def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
+    """A step of one prompt, and its first token, on the padding page and slot."""
+    num_pages = -(-num_tokens // block_size)
+    zeros = np.zeros(num_tokens, np.int32)
+    return StepTokens(
+        decode_slots=zeros[:0],
+        max_decode_len=0,
+        tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
+        write_slots=zeros.astype(np.int64),
+        samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
+        prefills=PrefillRows(
+            query_indptr=np.array([0, num_tokens], np.int32),
+            kv_lens=np.array([num_tokens], np.int32),
+            page_indptr=np.array([0, num_pages], np.int32),
+            pages=np.full(num_pages, PADDING_PAGE, np.int32),
+        ),
+    )

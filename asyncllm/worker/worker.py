@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
 from asyncllm.attention.base import AttentionBackend
-from asyncllm.attention.host_pages import HostPages
+from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.registry import build_backend, resolve_backend
+from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
@@ -39,8 +39,10 @@ from asyncllm.worker.kernels import (
     select_ops,
     select_slot_kernels,
 )
+from asyncllm.worker.kv_memory import allocate_cache, begin_host_pages, kv_page_bytes
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
+    MemoryPlan,
     measure_swap_cost,
     plan_memory,
     profile_step,
@@ -48,11 +50,11 @@ from asyncllm.worker.memory import (
 )
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.own_kernels import begin_building
-from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
 from asyncllm.worker.token_masks import TokenMaskBuffer
+from asyncllm.worker.warm_up import warm_up_slots
 from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
@@ -75,26 +77,23 @@ class Worker:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
-        page_bytes = self._page_bytes()
-        host_pages = self._host_pages(page_bytes)
+        host_pages = begin_host_pages(config, self._dtype, self.device)
         early = EarlyLaunches(self.device)
         with self._phase("kernels"):
-            kernels = select_slot_kernels(self.device)
-            early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
-            early.begin_slots(kernels, config.block_size)
-            if has_fast_ops(self.device, self._dtype):
-                begin_building(config, self.device)
-            ops = select_ops(self.device, self._dtype)
+            kernels, ops = self._begin_kernels(early)
+            import_backend(self.backend_name)
         with self._phase("load"):
             model = self._build_model(ops)
             early.begin_one_row(model)
+            if self.backend_name != "torch":
+                early.begin_heads(model.attention_layers[0], config.block_size, self._dtype)
             loading = decode_choice.begin_loading(config, model, self.device)
             load_weights(model, config.model.path, config.load_format, config.seed, progress)
         with self._phase("profile"):
-            peak_bytes = profile_step(model, config, self.device)
-            self.memory = plan_memory(config, page_bytes, peak_bytes, self.device)
+            self.memory = self._plan_memory(model)
         with self._phase("kv_cache"):
-            cache = self._allocate_cache(host_pages)
+            num_pages = self.memory.num_pages
+            cache = allocate_cache(config, num_pages, host_pages, self._dtype, self.device)
             state = self._allocate_state()
             self.token_masks = TokenMaskBuffer(
                 config.num_slots, config.model.vocab_size, self.device
@@ -103,20 +102,16 @@ class Worker:
         self._executor = make_executor(self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
         self.runner = self._make_runner(model, cache, attention, state, kernels)
-        with self._phase("warm_up"), self._on_stream():
-            self._warm_up(early)
-        self._captures = StepCaptures(config, self.runner, self.device, progress=progress)
+        with self._phase("warm_up"), self._executor.between_steps():
+            self._warm_up(state, kernels, early)
+        self._captures = StepCaptures(
+            config, self.runner, self.device, ops.before_capture, progress=progress
+        )
         if attention.supports_graphs and not config.enforce_eager:
-            with self._phase("prefill_graphs"), self._on_stream():
-                self._captures.prefills(self._dtype)
-            with self._phase("decode_kernel"):
-                ways = decode_choice.other_ways(self.runner, model, cache, loading)
-            trial = DecodeTrial(state, config.block_size, self.memory.num_pages)
-            with self._phase("graphs"), self._on_stream():
-                self._captures.decodes(ways, trial)
+            self._capture(model, cache, state, loading)
         self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
         if self.device.type == "cuda":
-            with self._phase("step_cost"), self._on_stream():
+            with self._phase("step_cost"), self._executor.between_steps():
                 self.step_cost = measure_step_cost(self.runner, self._most_tokens)
         with self._phase("swap_space"):
             self.swap_cost = self._measure_swap_cost(model, cache)
@@ -147,7 +142,7 @@ class Worker:
     @torch.inference_mode()
     def capture_one(self) -> None:
         """Capture one of the pending graphs; for moments without a step."""
-        with self._on_stream():
+        with self._executor.between_steps():
             self._captures.capture_one()
 
     def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
@@ -178,20 +173,17 @@ class Worker:
 
     # --- the parts, in the order of their making ---------------------------------------------
 
-    def _page_bytes(self) -> int:
-        model, block_size = self._config.model, self._config.block_size
-        return KVCache.page_bytes(
-            model.num_layers, block_size, model.num_kv_heads, model.head_dim, self._dtype
-        )
-
-    def _host_pages(self, page_bytes: int) -> HostPages:
-        """As many as `swap_space` holds; being allocated from here on."""
-        config, model = self._config, self._config.model
-        num_pages = config.swap_space_bytes // page_bytes
-        shape = KVCache.host_shape(
-            num_pages, model.num_layers, config.block_size, model.num_kv_heads, model.head_dim
-        )
-        return HostPages(shape, self._dtype, self.device)
+    def _begin_kernels(self, early: EarlyLaunches) -> tuple[SlotKernels, Ops]:
+        """What is done to slots, and the model's layers, while all of it is being compiled."""
+        config = self._config
+        kernels = select_slot_kernels(self.device)
+        early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
+        early.begin_slots(kernels, config.block_size)
+        if has_fast_ops(self.device, self._dtype):
+            begin_building(config, self.device)
+        ops = select_ops(self.device, self._dtype, self._captured_sizes)
+        early.begin_ops(ops, config.model, self._dtype)
+        return kernels, ops
 
     def _build_model(self, ops: Ops) -> CausalLM:
         """Without its weights."""
@@ -199,25 +191,10 @@ class Worker:
         model_len = config.max_model_len or config.model.context_window
         return build_model(config.model, self._dtype, self.device, ops, model_len)
 
-    def _allocate_cache(self, host_pages: HostPages) -> KVCache:
-        """Raises `ValueError` naming the flags where the memory is not there."""
-        config = self._config
-        try:
-            return KVCache(
-                num_layers=config.model.num_layers,
-                num_pages=self.memory.num_pages + 1,
-                block_size=config.block_size,
-                num_kv_heads=config.model.num_kv_heads,
-                head_dim=config.model.head_dim,
-                dtype=self._dtype,
-                device=self.device,
-                host_pages=host_pages,
-            )
-        except (MemoryError, RuntimeError) as error:
-            raise ValueError(
-                f"no memory for {self.memory.num_pages} KV pages: lower num_gpu_blocks_override, "
-                "kv_cache_memory_bytes or gpu_memory_utilization"
-            ) from error
+    def _plan_memory(self, model: CausalLM) -> MemoryPlan:
+        peak_bytes = profile_step(model, self._config, self.device)
+        page_bytes = kv_page_bytes(self._config, self._dtype)
+        return plan_memory(self._config, page_bytes, peak_bytes, self.device)
 
     def _allocate_state(self) -> DeviceState:
         config = self._config
@@ -239,10 +216,7 @@ class Worker:
             cache=cache,
             attention=attention,
             state=state,
-            sampler=Sampler(state, kernels.sample_slots, kernels.apply_masks),
-            gather_slots=kernels.gather_slots,
-            fill_decodes=kernels.fill_decodes,
-            write_slots=kernels.write_slots,
+            kernels=kernels,
             executor=self._executor,
             builder=StepBuilder(self._config.num_slots, self._config.block_size),
             processors=self._processors,
@@ -255,15 +229,36 @@ class Worker:
             device=self.device,
         )
 
-    def _warm_up(self, early: EarlyLaunches) -> None:
+    def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: EarlyLaunches) -> None:
         """On the current stream, and in the threads of what else is to be compiled."""
         if isinstance(self._executor, StreamExecutor):
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
-            self.runner.warm_up.prefill(min(num_tokens, self._most_tokens))
+            self.runner.run_padding(min(num_tokens, self._most_tokens))
         early.wait()
-        self.runner.warm_up.sampling(self._dtype)
+        warm_up_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
+
+    def _capture(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        state: DeviceState,
+        loading: Callable[[], Launch | None],
+    ) -> None:
+        """`loading`: of the other way to run decodes, as `decode_choice` began it."""
+        with self._phase("prefill_graphs"), self._executor.between_steps():
+            self._captures.prefills(self._dtype)
+        with self._phase("decode_kernel"):
+            ways = decode_choice.other_ways(self.runner, model, cache, loading)
+        trial = DecodeTrial(state, self._config.block_size, self.memory.num_pages)
+        with self._phase("graphs"), self._executor.between_steps():
+            self._captures.decodes(ways, trial)
+
+    @property
+    def _captured_sizes(self) -> set[int]:
+        """Tokens of the steps that are captured, or will be."""
+        return {*self._config.prefill_graph_sizes, *self._config.cuda_graph_sizes}
 
     @property
     def _most_tokens(self) -> int:
@@ -282,18 +277,6 @@ class Worker:
             raise ValueError(
                 f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"
             ) from error
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Work on the stream that the steps will use, after all that came before."""
-        executor = self._executor
-        if not isinstance(executor, StreamExecutor):
-            yield
-            return
-        torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(executor.stream):
-            yield
-        executor.drain()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

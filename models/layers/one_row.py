@@ -16,11 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.programmatic_launch import (
-    has_programmatic_launch,
-    start_next,
-    wait_previous,
-)
+from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.models.layers.ops import Norm, Normed
 
 
@@ -155,12 +151,11 @@ def _launch(
 ) -> None:
     out_features = out.shape[1]
     num_squares = x.squares.shape[1] if x.squares is not None else 0
-    pdl = has_programmatic_launch(out.device)
     _one_row_kernel[(triton.cdiv(out_features, tiles.features),)](
         x.values, x.squares, weight, bias, norm.weight if norm is not None else None, out, scaled,
         squares, out_features, num_squares, x.eps,
         K=weight.shape[1], FEATURES=tiles.features, BLOCK=tiles.block, GATED=gated,
         HAS_BIAS=bias is not None, ADD=norm is not None,
-        SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0, PDL=pdl,
-        num_warps=tiles.num_warps, **({"launch_pdl": True} if pdl else {}),
+        SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
+        num_warps=tiles.num_warps, **launch_flags(out.device),
     )  # fmt: skip

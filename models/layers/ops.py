@@ -40,6 +40,10 @@ class Normed:
 
 
 class Ops(Protocol):
+    def before_capture(self) -> None:
+        """Settle what is still open about the calls since the last one; they will be captured."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new."""
         ...

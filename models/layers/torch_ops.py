@@ -17,6 +17,9 @@ class TorchOps:
     """Stateless. Works in place where it can: on a CPU a large new tensor costs more than its
     arithmetic."""
 
+    def before_capture(self) -> None:
+        """Nothing is chosen here."""
+
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 

@@ -37,6 +37,7 @@ class Driver:
 @pytest.fixture(autouse=True)
 def nothing_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_start, "keep_bytecode", lambda: None)
+    monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: None)
     monkeypatch.setattr(head_start, "UNOPENED", {})
     monkeypatch.setenv(IN_TREE, "")
 

@@ -9,7 +9,7 @@ import torch
 
 from asyncllm import cli
 from asyncllm.commands import kernels
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

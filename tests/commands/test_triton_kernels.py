@@ -13,7 +13,8 @@ import torch
 
 from asyncllm.commands import kernels
 from asyncllm.commands.triton_kernels import TritonKernel, print_compiled, read_list, write_list
-from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.config import EngineConfig
+from asyncllm.engine_args import EngineArgs
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def kernel(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedL
         return lambda: kernel
 
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
     monkeypatch.setattr(persistent_decode, "begin_loading", begin_loading)
     monkeypatch.setattr(persistent_decode, "num_blocks_on", lambda device: NUM_BLOCKS)
     yield kernel

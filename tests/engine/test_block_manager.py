@@ -126,7 +126,7 @@ def test_a_prompt_is_hashed_only_up_to_its_first_miss() -> None:
     admit(blocks, make_sequence(1, range(8)))
     seq = make_sequence(2, [*range(8), *range(100, 200)])
     assert len(blocks.match_prefix(seq)) == 2
-    assert len(blocks._hashes[seq.seq_id]) == 3, "27 blocks, the third is unknown"
+    assert len(blocks._hashes.known(seq)) == 3, "27 blocks, the third is unknown"
 
 
 def test_a_block_is_found_only_after_the_same_blocks_and_under_the_same_key() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from asyncllm.config import EngineArgs
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.engine_args import EngineArgs
 from asyncllm.server.call import Call
 from asyncllm.server.chat_view import ChatView
 from asyncllm.server.generation import Generation

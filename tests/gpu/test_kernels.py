@@ -30,11 +30,11 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("tokens", [1, 5, 33, 4096])
 def test_ops_equal_torch(tokens: int) -> None:
-    from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+    from asyncllm.models.layers.cuda_ops import CudaOps
     from asyncllm.models.layers.ops import Norm, Normed
     from asyncllm.models.layers.torch_ops import TorchOps
 
-    fast, slow = FlashInferOps(torch.device("cuda")), TorchOps()
+    fast, slow = CudaOps(torch.device("cuda")), TorchOps()
     x, residual = (torch.randn(tokens, 1024, device=CUDA, dtype=BF16) for _ in range(2))
     weight = torch.randn(1024, 1024, device=CUDA, dtype=BF16) / 32
     norm = Norm(torch.rand(1024, device=CUDA, dtype=BF16) + 0.5, 1e-5)

@@ -55,14 +55,14 @@ class Model:
 
     def __init__(self, config: PretrainedConfig, folder: Path) -> None:
         from asyncllm.attention.flashinfer import FlashInferAttention
-        from asyncllm.models.layers.flashinfer_ops import FlashInferOps
+        from asyncllm.models.layers.cuda_ops import CudaOps
 
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
         config.save_pretrained(folder)
         model_config = ModelConfig.from_folder(folder)
         device = torch.device("cuda")
         model = build_model(
-            model_config, torch.bfloat16, device, FlashInferOps(device), max_model_len=MAX_LEN
+            model_config, torch.bfloat16, device, CudaOps(device), max_model_len=MAX_LEN
         )
         for _, tensor in model.checkpoint_tensors():
             tensor.normal_(0, 0.03) if tensor.dim() > 1 else tensor.normal_(1, 0.2)

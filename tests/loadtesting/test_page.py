@@ -126,6 +126,7 @@ def test_the_live_table() -> None:
     assert numbers == ["10", "4", "8", "0", "2.0", "1,500", "0.00"]
 
 
-def test_no_table_without_a_terminal() -> None:
+def test_no_table_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with live.live_table("x") as watch:
         watch([[0] * len(Counter)])
+    assert capfd.readouterr() == ("", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from asyncllm import EngineArgs, InvalidRequestError, SamplingParams
-from asyncllm.engine.input_processor import MAX_PROMPT_LOGPROB_ENTRIES, InputProcessor
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.logprob_limits import MAX_OUTPUT_LOGPROB_ENTRIES
+from asyncllm.engine.request_limits import MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.engine.text.bad_words import bad_words_ids
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.param_checks import MAX_SEED
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -21,11 +24,11 @@ from asyncllm.sampling_params import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
-    MAX_SEED,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from asyncllm.types import Request
 from tests.text import tokenizer_folders as folders
 
 VOCAB = folders.MODEL_CONFIG["vocab_size"]
@@ -140,24 +143,27 @@ def processor(model_folder: Path, byte_level: Tokenizer) -> InputProcessor:
     return InputProcessor(config, byte_level, 2 * MAX_OUTPUT_LOGPROB_ENTRIES)
 
 
+def process(processor: InputProcessor, ids: list[int], **fields: Any) -> Request:
+    return asyncio.run(processor.process("r", ids, SamplingParams(**fields), 0.0))
+
+
 def refused(processor: InputProcessor, ids: list[int], **fields: Any) -> str | None:
     with pytest.raises(InvalidRequestError) as caught:
-        processor.process("r", ids, SamplingParams(**fields), 0.0)
+        process(processor, ids, **fields)
     return caught.value.param
 
 
 @pytest.mark.parametrize("name", ["logprob_token_ids", "allowed_token_ids", "stop_token_ids"])
 def test_token_ids_must_be_in_the_vocabulary(processor: InputProcessor, name: str) -> None:
     last = VOCAB - 1
-    processor.process("r", [1], SamplingParams(**{name: [0, last]}), 0.0)
+    process(processor, [1], **{name: [0, last]})
     assert refused(processor, [1], **{name: [0, last + 1]}) == name
 
 
 def test_the_entries_of_prompt_logprobs_are_bounded(processor: InputProcessor) -> None:
     half = MAX_PROMPT_LOGPROB_ENTRIES // 2
     for most, num_top in ((half, 1), (MAX_PROMPT_LOGPROB_ENTRIES // 21, 20)):
-        params = SamplingParams(prompt_logprobs=num_top)
-        processor.process("r", [1] * most, params, 0.0)
+        process(processor, [1] * most, prompt_logprobs=num_top)
         assert refused(processor, [1] * (most + 1), prompt_logprobs=num_top) == "prompt_logprobs"
 
 
@@ -181,9 +187,7 @@ def test_the_entries_of_logprobs_are_bounded(
     most = MAX_OUTPUT_LOGPROB_ENTRIES // entries_per_token
 
     def max_tokens(asked: int | None) -> int:
-        return processor.process(
-            "r", [1], SamplingParams(**fields, max_tokens=asked), 0.0
-        ).max_tokens
+        return process(processor, [1], **fields, max_tokens=asked).max_tokens
 
     assert max_tokens(most) == max_tokens(None) == most
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_OUTPUT_LOGPROB_ENTRIES}") as found:
@@ -193,7 +197,7 @@ def test_the_entries_of_logprobs_are_bounded(
 
 
 def test_answers_without_logprobs_have_the_whole_window(processor: InputProcessor) -> None:
-    request = processor.process("r", [1], SamplingParams(n=128, max_tokens=None), 0.0)
+    request = process(processor, [1], n=128, max_tokens=None)
     assert request.max_tokens == processor.max_model_len - 1
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncllm import cli
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.flags import field_names, read_config_file
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.engine.input_processor import MAX_CACHE_SALT_CHARS, InputProcessor, parse_prompt
+from asyncllm.config import EngineConfig
+from asyncllm.engine.input_processor import MAX_CACHE_SALT_CHARS, InputProcessor
+from asyncllm.engine.text.prompt import parse_prompt
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
+from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from asyncllm.param_checks import MAX_SEED
 from asyncllm.sampling_params import SamplingParams
@@ -39,7 +41,7 @@ def processor(config: EngineConfig, byte_level: Tokenizer) -> InputProcessor:
 
 
 def process(processor: InputProcessor, prompt: Any, **params: Any) -> Request:
-    return processor.process("r", prompt, SamplingParams(**params), arrival_time=1.0)
+    return asyncio.run(processor.process("r", prompt, SamplingParams(**params), arrival_time=1.0))
 
 
 def refused(call: Callable[[], object], param: str | None) -> InvalidRequestError:
@@ -171,18 +173,6 @@ def test_absurd_texts_are_refused_unencoded(
     assert "This model's maximum context length is 64 tokens" in str(error)
 
 
-def test_what_the_kv_cache_can_never_hold(config: EngineConfig, byte_level: Tokenizer) -> None:
-    processor = InputProcessor(config, byte_level, WINDOW, max_kv_tokens=32)
-    assert process(processor, [1] * 20, max_tokens=12).max_tokens == 12
-    assert process(processor, [1] * 20, max_tokens=None).max_tokens == 12
-    error = refused(lambda: process(processor, [1] * 20, max_tokens=13), "max_tokens")
-    assert isinstance(error, ContextLengthError)
-    assert "KV cache holds at most 32 tokens" in str(error)
-    refused(lambda: process(processor, [1] * 32, max_tokens=None), "prompt")
-    error = refused(lambda: process(processor, [1] * 60, max_tokens=13), "prompt")
-    assert "maximum context length is 64 tokens" in str(error)
-
-
 def test_truncation_keeps_the_end(processor: InputProcessor) -> None:
     prompt = list(range(2, 102))
 
@@ -231,20 +221,21 @@ def test_parameters_at_their_limit_and_above(
 
 
 def test_priority_and_salt(processor: InputProcessor) -> None:
-    params = SamplingParams()
-    assert processor.process("r", [1], params, 0.0, priority=-3).priority == -3
-    refused(lambda: processor.process("r", [1], params, 0.0, priority="high"), "priority")  # type: ignore[arg-type]
+    def request(**asked: Any) -> Request:
+        asked = {"prompt": [1], **asked}
+        return asyncio.run(
+            processor.process("r", params=SamplingParams(), arrival_time=0.0, **asked)
+        )
+
+    assert request(priority=-3).priority == -3
+    refused(lambda: request(priority="high"), "priority")
     longest = "s" * MAX_CACHE_SALT_CHARS
-    keys = {
-        processor.process("r", [1], params, 0.0, cache_salt=salt).cache_key
-        for salt in (None, "a", "b", longest)
-    }
+    keys = {request(cache_salt=salt).cache_key for salt in (None, "a", "b", longest)}
     assert len(keys) == 4
     assert b"" in keys
-    in_prompt = processor.process("r", {"prompt_token_ids": [1], "cache_salt": "a"}, params, 0.0)
-    assert in_prompt.cache_key in keys
+    assert request(prompt={"prompt_token_ids": [1], "cache_salt": "a"}).cache_key in keys
     for salt in ("", longest + "s"):
-        refused(partial(processor.process, "r", [1], params, 0.0, cache_salt=salt), "cache_salt")
+        refused(partial(request, cache_salt=salt), "cache_salt")
 
 
 def test_stop_token_ids(
@@ -283,7 +274,8 @@ def test_bad_words_with_and_without_their_space(
 
 
 def test_sequences(config: EngineConfig, byte_level: Tokenizer) -> None:
-    processor = InputProcessor(config, byte_level, WINDOW, seq_ids=iter(range(7, 100)))
+    processor = InputProcessor(config, byte_level, WINDOW)
+    process(processor, [1, 2], n=6)
     request = process(processor, [1, 2], n=3)
     assert [seq.seq_id for seq in request.sequences] == [7, 8, 9]
     assert [seq.index for seq in request.sequences] == [0, 1, 2]
@@ -408,19 +400,25 @@ def test_large_texts_are_encoded_in_threads_that_end(
     large = "The quick brown fox. " * (LARGE_TEXT_CHARS // 10)
     messages = [{"role": "user", "content": large}]
 
-    async def both() -> None:
-        for prompt in (large, "small", [1, 2], messages):
-            params = SamplingParams(max_tokens=None)
-            request = await processor.process_async("r", prompt, params, 0.0)
-            expected = processor.process("r", prompt, params, 0.0)
-            assert request.prompt_token_ids == expected.prompt_token_ids
-            assert request.max_tokens == expected.max_tokens
+    rendered = byte_level.render_chat(messages)
+
+    async def all_of_them() -> None:
+        params = SamplingParams(max_tokens=None)
+        for prompt, expected in (
+            (large, byte_level.encode(large)),
+            ("small", byte_level.encode("small")),
+            ([1, 2], [1, 2]),
+            (messages, byte_level.encode(rendered, add_special_tokens=False)),
+        ):
+            request = await processor.process("r", prompt, params, 0.0)
+            assert request.prompt_token_ids == expected
+            assert request.max_tokens == 100_000 - len(expected)
         with pytest.raises(InvalidRequestError):
-            await processor.process_async("r", "\ud800" * LARGE_TEXT_CHARS, params, 0.0)
+            await processor.process("r", "\ud800" * LARGE_TEXT_CHARS, params, 0.0)
         assert processor._threads is not None
         processor.close()
 
-    asyncio.run(both())
+    asyncio.run(all_of_them())
     processor.close()
     assert not [thread for thread in threading.enumerate() if thread not in before]
 

@@ -122,7 +122,7 @@ def test_a_later_trial_writes_to_no_page_that_is_cached(
         return [Way("again", step, range(1, 4))]
 
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
     monkeypatch.setattr(decode_choice, "other_ways", other_ways)
     monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
     args: dict[str, Any] = {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}

@@ -9,8 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from asyncllm.engine_args import EngineArgs
+from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.early_launches import EarlyLaunches
+from asyncllm.worker.early_launches import MANY_ROWS, EarlyLaunches
 from asyncllm.worker.kernels import select_slot_kernels
 from asyncllm.worker.token_masks import RowMasks
 from tests.waiting import PATIENCE_SECONDS
@@ -84,6 +87,49 @@ def test_slots_are_read_and_written() -> None:
     names = ("gather_slots", "fill_decodes", "write_slots")
     AtOnce(CPU).begin_slots(replace(kernels, **{name: watch(name) for name in names}), 16)
     assert asked == list(names)
+
+
+class RecordedOps(TorchOps):
+    """What kernels after products of many rows are given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        self._record("rms_norm", x)
+        return super().rms_norm(x, norm)
+
+    def gated_linear(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._record("gated_linear", self.linear(x, weight, bias))
+        return super().gated_linear(x, weight, bias)
+
+    def add_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed:
+        self._record("add_linear", self.linear(Normed(x), weight, bias))
+        return super().add_linear(x, weight, bias, residual, norm)
+
+    def _record(self, name: str, x: torch.Tensor) -> None:
+        self.given.append((name, tuple(x.shape), x.dtype))
+
+
+def test_what_is_between_products_has_the_model_sizes() -> None:
+    ops, config = RecordedOps(), EngineArgs("tiny").create_engine_config().model
+    hidden, intermediate = config.hf_config.hidden_size, config.hf_config.intermediate_size
+    half = torch.bfloat16
+    AtOnce(CPU).begin_ops(ops, config, half)
+    assert ops.given == [
+        ("rms_norm", (MANY_ROWS, hidden), half),
+        ("add_linear", (MANY_ROWS, hidden), half),
+        ("gated_linear", (MANY_ROWS, 2 * intermediate), half),
+    ]
 
 
 def test_sampling_in_every_way_of_a_step() -> None:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
-from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_core
+from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
@@ -63,7 +64,7 @@ def _one_thread() -> Iterator[None]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU, of decodes as well."""
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(step_captures, "GraphPool", lambda: GraphPool(RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
 
 
 @pytest.fixture
@@ -240,17 +241,13 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     pages = np.arange(page, page + num_rows, dtype=np.int32)
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
     slots = pages.repeat(lens).astype(np.int64) * 16 + positions
-    none = np.zeros(0, np.int32)
+    ids = np.arange(start + 1, start + num_tokens + 1)
     step = StepTokens(
-        decode_slots=none,
+        decode_slots=np.zeros(0, np.int32),
         max_decode_len=0,
-        token_ids=np.arange(start + 1, start + num_tokens + 1, dtype=np.int32),
-        positions=positions.astype(np.int32),
-        prompt_lens=np.full(num_tokens, 9, np.int32),
+        tokens=np.stack((positions, np.full(num_tokens, 9), ids)).astype(np.int32),
         write_slots=slots,
-        sample_tokens=none,
-        sample_slots=none,
-        sample_positions=none,
+        samples=np.zeros((3, 0), np.int32),
         prefills=PrefillRows(
             ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
         ),
@@ -301,6 +298,7 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
         graphs._cache,
         graphs._read_decodes,
         graphs._buffers,
+        graphs._hidden,
         graphs._clear,
         GraphPool(),
     )
@@ -326,7 +324,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
         graphs: Any = {
             "decodes": runner.graphs,
             "prefills": runner.mixed_forward.graphs,
-            "samples": runner.sample_graphs,
+            "samples": runner.mixed_logits.graphs,
         }
         with torch.inference_mode():
             graphs[captured].capture({"prefills": 12}.get(captured, 3))
@@ -341,7 +339,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
     run_rows(graphed, 3, 0, 8)
     run_rows(graphed, 7, 1, 5)
-    slots = graphed.runner._inbox.write_slots[:8].tolist()
+    slots = graphed.runner.mixed_forward._inbox.write_slots[:8].tolist()
     assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from asyncllm.attention import cuda_source
 from asyncllm.cache_folder import cache_folder
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
 from asyncllm.worker import own_kernels

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache
 
 import orjson
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 
-from asyncllm.engine.structured.constraint import GrammarConstraint, is_dead_end
+from asyncllm.engine.structured.constraint import GrammarConstraint
 from asyncllm.engine.structured.grammar_text import grammar_text
+from asyncllm.engine.structured.matchers import (
+    another_matcher,
+    check_noted_terminals,
+    first_matcher,
+)
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.errors import InvalidRequestError, QueueFullError, one_line
-from asyncllm.formats.lark_text import noted_terminals
+from asyncllm.errors import InvalidRequestError, QueueFullError
 from asyncllm.structured_outputs import PARAM, StructuredOutputsParams
 
 STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
@@ -39,19 +41,10 @@ MAX_CACHED_LEXERS = 64  # that of a hostile grammar takes 20 MB, of a usual one 
 MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
 COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
 """For the longest chain that fits into `MAX_STRUCTURED_OUTPUT_CHARS`, twice over."""
-MAX_ERROR_CHARS = 400
 
 # Copies of a matcher share its lexer, and a lock: a mask waits for the copies' masks. So a grammar
 # has several lexers, as far as they are made quickly.
 MAX_LEXERS_SECONDS = 0.05
-
-# What a complaint quotes, and where that stands. Of a schema, and of all but a client's own
-# grammar, the text around it is ours.
-_QUOTED_LINE = re.compile(r"\n\s*\d+ \| ")
-_PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
-
-# The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
 @dataclass(slots=True)
@@ -195,10 +188,10 @@ class GrammarCompiler:
         vocabulary, executor = self._prepare()
         if params.after is not None:  # what no text satisfies would show only after the reasoning
             bare = replace(params, after=None)
-            _begin(vocabulary, grammar_text(bare, vocabulary.special_ids), bare)
+            first_matcher(vocabulary, grammar_text(bare, vocabulary.special_ids), bare)
         text = grammar_text(params, vocabulary.special_ids)
-        matcher = _begin(vocabulary, text, params)
-        _check_noted_terminals(text, params)
+        matcher = first_matcher(vocabulary, text, params)
+        check_noted_terminals(text, params)
         return CompiledGrammar([matcher], executor, vocabulary.eos_ids, params.param), text
 
     def _add_lexers(self, grammar: CompiledGrammar, text: str) -> None:
@@ -206,7 +199,7 @@ class GrammarCompiler:
         vocabulary, _ = self._prepare()
         deadline = time.monotonic() + MAX_LEXERS_SECONDS
         while len(grammar.matchers) < _num_fill_threads() and time.monotonic() < deadline:
-            grammar.matchers.append(LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS))
+            grammar.matchers.append(another_matcher(vocabulary, text))
         with self._lock:
             self._trim()
 
@@ -233,33 +226,6 @@ class GrammarCompiler:
         )
 
 
-def _begin(vocabulary: Vocabulary, text: str, params: StructuredOutputsParams) -> LLMatcher:
-    """The grammar's matcher. Raises `InvalidRequestError` where nothing can satisfy it."""
-    matcher = LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
-    probe = matcher.deep_copy()
-    probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
-    forced = probe.compute_ff_tokens()
-    if probe.is_error() or not probe.consume_tokens(forced[:1]):
-        raise _refusal(params, probe.get_error().removesuffix("<non-verbose/>"))
-    return matcher
-
-
-def _check_noted_terminals(text: str, params: StructuredOutputsParams) -> None:
-    """Raises `InvalidRequestError` where one matches nothing: a text that came to it could not go
-    on. What is too large to be looked at here shows there."""
-    for grammar in orjson.loads(text)["grammars"]:
-        for note, body in noted_terminals(grammar["lark_grammar"]):
-            probe = LLMatcher(_bytes(), f"start: T\nT: {body}\n", log_level=0, limits=_LIMITS)
-            probe.compute_bitmask()
-            if is_dead_end(probe.get_error()):
-                raise InvalidRequestError(f"{params.param}: no text satisfies {note}", params.param)
-
-
-@cache
-def _bytes() -> LLTokenizer:
-    return LLTokenizer("byte")
-
-
 def _num_fill_threads() -> int:
     """Half of the cores: the loop and the device's driver have work at the same time."""
     return min(max((os.cpu_count() or 1) // 2, 1), MAX_FILL_THREADS)
@@ -284,20 +250,4 @@ def _key(params: StructuredOutputsParams) -> bytes:
             None if after is None else [after.begin, after.end],
             params.alternative,
         ]
-    )
-
-
-def _refusal(params: StructuredOutputsParams, complaint: str) -> InvalidRequestError:
-    param = params.param
-    if "oneOf constraints are not supported" in complaint:
-        complaint = (
-            "the keyword 'oneOf' cannot be enforced where options may overlap: use 'anyOf', or "
-            "give the options a required property with different constants"
-        )
-    elif not complaint or is_dead_end(complaint):
-        complaint = "no text satisfies it"
-    elif params.kind != "grammar" or "JSON schema" in complaint:
-        complaint = _PLACE.sub("", _QUOTED_LINE.split(complaint)[0])
-    return InvalidRequestError(
-        f"{param}: {one_line(ValueError(complaint)):.{MAX_ERROR_CHARS}}", param
     )

@@ -14,19 +14,10 @@ from asyncllm.sampling_params import SamplingParams
 
 
 class PromptEncoder:
-    """`max_tokens_in_all`: prompt and output together, by the window and the KV cache."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab_size: int,
-        max_model_len: int,
-        max_tokens_in_all: int,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._max_tokens_in_all = max_tokens_in_all
 
     def text(self, parsed: ParsedPrompt) -> str | None:
         """The prompt's text, chat messages rendered; None where it came as bare ids."""
@@ -110,5 +101,5 @@ class PromptEncoder:
                 "truncate_prompt_tokens",
             )
         if num_kept == -1:
-            num_kept = max(self._max_tokens_in_all - (max_tokens or 1), 1)
+            num_kept = max(self._max_model_len - (max_tokens or 1), 1)
         return ids[-num_kept:]

@@ -1,26 +1,32 @@
-"""`Ops` by CUDA kernels: ours for one row and for few rows of small weights, else cuBLAS and
-FlashInfer's.
-
-Of FlashInfer public calls only, tested with 0.6.12.
-"""
+"""`Ops` by CUDA kernels: ours for one row and for few rows of small weights, else cuBLAS with ours
+between its products."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from asyncllm.attention.flashinfer_import import flashinfer
 from asyncllm.models.layers.few_rows import FewRows
+from asyncllm.models.layers.many_rows import add_rms_norm, rms_norm, swiglu
 from asyncllm.models.layers.one_row import one_row_add_linear, one_row_linear
 from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.products import Products
 
 
-class FlashInferOps:
-    def __init__(self, device: torch.device) -> None:
+class CudaOps:
+    """In half precision. `products`: of many rows; None: torch's."""
+
+    def __init__(self, device: torch.device, products: Products | None = None) -> None:
         self._few_rows = FewRows(device)
+        self._products = products
+        self._linear = F.linear if products is None else products.linear
+
+    def before_capture(self) -> None:
+        if self._products is not None:
+            self._products.choose()
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return flashinfer.norm.rmsnorm(x, norm.weight, norm.eps)
+        return rms_norm(x, norm)
 
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -29,7 +35,7 @@ class FlashInferOps:
             return one_row_linear(x, weight, bias)
         if self._few_rows.takes(x, weight):
             return self._few_rows.linear(x, weight, bias)
-        return F.linear(x.values, weight, bias)
+        return self._linear(x.values, weight, bias)
 
     def gated_linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -38,7 +44,7 @@ class FlashInferOps:
             return one_row_linear(x, weight, bias, gated=True)
         if self._few_rows.takes(x, weight):
             return self._few_rows.linear(x, weight, bias, gated=True)
-        return flashinfer.activation.silu_and_mul(F.linear(x.values, weight, bias))
+        return swiglu(self._linear(x.values, weight, bias))
 
     def add_linear(
         self,
@@ -52,6 +58,6 @@ class FlashInferOps:
             return one_row_add_linear(x, weight, bias, residual, norm)
         if self._few_rows.takes_sum(x, weight):
             return self._few_rows.add_linear(x, weight, bias, residual, norm)
-        y = F.linear(x, weight, bias)
-        flashinfer.norm.fused_add_rmsnorm(y, residual, norm.weight, norm.eps)
+        y = self._linear(x, weight, bias)
+        add_rms_norm(y, residual, norm)
         return Normed(y)

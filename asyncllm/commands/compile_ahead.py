@@ -1,0 +1,132 @@
+"""Modules compiled by other processes while this one imports: for a start without bytecode.
+
+Python compiles what it imports in the importing thread, a file after another: thirteen seconds of a
+first start. Spare cores do it here, ahead of that thread (import_walk.py), which then finds
+bytecode. Nothing depends on them: what they have not compiled in time, or cannot, is compiled as
+ever. They end when done, and with this process. A start that finds bytecode asks for none of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import marshal
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from threading import Thread
+
+SCRIPT = Path(__file__).with_name("import_walk.py")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+SPARE_CORES = 2  # for the importing thread, and for those of CUDA and of the weights
+MIN_WORKERS = 2
+MAX_WORKERS = 12
+PACKAGES = ("asyncllm", "asyncllm.attention", "asyncllm.graphs", "asyncllm.models")
+# In the order of import. Ours are what `serve` imports, the others what libraries import by a name
+# that they make up, or in functions that are called at once; what is not there is passed over.
+ROOTS = (
+    "huggingface_hub.hf_api",
+    "asyncllm.engine.async_engine",
+    "asyncllm.server.serve",
+    "httpcore",
+    "httpcore2",
+    "cuda.pathfinder",
+    "transformers.models.auto.configuration_auto",
+    "triton.language.extra.cuda",
+    "triton.language.extra.hip",
+    "triton.backends.nvidia.compiler",
+    "triton.backends.nvidia.driver",
+    "triton.backends.amd.compiler",
+    "triton.backends.amd.driver",
+)
+
+
+def compile_ahead(unopened: Iterable[str]) -> subprocess.Popen[bytes] | None:
+    """The process, if there is something to compile, somewhere to keep it and somebody to do it.
+
+    For a process that is ours, before its large imports. unopened: packages whose own `__init__`
+    it will not run.
+    """
+    num_workers = min(num_cores() - SPARE_CORES, MAX_WORKERS)
+    if sys.dont_write_bytecode or not sys.executable or num_workers < MIN_WORKERS:
+        return None
+    if not is_missing():
+        return None
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *_interpreter_flags(), str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,  # a terminal's Ctrl-C is for this process, which then ends that one
+        )
+        assert process.stdin is not None
+        process.stdin.write(marshal.dumps(_question(num_workers, unopened)))
+        process.stdin.flush()  # and left open: its end is the sign to end
+    except OSError:  # no process, or it has ended: the imports do without
+        return None
+    Thread(target=_reap, args=[process], name="asyncllm-compile-ahead", daemon=True).start()
+    return process
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def is_missing() -> bool:
+    """Whether torch's bytecode is, or what `SCRIPT` leaves when it has compiled everything."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    return not (_is_compiled(Path(torch.origin)) and _is_compiled(SCRIPT))
+
+
+def num_cores() -> int:
+    """That this process may use, as many as its container's quota pays for. 0 where unknown."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return cores if quota == "max" else min(cores, int(quota) // int(period))
+    except (OSError, ValueError):  # no such file: no container, or an older kernel's
+        return cores
+
+
+def _is_compiled(source: Path) -> bool:
+    """By the rule of Python's import: time and size of the source, unless it is kept by hash."""
+    try:
+        with open(importlib.util.cache_from_source(str(source)), "rb") as file:
+            header = file.read(16)
+        stat = source.stat()
+    except OSError:
+        return False
+    flags, time, size = (int.from_bytes(header[at : at + 4], "little") for at in (4, 8, 12))
+    return flags != 0 or (time, size) == (int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size)
+
+
+def _interpreter_flags() -> list[str]:
+    """Without site-packages and environment, and what decides where bytecode is, and which."""
+    flags = ["-I", "-S", *["-O"] * sys.flags.optimize]
+    if sys.pycache_prefix is not None:
+        flags += ["-X", f"pycache_prefix={sys.pycache_prefix}"]
+    return flags
+
+
+def _question(num_workers: int, unopened: Iterable[str]) -> dict[str, object]:
+    """What `SCRIPT` reads."""
+    folders = {}
+    for name in PACKAGES:  # an editable install finds them in a way of its own
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.submodule_search_locations is not None
+        folders[name] = str(spec.submodule_search_locations[0])
+    return {
+        "path": sys.path,
+        "folders": folders,
+        "unopened": list(unopened),
+        "roots": ROOTS,
+        "num_workers": num_workers,
+    }

@@ -1,0 +1,108 @@
+"""What a step's logits become: tokens, log-probabilities, and the way back to the host.
+
+Rows that ask for nothing special are sampled plainly, if the forward pass has not done so in its
+graph; else all rows of the step are sampled in full, and what a graph sampled is overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.types import NO_MASKS, StepResult, TokenMasks
+from asyncllm.worker.executor import Collect
+from asyncllm.worker.logits_processors import LogitsProcessors
+from asyncllm.worker.result_buffers import ResultBuffers
+from asyncllm.worker.sampler import LogprobTensors, Sampler
+from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
+from asyncllm.worker.staging import Staging
+from asyncllm.worker.step_inputs import StepInputs
+from asyncllm.worker.step_results import Sampled, fetch
+from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What the forward pass leaves for sampling, on the device."""
+
+    logits: torch.Tensor  # [rows, V], raw
+    slots: torch.Tensor  # int32 [rows]
+    positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: as the slots say
+    tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
+    tensors: dict[str, torch.Tensor]  # the step's uploaded arrays
+    prompt_logprobs: list[LogprobTensors]
+
+
+class StepSampling:
+    """On the current stream, without waiting for it."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        processors: LogitsProcessors,
+        masks: TokenMaskBuffer,
+        staging: Staging,
+        results: ResultBuffers,
+    ) -> None:
+        self._sampler = sampler
+        self._processors = processors
+        self._masks = masks
+        self._staging = staging
+        self._results = results
+
+    def run(
+        self,
+        inputs: StepInputs,
+        forwarded: Forwarded | None,
+        later: Arrays | None = None,
+        masks: TokenMasks = NO_MASKS,
+    ) -> Collect:
+        """forwarded: None for swaps alone. later, masks: what a step that `needs_host` is told when
+        its forward pass is launched."""
+        if forwarded is None:
+            return lambda: StepResult([])
+        tokens = forwarded.tokens
+        failures: dict[int, Exception] = {}
+        row_masks = None
+        if len(masks.rows):
+            row_masks = self._masks.upload(masks.rows, len(forwarded.slots))
+        if inputs.features & ~PLAIN:
+            tokens, failures = self._in_full(inputs, forwarded, later, row_masks)
+        elif tokens is None or row_masks is not None:
+            tokens = self._sampler.plain(
+                forwarded.logits, forwarded.slots, forwarded.positions, row_masks
+            )
+        sampled = Sampled(
+            tokens,
+            forwarded.logits,
+            forwarded.tensors.get("logprob_ids"),
+            forwarded.prompt_logprobs,
+            failures,
+        )
+        return fetch(inputs, sampled, self._results)
+
+    def _in_full(
+        self,
+        inputs: StepInputs,
+        forwarded: Forwarded,
+        later: Arrays | None,
+        masks: RowMasks | None,
+    ) -> tuple[torch.Tensor, dict[int, Exception]]:
+        """Tokens int32 [rows], and what processors raised, by row."""
+        edits = forwarded.tensors if later is None else self._staging.upload(later)
+        failures: dict[int, Exception] = {}
+
+        def process(logits: torch.Tensor) -> None:
+            failures.update(self._processors.apply(logits, inputs.plan.sampled))
+
+        tokens = self._sampler.full(
+            forwarded.logits,
+            forwarded.slots,
+            forwarded.positions,
+            inputs.features,
+            edits,
+            masks,
+            process if inputs.features & Feature.PROCESS else None,
+        )
+        return tokens, failures

@@ -1,0 +1,30 @@
+"""Attention's softmax a tile of keys at a time, for the Triton kernels that read keys once.
+
+A program keeps, for each of its query heads, the largest score so far, the sum of exp2(score -
+best), and the values weighted so, which shrink when a larger score comes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634  # scores are of base 2: their scale has this factor
+
+
+@triton.jit
+def start_softmax(HEADS: tl.constexpr, DIM: tl.constexpr):
+    """(best [HEADS], total [HEADS], acc [HEADS, DIM]), before the first tile."""
+    best = tl.full([HEADS], float("-inf"), tl.float32)
+    return best, tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, DIM], tl.float32)
+
+
+@triton.jit
+def add_tile(scores, values, best, total, acc):
+    """The same after a tile: scores [HEADS, TILE], of each head one finite; values [TILE, DIM]."""
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    shrink = tl.exp2(best - new_best)
+    weights = tl.exp2(scores - new_best[:, None])
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
+    return new_best, total, acc

@@ -1,0 +1,101 @@
+"""What is between the products of many rows, in Triton: RMSNorm with its addition, and SwiGLU.
+
+There cuBLAS multiplies, and nothing of this fits into its kernels. Each is one pass over its rows,
+bound by memory and, between products of some 50 us, by the gaps before and after it: launched
+programmatically its programs take the multiprocessors that the product before it leaves, one by
+one. Arithmetic is in float32. A norm is that of the sum as it is stored, as elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.models.layers.ops import Norm
+
+COLUMNS_PER_WARP = 512  # of a norm: 16 numbers to a thread
+MAX_NORM_WARPS = 16
+SWIGLU_COLUMNS = 1024  # of a program
+SWIGLU_WARPS = 4
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row to a program. ADD: of the sum with the residual, which becomes the sum."""
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    weight = tl.load(weight_ptr + column, inside, other=0.0)
+    if PDL:
+        start_next()
+        after = wait_previous()
+        x_ptr += after
+        out_ptr += after
+        if ADD:
+            residual_ptr += after
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + at, inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at, rounded, inside)
+        x = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    normed = x * factor * weight.to(tl.float32)
+    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _swiglu_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A piece of a row to a program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    if PDL:
+        start_next()
+        after = wait_previous()
+        x_ptr += after
+        out_ptr += after
+    gate_ptr = x_ptr + row * (2 * SIZE) + column
+    gate = tl.load(gate_ptr, inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + SIZE, inside, other=0.0).to(tl.float32)
+    out = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), inside)
+
+
+def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """`Ops.rms_norm`."""
+    out = torch.empty_like(x)
+    _launch_norm(x, None, norm, out)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
+    """In place: residual [T, size] += x [T, size], and x becomes the norm of the sum."""
+    _launch_norm(x, residual, norm, x)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu of a row's first half, times the second: x [T, 2 * size] -> [T, size], a new tensor."""
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    out = x.new_empty((num_rows, size))
+    _swiglu_kernel[(num_rows, triton.cdiv(size, SWIGLU_COLUMNS))](
+        x, out, SIZE=size, BLOCK=SWIGLU_COLUMNS, num_warps=SWIGLU_WARPS, **launch_flags(x.device)
+    )
+    return out
+
+
+def _launch_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor
+) -> None:
+    block = triton.next_power_of_2(x.shape[1])
+    _norm_kernel[(x.shape[0],)](
+        x, residual, norm.weight, out, norm.eps,
+        SIZE=x.shape[1], BLOCK=block, ADD=residual is not None,
+        num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)),
+        **launch_flags(x.device),
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""Products of many rows, each by the algorithm of cuBLAS that is quickest for it here.
+
+torch runs what cuBLAS's heuristic puts first. At some numbers of tokens another is quicker: of an
+8B model's products 4 to 6 % in steps of 640 to 1280 tokens, none at 512 (docs/LOG.md). So before a
+step is captured, what the heuristic names for each of its products is timed on the model's own
+weights. Choices are kept on disk; a start that finds them times nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from asyncllm.models.layers.cublas_lt import ALIGNMENT_BYTES, Shape
+from asyncllm.models.layers.kept_choices import Choices, KeptChoices
+
+logger = logging.getLogger("asyncllm")
+
+LEAST_GAIN = 0.02  # below it torch's own choice stays: a measurement is as noisy
+COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as in a step
+MOST_WEIGHTS = 32
+ROUNDS = 2
+# Launching waits for nothing meanwhile, so the device must be busy until all is launched: 15 us.
+CYCLES_PER_LAUNCH = 30_000
+
+Ways = Sequence[Callable[[], object]]
+
+
+class Algorithms(Protocol):
+    """What is used of `CublasLt`."""
+
+    def algorithms(self, shape: Shape) -> list[bytes]: ...
+    def can_run(self, shape: Shape, algorithm: bytes) -> bool: ...
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes) -> torch.Tensor: ...
+
+
+class Products:
+    """`linear`, of `sizes` tokens by choice. `time_ways`: seconds of each, for tests another."""
+
+    def __init__(
+        self,
+        library: Algorithms,
+        sizes: Collection[int],
+        kept: KeptChoices,
+        time_ways: Callable[[Ways, int], list[float]] | None = None,
+    ) -> None:
+        self._library = library
+        self._sizes = frozenset(sizes)
+        self._kept = kept
+        self._time_ways = time_ways or time_on_device
+        self._choices: Choices = {
+            shape: algorithm
+            for shape, algorithm in kept.load().items()
+            if algorithm is None or library.can_run(shape, algorithm)
+        }
+        self._open: dict[Shape, list[torch.Tensor]] = {}  # still to be chosen -> weights
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], new."""
+        shape = Shape(x.shape[0], *weight.shape)
+        if shape.num_tokens not in self._sizes or bias is not None or not _takes(x, weight):
+            return F.linear(x, weight, bias)
+        if shape not in self._choices:
+            weights = self._open.setdefault(shape, [])
+            if len(weights) < MOST_WEIGHTS:
+                weights.append(weight)
+        return self._run(x, weight, self._choices.get(shape))
+
+    def choose(self) -> None:
+        """For what has run since the last call. Waits for the device some 10 ms a product."""
+        if not self._open:
+            return
+        for shape, weights in self._open.items():
+            try:
+                self._choices[shape] = self._quickest(shape, weights)
+            except RuntimeError as error:  # no engine fails to start for a faster kernel
+                logger.warning("%s is left to torch: %s", shape, error)
+                self._choices[shape] = None
+        self._open.clear()
+        self._kept.save(self._choices)
+
+    def _quickest(self, shape: Shape, weights: list[torch.Tensor]) -> bytes | None:
+        weights = weights[: max(2, -(-COLD_BYTES // weights[0].nbytes))]
+        x = weights[0].new_ones(shape.num_tokens, shape.in_features)
+        algorithms = [None, *self._library.algorithms(shape)]
+
+        def run(algorithm: bytes | None) -> None:
+            for weight in weights:
+                self._run(x, weight, algorithm)
+
+        seconds = self._time_ways([partial(run, each) for each in algorithms], len(weights))
+        best = min(range(len(seconds)), key=seconds.__getitem__)
+        times = ", ".join(f"{each * 1e6 / len(weights):.1f}" for each in seconds)
+        logger.debug("%s: torch and cuBLAS's algorithms take %s us", shape, times)
+        return algorithms[best] if seconds[best] < seconds[0] * (1 - LEAST_GAIN) else None
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes | None) -> torch.Tensor:
+        if algorithm is None:
+            return F.linear(x, weight)
+        return self._library.linear(x, weight, algorithm)
+
+
+def time_on_device(ways: Ways, num_launches: int) -> list[float]:
+    """Seconds of each, the quickest of ROUNDS in which they take turns. On the current stream.
+
+    num_launches: of one way.
+    """
+    for way in ways:
+        way()  # loads its kernel
+    torch.cuda._sleep(CYCLES_PER_LAUNCH * num_launches * len(ways) * ROUNDS)
+    timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ways]
+    for _ in range(ROUNDS):
+        for way, events in zip(ways, timed, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            way()
+            end.record()
+            events.append((start, end))
+    torch.cuda.current_stream().synchronize()
+    return [min(start.elapsed_time(end) for start, end in events) / 1e3 for events in timed]
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether there is something to do, and it lies as cuBLAS's heuristic takes for granted."""
+    return (
+        weight.numel() > 0
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and x.data_ptr() % ALIGNMENT_BYTES == weight.data_ptr() % ALIGNMENT_BYTES == 0
+    )

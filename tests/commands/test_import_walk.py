@@ -1,0 +1,239 @@
+"""The processes that compile ahead of an import leave what the import would have left."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import marshal
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncllm.commands import import_walk
+from asyncllm.commands.import_walk import Walk, imports_of
+from tests.waiting import PATIENCE_SECONDS
+
+MANY = 3000  # more modules than are compiled while a process is told to end
+
+
+def found(source: str, package: str = "a.b.c") -> list[tuple[bool, str, tuple[str, ...]]]:
+    return list(imports_of(compile(source, "made up", "exec"), package))
+
+
+def test_imports_are_found_in_their_order() -> None:
+    source = "import x.y\nfrom z import p, q as r\ntry:\n    from w import *\nfinally:\n    pass\n"
+    assert found(source) == [
+        (False, "x.y", ()),
+        (False, "z", ("p", "q")),
+        (False, "w", ("*",)),
+    ]
+
+
+def test_relative_imports() -> None:
+    source = "from . import x\nfrom .y import z\nfrom .. import v\nfrom ...w import u\n"
+    assert found(source) == [
+        (False, "a.b.c", ("x",)),
+        (False, "a.b.c.y", ("z",)),
+        (False, "a.b", ("v",)),
+        (False, "a.w", ("u",)),
+    ]
+
+
+def test_functions_come_last_and_classes_run_at_once() -> None:
+    source = "def f():\n    def g():\n        import x\nclass C:\n    import y\nimport z\n"
+    assert found(source) == [(False, "z", ()), (True, "x", ()), (False, "y", ())]
+
+
+def test_imports_of_type_checkers_are_left_out() -> None:
+    source = """
+import typing
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import a
+else:
+    import b
+if typing.TYPE_CHECKING:
+    import c
+if not TYPE_CHECKING:
+    import d
+if something:
+    import e
+"""
+    names = [name for _, name, _ in found(source)]
+    assert names == ["typing", "typing", "b", "d", "e"]
+
+
+def test_many_names_and_constants() -> None:
+    """More than an instruction's own byte can count, as far as a jump can reach."""
+    lines = [f"name_{n} = {n + 0.5}" for n in range(400)]
+    checked = "\n    ".join([*lines, "import a"])
+    source = "\n".join([*lines, f"if TYPE_CHECKING:\n    {checked}", "from b import c"])
+    assert found(source) == [(False, "b", ("c",))]
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    """A package that imports its own modules, one of them broken, and a namespace package."""
+    folder = tmp_path / "modules"
+    texts = {
+        "ours/__init__.py": "",
+        "ours/first.py": "import pkg.second\nfrom . import fifth\ndef f():\n    import sixth\n",
+        "ours/fifth.py": "",
+        "pkg/__init__.py": "from .third import x\ndef f():\n    import never\n",
+        "pkg/second.py": "import space.fourth, broken, sys\ntry:\n    import nowhere\nexcept"
+        " ImportError:\n    pass\n",
+        "pkg/third.py": "x = 1\n",
+        "space/fourth.py": "",
+        "broken.py": "def f(:\n",
+        "closed/__init__.py": "import never\n",
+        "closed/part.py": "",
+        "sixth.py": "import closed.part\n",
+        "never.py": "",
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+ORDER = (
+    "ours", "ours.first", "pkg", "pkg.third", "pkg.second", "space.fourth", "broken", "ours.fifth",
+    "sixth", "closed.part",
+)  # fmt: skip
+
+
+def question(folder: Path, roots: tuple[str, ...] = ("ours.first",)) -> dict[str, Any]:
+    return {
+        "path": [str(folder.parent), "nowhere", str(folder)],
+        "folders": {"ours": str(folder / "ours")},
+        "unopened": ["closed"],
+        "roots": roots,
+        "num_workers": 2,
+    }
+
+
+def test_what_is_imported_first_is_taken_first(modules: Path) -> None:
+    asked = question(modules)
+    walk = Walk(asked["path"], asked["folders"], asked["unopened"])
+    walk.add("ours.first", (), (0, 0))
+    taken = []
+    while (task := walk.take()) is not None:
+        name, file, package = task
+        taken.append(name)
+        assert Path(file).is_relative_to(modules)
+        if name != "broken":
+            code = compile(Path(file).read_text(), file, "exec")
+            walk.add_imports(list(imports_of(code, package)), name)
+    assert tuple(taken) == ORDER
+
+
+def begin(folder: Path, cache: Path, asked: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """The script, from a file of its own: it locks that. What it was asked stays open."""
+    script = folder.parent / "import_walk.py"
+    shutil.copy(import_walk.__file__, script)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-X", f"pycache_prefix={cache}", str(script)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(marshal.dumps(asked))
+    process.stdin.flush()
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until it and its workers have ended: all of them have its standard error."""
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(PATIENCE_SECONDS) == 0
+    assert process.stdin is not None
+    process.stdin.close()
+    process.stderr.close()
+
+
+def kept(cache: Path, folder: Path) -> dict[str, tuple[int, int]]:
+    """Bytecode in the cache: the name of its source, its inode and time."""
+    place = cache / folder.relative_to("/")
+    stats = {file: file.stat() for file in place.rglob("*.pyc")}
+    return {
+        str(file.relative_to(place)).partition(".")[0]: (stat.st_ino, stat.st_mtime_ns)
+        for file, stat in stats.items()
+    }
+
+
+def test_an_import_finds_what_it_would_have_written(modules: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    end(begin(modules, cache, question(modules)))
+    before = kept(cache, modules)
+    names = {name.replace(".", "/") for name in ORDER if name != "broken"}
+    packages = {"ours", "pkg"}
+    assert set(before) == (names - packages) | {f"{package}/__init__" for package in packages}
+    (modules / "broken.py").write_text("")
+    program = f"import sys; sys.path[:0] = [{str(modules)!r}]; import ours.first; ours.first.f()"
+    done = subprocess.run(
+        [sys.executable, "-v", "-X", f"pycache_prefix={cache}", "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+    )
+    for name in before:
+        if name != "closed/part":  # whose `__init__` imports what it needs
+            source = modules / f"{name}.py"
+            compiled = importlib.util.cache_from_source(str(source)).rpartition("/")[2]
+            assert f"{compiled} matches {source}" in done.stderr
+    after = kept(cache, modules)
+    assert {name: after[name] for name in before} == before
+    assert set(after) - set(before) == {"broken", "closed/__init__", "never"}
+
+
+def test_it_leaves_a_sign_when_all_is_compiled(modules: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    end(begin(modules, cache, question(modules)))
+    assert "import_walk" in kept(cache, tmp_path)
+
+
+def test_it_ends_with_its_input(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "modules", tmp_path / "cache"
+    folder.mkdir()
+    names = tuple(f"module_{n}" for n in range(MANY))
+    for name in names:
+        (folder / f"{name}.py").write_text("def f():\n    return 1\n" * 100)
+    process = begin(folder, cache, question(folder, names))
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.stderr is not None and process.stderr.read() == b""
+    assert process.wait(PATIENCE_SECONDS) == 0
+    assert len(kept(cache, folder)) < MANY
+    assert "import_walk" not in kept(cache, tmp_path)
+
+
+def test_it_ends_where_nothing_can_be_kept(modules: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.write_text("in the way")
+    end(begin(modules, cache, question(modules)))
+    assert cache.read_text() == "in the way"
+
+
+def test_one_at_a_time(modules: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "import_walk.py").touch()
+    with open(tmp_path / "import_walk.py") as script:
+        fcntl.flock(script, fcntl.LOCK_EX)
+        end(begin(modules, cache, question(modules)))
+    assert not kept(cache, modules)
+
+
+def test_a_second_walk_writes_nothing(modules: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    end(begin(modules, cache, question(modules)))
+    before = kept(cache, modules)
+    end(begin(modules, cache, question(modules)))
+    assert kept(cache, modules) == before

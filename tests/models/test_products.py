@@ -1,0 +1,196 @@
+"""Which algorithm a product is run by, with a library and a clock of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
+from asyncllm.models.layers.kept_choices import Choices, KeptChoices
+from asyncllm.models.layers.products import MOST_WEIGHTS, Products, Ways
+
+ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
+SIZES = (4, 8)
+
+
+class Library:
+    """Three algorithms, which multiply as torch does."""
+
+    def __init__(self, unknown: Sequence[bytes] = ()) -> None:
+        self.unknown = unknown
+        self.ran: list[bytes] = []
+
+    def algorithms(self, shape: Shape) -> list[bytes]:
+        return ALGORITHMS
+
+    def can_run(self, shape: Shape, algorithm: bytes) -> bool:
+        return algorithm not in self.unknown
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes) -> torch.Tensor:
+        self.ran.append(algorithm)
+        return F.linear(x, weight)
+
+
+def aligned(*shape: int) -> torch.Tensor:
+    """As CUDA's allocator gives them."""
+    size = torch.Size(shape).numel()
+    whole = torch.randn(size + 64)
+    first = -whole.data_ptr() % 256 // whole.itemsize
+    return whole[first : first + size].view(shape)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "asyncllm"
+
+
+def products(library: Library, *seconds: float) -> Products:
+    """torch takes the first of `seconds`, the algorithms the others."""
+
+    def time_ways(ways: Ways, num_launches: int) -> list[float]:
+        for way in ways:
+            way()
+        return list(seconds)
+
+    return Products(library, SIZES, KeptChoices("a card"), time_ways)
+
+
+def ran(products: Products, library: Library, x: torch.Tensor, weight: torch.Tensor) -> list[bytes]:
+    """What it is run by now; the result is checked."""
+    library.ran.clear()
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    return list(library.ran)
+
+
+def test_the_quickest_is_taken_from_the_choice_on() -> None:
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+    ours = products(library, 1.0, 0.99, 0.5, 0.7)
+    assert ran(ours, library, x, weight) == []
+    ours.choose()
+    assert ran(ours, library, x, weight) == [ALGORITHMS[1]]
+
+
+def test_what_is_hardly_quicker_leaves_torchs_choice() -> None:
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+    ours = products(library, 1.0, 0.985, 1.5, 0.99)
+    ours.linear(x, weight)
+    ours.choose()
+    assert ran(ours, library, x, weight) == []
+
+
+def test_each_product_has_its_own_choice_and_is_timed_once() -> None:
+    library, weight, other = Library(), aligned(5, 6), aligned(7, 6)
+    ours = products(library, 1.0, 0.5, 0.6, 0.7)
+    ours.linear(aligned(4, 6), weight)
+    ours.choose()
+    assert ran(ours, library, aligned(8, 6), weight) == []  # another size: still to be chosen
+    assert ran(ours, library, aligned(4, 6), other) == []
+    library.ran.clear()
+    ours.choose()
+    assert len(library.ran) == 2 * len(ALGORITHMS)  # one weight each, not the first one's again
+    ours.choose()
+    assert len(library.ran) == 2 * len(ALGORITHMS)
+    assert ran(ours, library, aligned(8, 6), weight) == [ALGORITHMS[0]]
+
+
+def test_many_weights_of_a_product_are_timed_but_not_all() -> None:
+    library, x = Library(), aligned(4, 6)
+    ours = products(library, 1.0, 0.5, 0.6, 0.7)
+    for _ in range(2 * MOST_WEIGHTS):
+        ours.linear(x, aligned(5, 6))
+    ours.choose()
+    assert len(library.ran) == MOST_WEIGHTS * len(ALGORITHMS)
+
+
+@pytest.mark.parametrize("what", ["bias", "tokens", "strided x", "misplaced weight", "nothing"])
+def test_other_products_are_torchs(what: str) -> None:
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+    bias = aligned(5) if what == "bias" else None
+    if what == "tokens":
+        x = aligned(5, 6)
+    elif what == "nothing":
+        x, weight = x[:, :0].contiguous(), weight[:, :0].contiguous()
+    elif what == "strided x":
+        x = aligned(6, 4).T
+    elif what == "misplaced weight":
+        weight = aligned(6, 6).flatten()[1:31].view(5, 6)
+    ours = products(library, 1.0, 0.5, 0.6, 0.7)
+    for _ in range(2):
+        assert torch.equal(ours.linear(x, weight, bias), F.linear(x, weight, bias))
+        ours.choose()
+    assert library.ran == []
+
+
+def test_an_algorithm_that_fails_leaves_the_product_to_torch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("cublasLtMatmul: cuBLAS status 15")
+
+    ours = products(library, 1.0, 0.5, 0.6, 0.7)
+    ours.linear(x, weight)
+    library.linear = fail  # type: ignore[method-assign, assignment]
+    ours.choose()
+    assert torch.equal(ours.linear(x, weight), F.linear(x, weight))
+    assert "left to torch: cublasLtMatmul: cuBLAS status 15" in caplog.text
+
+
+def test_the_next_start_finds_the_choices() -> None:
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+    first = products(library, 1.0, 0.7, 0.6, 0.5)
+    first.linear(x, weight)
+    first.choose()
+    second = products(library)  # a clock that would return nothing
+    assert ran(second, library, x, weight) == [ALGORITHMS[2]]
+    second.choose()
+
+
+def test_what_the_library_no_longer_knows_is_measured_again() -> None:
+    x, weight = aligned(4, 6), aligned(5, 6)
+    first = products(Library(), 1.0, 0.7, 0.6, 0.5)
+    first.linear(x, weight)
+    first.choose()
+    library = Library(unknown=[ALGORITHMS[2]])
+    second = products(library, 1.0, 0.5, 0.6, 0.7)
+    assert ran(second, library, x, weight) == []
+    second.choose()
+    assert ran(second, library, x, weight) == [ALGORITHMS[0]]
+
+
+def test_choices_of_several_models_are_kept_in_one_file() -> None:
+    one: Choices = {Shape(4, 5, 6): ALGORITHMS[0]}
+    other: Choices = {Shape(4, 7, 6): None}
+    KeptChoices("a card").save(one)
+    KeptChoices("a card").save(other)
+    assert KeptChoices("a card").load() == one | other
+    assert KeptChoices("another card").load() == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"4 5": null}', '{"4 5 6": 7}', '{"4 5 6": "x"}'])
+def test_a_file_of_something_else_is_nothing(cache: Path, text: str) -> None:
+    kept = KeptChoices("a card")
+    kept.save({Shape(4, 5, 6): None})
+    (file,) = cache.glob("products-*.json")
+    file.write_text(text)
+    assert kept.load() == {}
+    kept.save({Shape(4, 5, 6): ALGORITHMS[0]})
+    assert kept.load() == {Shape(4, 5, 6): ALGORITHMS[0]}
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+    ours = products(library, 1.0, 0.5, 0.6, 0.7)
+    ours.linear(x, weight)
+    ours.choose()
+    assert ran(ours, library, x, weight) == [ALGORITHMS[0]]
