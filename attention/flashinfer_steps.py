@@ -93,8 +93,7 @@ class FlashInferSteps:
 class _Arrays(NamedTuple):
     """The host's views of a plan's rows, int32."""
 
-    query_indptr: np.ndarray
-    page_indptr: np.ndarray
+    indptrs: np.ndarray  # [2, MAX_PREFILLS + 1]: of queries, of pages
     kv_lens: np.ndarray
     pages: np.ndarray
 
@@ -122,11 +121,12 @@ class _FixedRows:
     ) -> None:
         """By way of a `pinned` tensor, which the device reads later. Without waiting for it."""
         num_rows, num_pages = len(prefills.kv_lens), len(prefills.pages)
-        arrays.query_indptr[: num_rows + 1] = prefills.query_indptr
-        arrays.query_indptr[num_rows + 1 :] = prefills.query_indptr[-1]
-        arrays.query_indptr[:] += num_decodes
-        arrays.page_indptr[: num_rows + 1] = prefills.page_indptr
-        arrays.page_indptr[num_rows + 1 :] = prefills.page_indptr[-1]
+        indptrs = arrays.indptrs
+        indptrs[0, : num_rows + 1] = prefills.query_indptr
+        indptrs[1, : num_rows + 1] = prefills.page_indptr
+        indptrs[:, num_rows + 1 :] = indptrs[:, num_rows : num_rows + 1]
+        if num_decodes:
+            indptrs[0] += num_decodes
         arrays.kv_lens[:num_rows] = prefills.kv_lens
         arrays.kv_lens[num_rows:] = 0
         arrays.pages[:num_pages] = prefills.pages
@@ -142,12 +142,8 @@ class _Plan:
         self._rows, self._max_tokens = rows, max_tokens
         self._pinned = rows.pinned()
         self._host = host = rows.split(self._pinned)
-        self._arrays = _Arrays(
-            host.query_indptr.numpy(),
-            host.page_indptr.numpy(),
-            host.kv_lens.numpy(),
-            host.pages.numpy(),
-        )
+        indptrs = self._pinned.numpy()[: 2 * len(host.query_indptr)]  # side by side
+        self._arrays = _Arrays(indptrs.reshape(2, -1), host.kv_lens.numpy(), host.pages.numpy())
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> tuple[int, ...]:
         """The plan's `places`."""
