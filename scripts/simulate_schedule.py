@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """What the prefill chunk does to latencies: the real Scheduler on a model of a GPU. CPU, seconds.
 
-No kernel runs and no clock is read: a step lasts as long as `Device` says (calibrated on decode and
-prefill steps measured on an H100 and an H200), the host launches one step ahead as
-`pipeline.run_ahead` does, as late as `PlanTime` lets it, and clients come as in the load test's
-workloads. So two policies are compared on the same arrivals; the figures are a model's, for
-choosing between rules and not for a table of results. HTTP is not in them.
+No kernel runs and no clock is read: a step lasts as long as `simulated_device.py` says, the host
+launches one step ahead as `pipeline.run_ahead` does, as late as `PlanTime` lets it, and clients
+come as in the load test's workloads. So two policies are compared on the same arrivals; the figures
+are a model's, for choosing between rules and not for a table of results. HTTP is not in them.
 
     simulate_schedule.py                                     # all policies on all workloads, 8B
     simulate_schedule.py --model 0.6b --workload tput rate16 --policy unbounded default
@@ -18,9 +17,10 @@ import heapq
 import json
 import random
 import sys
-from bisect import bisect_left
 from dataclasses import dataclass, field
 from statistics import fmean
+
+from simulated_device import DEVICES, Device
 
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy, Room
@@ -32,7 +32,7 @@ from asyncllm.engine_args import PREFILL_GRAPH_SIZES
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import Request, Sequence, SequenceStatus, StepCost, StepResult
+from asyncllm.types import Request, Sequence, SequenceStatus, StepResult
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
@@ -44,92 +44,6 @@ CLIENT_S = 0.001  # from a request's last token to the next request's arrival
 ARRIVAL_S = (0.0004, 0.0008)  # between two requests whose clients were told at once
 FIRST_S = 0.0001  # between two of a closed loop's first requests, which lie ready in their sockets
 TURN_S = 0.001  # of arrivals, each time the event loop comes round
-
-
-@dataclass(frozen=True)
-class Device:
-    """A step is one forward pass: all tokens' matrix products together, plus attention."""
-
-    decode_ms: tuple[tuple[int, float], ...]  # (rows, all but attention), straight in between
-    mixed_ms: tuple[tuple[int, float], ...]  # (tokens), of steps with prompts
-    kv_bytes_per_token: int
-    attention_flops: float  # per pair of a new token and a position it reads
-    num_pages: int
-    kv_bytes_per_s: float = 4.0e12
-    attention_flops_per_s: float = 557e12
-
-    def step_s(self, plan: StepPlan) -> float:
-        context = sum(row.position + 1 for row in plan.decodes)
-        num_tokens = plan.num_tokens
-        place = bisect_left(PREFILL_GRAPH_SIZES, num_tokens)
-        if plan.prefills and place < len(PREFILL_GRAPH_SIZES):
-            num_tokens = PREFILL_GRAPH_SIZES[place]  # a captured step is padded
-        seconds = _between(self.mixed_ms if plan.prefills else self.decode_ms, num_tokens) / 1e3
-        seconds += context * self.kv_bytes_per_token / self.kv_bytes_per_s
-        for row in plan.prefills:
-            new = len(row.token_ids)
-            seconds += self._attention_s(new, row.start)
-        return seconds
-
-    def _attention_s(self, num_tokens: int, start: int) -> float:
-        pairs = num_tokens * (start + num_tokens / 2)
-        return pairs * self.attention_flops / self.attention_flops_per_s
-
-    @property
-    def cost(self) -> StepCost:
-        """What the worker would measure at its start."""
-        prefill_s = _between(self.mixed_ms, 1024) / 1e3 + self._attention_s(1024, 0)
-        return StepCost(self.decode_ms[0][1] / 1e3, prefill_s / 1024)
-
-
-def _between(points: tuple[tuple[int, float], ...], place: float) -> float:
-    i = min(max(1, bisect_left(points, (place, 0.0))), len(points) - 1)
-    (x0, y0), (x1, y1) = points[i - 1], points[i]
-    return y0 + (y1 - y0) * max(0.0, place - x0) / (x1 - x0)
-
-
-DECODES_8B = ((1, 4.03), (8, 4.1), (64, 5.0), (128, 5.4), (256, 6.45))
-# Measured on an H200: captured steps of so many tokens beside 8 decodes of 1000, less attention.
-# fmt: off
-DEVICES = {
-    # Step behind step: the card lowers its clock.
-    "8b": Device(
-        DECODES_8B,
-        ((16, 5.4), (64, 5.44), (128, 5.81), (144, 6.13), (160, 6.22), (192, 7.03), (256, 7.83),
-         (272, 8.55), (320, 9.34), (384, 10.55), (400, 11.25), (448, 12.5), (512, 13.07),
-         (528, 13.9), (544, 14.5), (560, 14.6), (576, 15.11), (640, 15.78), (656, 17.34),
-         (704, 18.48), (768, 19.07), (784, 19.28), (832, 21.78), (896, 22.33), (960, 23.1),
-         (1024, 24.21), (1040, 24.57), (1152, 26.55), (1280, 29.51), (1408, 33.51), (1536, 35.67),
-         (1792, 42.04), (2048, 47.28), (8192, 172.0)),
-        kv_bytes_per_token=131_072,
-        attention_flops=4.0 * 32 * 128 * 32,
-        num_pages=50_000,
-    ),
-    # A prompt now and then, between decodes that wait for memory.
-    "8b-rested": Device(
-        DECODES_8B,
-        ((16, 5.4), (64, 5.51), (128, 5.95), (144, 6.21), (160, 6.3), (192, 6.96), (256, 7.57),
-         (272, 8.24), (320, 8.92), (384, 9.78), (400, 10.87), (448, 11.58), (512, 11.81),
-         (528, 13.11), (544, 13.3), (560, 13.4), (576, 14.23), (640, 14.55), (656, 15.87),
-         (704, 17.04), (768, 17.46), (784, 17.79), (832, 20.32), (896, 20.44), (960, 21.78),
-         (1024, 22.06), (1040, 22.95), (1152, 25.08), (1280, 27.53), (1408, 30.89), (1536, 33.33),
-         (1792, 39.65), (2048, 44.99), (8192, 165.0)),
-        kv_bytes_per_token=131_072,
-        attention_flops=4.0 * 32 * 128 * 32,
-        num_pages=50_000,
-    ),
-    "0.6b": Device(
-        ((1, 0.55), (2, 0.62), (4, 0.74), (8, 0.83), (16, 1.1), (64, 1.27), (256, 1.35)),
-        ((16, 1.6), (64, 1.71), (128, 1.79), (256, 1.94), (272, 2.01), (384, 2.11), (448, 2.27),
-         (512, 2.31), (528, 2.4), (640, 2.51), (768, 2.67), (784, 2.71), (896, 2.86), (1024, 3.0),
-         (1040, 3.26), (1152, 3.35), (1280, 3.52), (1408, 3.79), (1536, 4.0), (1792, 4.54),
-         (2048, 4.84), (8192, 17.0)),
-        kv_bytes_per_token=114_688,
-        attention_flops=4.0 * 16 * 128 * 28,
-        num_pages=70_000,
-    ),
-}
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)

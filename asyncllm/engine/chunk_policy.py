@@ -2,22 +2,12 @@
 
 Up to the *knee* a step's matrix products last as long as reading the weights, so its first prompt
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
-the gap between two tokens near two bare steps and wastes nothing of the device: it is computed at
-full speed, and the decodes ride along. The knee is measured, so the rule holds for every model and
-card; one that is below what cards have is not believed. On a small model two knees are over in a
-moment and prompts take many steps, each of which costs the host a launch: there the chunk is what
-LEAST_SECONDS compute, as far as captured sizes reach. Where more could start than
-DRAIN_STEPS such steps compute, the chunk grows. Chunk and decodes together make up a captured size,
-the nearest of those that products compute without a remainder: 656 tokens cost nearly what 768 do.
-
-Three exceptions, each because a step's time is not all that counts:
-  - A prompt that would leave a few tokens for a step of their own, because of the decodes beside
-    it, takes them with it (`to_end`).
-  - Prompts gain nothing from a step that they share beyond a knee, and those that are answered
-    together often come again together: while no more than a chunk waits, a second prompt joins
-    only within half a chunk; on an idle device, where any first prompt is taken whole, within one.
-  - While a long prompt has begun and much waits, steps of a fourth more: fewer of them read the
-    weights and the contexts of the decodes.
+the gap between two tokens near two bare steps and is computed at full speed. The knee is measured,
+so the rule holds for every model and card; one that is below what cards have is not believed. On a
+small model two knees are over in a moment and prompts take many steps, each of which costs the host
+a launch: there the chunk is what LEAST_SECONDS compute, as far as captured sizes reach. Chunk and
+decodes together fill a captured size, the nearest of those that products compute without a
+remainder: 656 tokens cost nearly what 768 do. `ChunkPolicy.room` has the exceptions.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
@@ -95,18 +85,20 @@ class ChunkPolicy:
         if chunk is None:
             return Room(sys.maxsize)
         num_waiting = num_startable + sum(begun)
-        few = num_waiting <= chunk
+        # Together they are hardly done sooner, and who is answered together comes again together.
+        shared = chunk // 2 if num_waiting <= chunk else None
         if num_decodes == 0:
-            return Room(sys.maxsize, shared=chunk // 2 if few else chunk)
+            return Room(sys.maxsize, shared=shared or chunk)
         num_tokens, to_end = self._beside(num_decodes, chunk, num_startable), 0
         if self.step_sizes:
             if begun and begun[0] > num_tokens and num_waiting >= BACKLOG_CHUNKS * chunk:
                 num_tokens = max(num_tokens, self._backlog_size(chunk) - num_decodes)
+            # The last few tokens of a prompt take no step because of the decodes alone.
             to_end = max(0, chunk + chunk // END_SHARE - num_decodes - num_tokens)
-        return Room(num_tokens, to_end, chunk // 2 if few else sys.maxsize)
+        return Room(num_tokens, to_end, shared or sys.maxsize)
 
     def _beside(self, num_decodes: int, chunk: int, num_startable: int) -> int:
-        """A chunk, or more where much could start, as the nearest size has it."""
+        """A chunk, or a DRAIN_STEPS-th of what could start, as the nearest size has it."""
         num_tokens = num_decodes + chunk
         if self.step_sizes and num_tokens > self.step_sizes[-1] >= num_decodes + CHUNK_MULTIPLE:
             num_tokens = self.step_sizes[-1]  # rather less of the prompts than an eager step
@@ -115,6 +107,7 @@ class ChunkPolicy:
         return max(1, self._nearest_size(num_tokens, least) - num_decodes)
 
     def _backlog_size(self, chunk: int) -> int:
+        """A fourth more: fewer steps read the weights and the contexts of the decodes."""
         return self._nearest_size(min(chunk + chunk // 4, self.step_sizes[-1]), 0)
 
     def _nearest_size(self, num_tokens: int, least: int) -> int:

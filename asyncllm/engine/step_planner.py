@@ -151,6 +151,8 @@ class StepPlanner:
 
     def _plan_prefills(self, draft: StepDraft) -> None:
         started = self._running.prefilling()
+        if not started and not self._waiting:
+            return
         begun = [seq.num_prefill - seq.num_computed for seq in started]
         room = self._chunk_policy.room(len(draft.decodes), self._num_startable_tokens(), begun)
         draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
