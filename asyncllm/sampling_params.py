@@ -23,9 +23,9 @@ from asyncllm.param_checks import (
     require_bool,
     require_finite,
     require_int,
-    shown,
     token_id_of_key,
 )
+from asyncllm.repetition_params import RepetitionDetectionParams, checked_repetition
 from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -39,8 +39,6 @@ MAX_BAD_WORD_CHARS = 1024
 MAX_LENGTH_PENALTY = 10.0
 MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary is larger
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_REPETITION_PATTERN_SIZE = 2048
-MAX_REPETITION_COUNT = 1024
 MAX_LOGITS_PROCESSORS = 64
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
 MAX_REPETITION_PENALTY = 10
@@ -63,33 +61,6 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-@dataclass(slots=True)
-class RepetitionDetectionParams:
-    """End an answer whose last tokens are one pattern, `min_count` times in a row.
-
-    Patterns of `min_pattern_size` (0: 1) to `max_pattern_size` tokens count; a `max_pattern_size`
-    of 0 is off. Raises `InvalidRequestError`. Source: vllm.sampling_params.
-    """
-
-    max_pattern_size: int = 0
-    min_pattern_size: int = 0
-    min_count: int = 0
-
-    def __post_init__(self) -> None:
-        param, most = "repetition_detection", MAX_REPETITION_PATTERN_SIZE
-        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            require_int(param, getattr(self, name), f"{param}.{name}")
-        for name in ("max_pattern_size", "min_pattern_size"):
-            value = getattr(self, name)
-            require(0 <= value <= most, param, value, f"between 0 and {most}", f"{param}.{name}")
-        require(self.min_pattern_size <= self.max_pattern_size, param, self.min_pattern_size,
-                 f"at most max_pattern_size ({self.max_pattern_size})",
-                 f"{param}.min_pattern_size")  # fmt: skip
-        least = 2 if self.max_pattern_size else 0
-        require(least <= self.min_count <= MAX_REPETITION_COUNT, param, self.min_count,
-                 f"between {least} and {MAX_REPETITION_COUNT}", f"{param}.min_count")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -185,7 +156,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             self.logit_bias = _checked_bias(self.logit_bias)
         if self.repetition_detection is not None:
-            self.repetition_detection = _repetition(self.repetition_detection)
+            self.repetition_detection = checked_repetition(self.repetition_detection)
         self._check_search()
 
     def _check_search(self) -> None:
@@ -284,22 +255,6 @@ def _checked_bias(given: Any) -> dict[int, float]:
     return checked
 
 
-def _repetition(given: Any) -> RepetitionDetectionParams | None:
-    """None where it is off."""
-    if isinstance(given, dict):
-        try:
-            given = RepetitionDetectionParams(**given)
-        except TypeError:
-            raise InvalidRequestError(
-                "repetition_detection has the fields max_pattern_size, min_pattern_size and "
-                f"min_count, got {shown(given)}",
-                "repetition_detection",
-            ) from None
-    require(isinstance(given, RepetitionDetectionParams),
-             "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
-    return given if given.max_pattern_size else None
-
-
 # By the annotations of the fields, and of the fields that have checks of their own.
 _CHECK_OF_TYPE: dict[object, Callable[[str, Any], None]] = {
     "int": require_int,
@@ -348,40 +303,6 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda number: number >= 1 or number == -1, "-1 (the context window) or at least 1"
     ),
 }  # fmt: skip
-
-
-@dataclass(slots=True)
-class BeamSearchParams:
-    """A beam search, under vLLM's names; `sampling_params()` says the same to the engine.
-
-    All `beam_width` beams are returned, the best first. `temperature` is accepted and without
-    effect: a search draws nothing, and its log-probabilities are those of the model.
-    Source: vllm.BeamSearchParams; `early_stopping` from transformers' GenerationConfig.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-    early_stopping: EarlyStopping = False
-
-    def sampling_params(self) -> SamplingParams:
-        """Raises `InvalidRequestError`."""
-        require_int("beam_width", self.beam_width)
-        require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width,
-                 f"between 1 and {MAX_N}")  # fmt: skip
-        return SamplingParams(
-            n=self.beam_width,
-            use_beam_search=True,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            early_stopping=self.early_stopping,
-        )
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:

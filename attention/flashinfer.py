@@ -22,7 +22,6 @@ from asyncllm.attention.balanced_decode import (
     LEAST_ROWS,
     MAX_ROWS,
     BalancedDecode,
-    Launch,
     begin_loading,
 )
 from asyncllm.attention.base import (
@@ -33,6 +32,7 @@ from asyncllm.attention.base import (
     PrefillRows,
     Rotation,
 )
+from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.flashinfer_prefill import PrefillPlan
 from asyncllm.attention.flashinfer_steps import FlashInferSteps, supports
 from asyncllm.attention.fused_decode import FusedDecode

@@ -25,6 +25,7 @@ from asyncllm.attention.flashinfer_prefill import (
     prefill_backend,
 )
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.turns import Turns
 
 MAX_PREFILLS = 256  # rows
 MAX_PAGES = 1 << 16  # of all rows
@@ -66,12 +67,13 @@ class FlashInferSteps:
             _Plan(PrefillModule(layer, cache, workspace, lists), self._rows, max_tokens)
             for _ in range(NUM_PLANS)
         ]
-        self._turn = 0
-        self._places = self._plans[0].prepare(0, NO_PREFILLS)  # of every plan
+        self._turns = Turns(self._plans, device)
+        with self._turns as plan:
+            self._places = plan.prepare(0, NO_PREFILLS)  # of every plan
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
-        self._turn = (self._turn + 1) % NUM_PLANS
-        places = self._plans[self._turn].prepare(num_decodes, prefills)
+        with self._turns as plan:
+            places = plan.prepare(num_decodes, prefills)
         assert places == self._places, "a plan that is not where captured launches look for it"
 
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
@@ -146,13 +148,9 @@ class _Plan:
             host.kv_lens.numpy(),
             host.pages.numpy(),
         )
-        self._copied = torch.cuda.Event()
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> tuple[int, ...]:
         """The plan's `places`."""
-        # Done long ago: the step that used this plan was waited for before this one was planned.
-        self._copied.synchronize()
         self._rows.put(num_decodes, prefills, self._pinned, self._arrays)
         self.module.plan(self._host, self._rows.on_device, self._max_tokens)
-        self._copied.record()
         return self.module.places

@@ -73,7 +73,7 @@ class Stamps:
     def _watch_engine(self, core: EngineCore) -> None:
         add, launch, finish, clock = core.live.scheduler.add, core.launch, core.finish, core.clock
         end_of = clock.finished
-        ends: deque[float] = deque()
+        seen_rows: deque[tuple[float, list[list[float]]]] = deque()  # until their steps' ends are
 
         def adding(request: Request) -> None:
             row = [self.received.popleft(), time.monotonic()]
@@ -92,7 +92,9 @@ class Stamps:
 
         def ending(plan: StepPlan) -> Any:
             record = end_of(plan)
-            ends.append(record.start + record.duration)
+            seen, rows = seen_rows.popleft()
+            for row in rows:  # their frames may be sent already
+                row[4:4] = [record.start + record.duration, seen]
             return record
 
         def finishing(plan: StepPlan, result: StepResult) -> None:
@@ -101,9 +103,8 @@ class Stamps:
             self._last_end = seen
             rows = self._in_flight.popleft()
             self._unsent += rows
+            seen_rows.append((seen, rows))
             finish(plan, result)
-            for row in rows:
-                row[4:4] = [ends[-1], seen]
 
         core.live.scheduler.add = adding  # type: ignore[method-assign]
         core.launch = launching  # type: ignore[method-assign]
@@ -200,7 +201,7 @@ def main() -> None:
         SimulatedWorker.prefill_host_s, SimulatedWorker.decode_host_s = (
             us / 1e6 for us in args.host_us
         )
-        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     result = uvloop.run(measure(args))
     print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name, us in result.items():

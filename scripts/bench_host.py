@@ -109,6 +109,7 @@ class Meter:
         core.finish = count  # type: ignore[method-assign]
         self.wrap(core, "finish", "finish")
         self.wrap(core, "tell", "finish", "text", "emit")
+        self.wrap(core, "_observe", "finish")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
@@ -287,7 +288,7 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     if args.prefill_ms is not None:
         SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
-    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, misc]
+    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     rows = [
         uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)

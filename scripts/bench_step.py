@@ -91,7 +91,7 @@ def profile_kernels(work: Callable[[], Any], prepare: Callable[[], Any]) -> list
             torch.cuda.synchronize()
     totals: dict[str, list[float]] = defaultdict(list)
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name:
+        if event.device_type == torch.profiler.DeviceType.CUDA and "Mem" not in event.name:
             totals[event.name].append(event.device_time)
     rows = [
         {"kernel": name[:90], "count": len(us) // PROFILED, "us": round(sum(us) / PROFILED, 1)}

@@ -65,6 +65,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+# Few choices: batches differ by when masks come, and in free text some token is a near tie.
+REASON = "(yes|no|maybe), because of the (rain|wind|snow|sun)"
+
 
 def favour_digits(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     """A logits processor."""
@@ -81,10 +84,10 @@ HOSTED = [
         structured_outputs=StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     ),
     SamplingParams(
-        temperature=0.5,  # of free text at 1.0 two tokens may be as good as equal
+        temperature=1.0,
         seed=6,
         max_tokens=48,
-        structured_outputs=StructuredOutputsParams(regex="(yes|no), because [a-z ]{5,60}"),
+        structured_outputs=StructuredOutputsParams(regex=REASON),
     ),
     SamplingParams(temperature=0, max_tokens=48, logits_processors=[favour_digits]),
     SamplingParams(temperature=0.8, seed=7, max_tokens=48, bad_words=["the capital", "is a"]),

@@ -18,8 +18,8 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.types import Sequence, StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
 from asyncllm.worker.executor import LaunchedStep
+from asyncllm.worker.host_step import HostStep
 from asyncllm.worker.memory import MemoryPlan
-from asyncllm.worker.model_runner import HostStep
 from asyncllm.worker.step_inputs import StepBuilder
 from asyncllm.worker.step_timer import DeviceTimes
 from asyncllm.worker.token_masks import TokenMaskBuffer

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NoReturn, Self
 
+from asyncllm.beam_search_params import BeamSearchParams
 from asyncllm.config import EngineConfig
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
@@ -25,7 +26,7 @@ from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
-from asyncllm.sampling_params import BeamSearchParams, SamplingParams
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -77,7 +78,8 @@ class EngineCore:
         self._plan_time = PlanTime()
         self._plan_started = 0.0
         self._planning = False  # left true by a plan that raised
-        self._untold: StepRecord | None = None  # finished, and nobody was told of it yet
+        self._untold: StepPlan | None = None  # finished, and no client was told of it yet
+        self._told: deque[StepPlan] = deque()  # and the observers not yet
         self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._lag = LoopLag(recorder.loop_lag.observe)
@@ -197,8 +199,7 @@ class EngineCore:
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         start = time.monotonic()
         self.watchdog.step_done()
-        self._untold = step = self.clock.finished(plan)
-        self._plan_time.finished(step)
+        self._untold = plan
         end_without_token(plan, result, self.live, self.worker)
         for row, error in result.failures.items():
             self.live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
@@ -206,13 +207,25 @@ class EngineCore:
         self.clock.host.finish += time.monotonic() - start
 
     def tell(self) -> None:
-        """Tell clients and observers of the step that was finished, if they were not told yet."""
+        """Tell clients of the step that was finished, if they were not told yet.
+
+        Observers hear of it in the loop's next turn: first come the bytes that clients wait for.
+        """
         start = time.monotonic()
         self.live.tell()
         if self._untold is not None:
-            self._record(self._untold)
+            self._told.append(self._untold)
             self._untold = None
-            self._lag.watch()
+            asyncio.get_running_loop().call_soon(self._observe)
+        self.clock.host.finish += time.monotonic() - start
+
+    def _observe(self) -> None:
+        start = time.monotonic()
+        while self._told:
+            step = self.clock.finished(self._told.popleft())
+            self._plan_time.finished(step)
+            self._record(step)
+        self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
 
     def _record(self, step: StepRecord | None) -> None:
@@ -268,6 +281,7 @@ class EngineCore:
         self.clock.reset()
         self._plan_time.idle()
         self._untold = None
+        self._told.clear()
         self.live.restart(
             self._new_scheduler(self.live.scheduler.stats()),
             f"the engine failed in a step: {error}",

@@ -2,9 +2,10 @@
 
 A turn runs whatever is ready, so 256 requests that come together would all be parsed, checked and
 queued in one, while the engine, whose step ends meanwhile, waits for its end. Here what does not
-fit into a slice waits for the next turn: the engine waits for a slice or so, and the first of a
-burst are launched while the others are read. Two things wait, each in the order of its coming:
-bytes, before they are parsed, and requests, before their handlers begin; those come first.
+fit into a slice waits: the engine waits for a slice or so, and the first of a burst are launched
+while the others are read. Two things wait, each in the order of its coming: bytes, before they are
+parsed, and requests, before their handlers begin; those come first, but behind what the handlers
+before them have woken: an engine that was idle plans two turns after the first of a burst.
 It knows neither HTTP nor the engine.
 """
 
@@ -69,12 +70,18 @@ class Arrivals:
 
     def _begin_turn(self) -> None:
         self._is_scheduled, self._slice_end = False, None
-        woken = heapq.nsmallest(WOKEN_PER_TURN, self._requests)
-        for place in woken:
+        if self._requests:
+            asyncio.get_running_loop().call_soon(self._wake)  # behind who is ready already
+            return
+        while self._reads and self._has_time():
+            self._reads.popleft()()
+        if self._reads:
+            self._schedule()
+
+    def _wake(self) -> None:
+        for place in heapq.nsmallest(WOKEN_PER_TURN, self._requests):
             future = self._requests.pop(place)
             if not future.done():  # cancelled
                 future.set_result(None)
-        while self._reads and not woken and self._has_time():
-            self._reads.popleft()()
         if self._reads or self._requests:
             self._schedule()

@@ -17,7 +17,7 @@ from asyncllm.server.service import Service
 from asyncllm.server.tool_use import tool_use
 
 
-def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl") -> Call:
+def chat_call(request: ChatRequest, service: Service) -> Call:
     """Raises `ApiError`, `InvalidRequestError` for what the client got wrong."""
     service.check_model(request.model)
     refuse_unsupported(request, service.args)
@@ -26,7 +26,7 @@ def chat_call(request: ChatRequest, service: Service, id_prefix: str = "chatcmpl
     reading = answer_reading(request, tools, prompt["prompt"], service)
     params = chat_params(request, service.engine.input_processor, reading)
     return Call(
-        id=new_id(id_prefix),
+        id=new_id("chatcmpl"),
         model=service.model_names[0],
         prompts=[prompt],
         params=params,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from asyncllm.param_checks import MAX_SEED
+from asyncllm.repetition_params import RepetitionDetectionParams
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -18,11 +20,9 @@ from asyncllm.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
     MAX_REPETITION_PENALTY,
-    MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
-    RepetitionDetectionParams,
 )
 from asyncllm.server import field_types as types
 from asyncllm.server.batch import MAX_CONVERSATIONS, REFUSED

@@ -11,12 +11,13 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_ways import Way
 from asyncllm.models import persistent_decode
 from asyncllm.models.base import CausalLM
-from asyncllm.models.persistent_decode import MAX_ROWS, Launch, PersistentDecode
+from asyncllm.models.persistent_decode import MAX_ROWS, PersistentDecode
 from asyncllm.worker.model_runner import ModelRunner
 
 ONE_KERNEL = "one kernel"

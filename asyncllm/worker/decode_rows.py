@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from asyncllm.attention.base import DecodeRows
-from asyncllm.graphs.prefill_graphs import TokenBuffers
+from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.worker.device_state import DeviceState
 
 # (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows. Fills the first

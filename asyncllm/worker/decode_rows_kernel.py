@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from asyncllm.attention.base import DecodeRows
-from asyncllm.graphs.prefill_graphs import TokenBuffers
+from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.slot_rows_kernel import TABLE_BLOCK
 

@@ -1,15 +1,19 @@
 """A mixed step's arrays on the device, always at the same addresses, where graphs look for them.
 
-On CUDA one copy brings them, from pinned buffers that rotate as those of staging.py do. Of the
-arrays of rows what is beyond the step's is 0: the padding slot. Of the arrays of tokens, what the
-decodes have is for `FillDecodes` to fill, and beyond the step's tokens `write_slots` is 0, the
-padding page; the rest is stale, which is harmless.
+One copy brings them, on CUDA from pinned buffers that take turns. Of the arrays of rows what is
+beyond the step's is 0: the padding slot. Of the arrays of tokens, what the decodes have is for
+`FillDecodes` to fill, and beyond the step's tokens `write_slots` is 0, the padding page; the rest
+is stale, which is harmless.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
+from asyncllm.attention.turns import Turns
 from asyncllm.worker.staging import NUM_BUFFERS
 from asyncllm.worker.step_inputs import StepTokens
 
@@ -25,8 +29,7 @@ class Inbox:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         num_words = len(ROW_ARRAYS) * max_rows + (len(TOKEN_ARRAYS) + 2) * max_tokens
         self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._buffers = [self._new_buffer() for _ in range(NUM_BUFFERS)]
-        self._next = 0
+        self._turns = Turns([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
         rows, tokens, self.write_slots = self._split(self._device)
         self._rows_on_device = rows
         self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = rows
@@ -34,20 +37,18 @@ class Inbox:
 
     def put(self, step: StepTokens, num_tokens: int | None) -> None:
         """num_tokens: of the graph that will read it; None: it reads no tokens."""
-        self._next = (self._next + 1) % NUM_BUFFERS
-        buffer = self._buffers[self._next]
-        buffer.wait()
-        buffer.rows[:] = 0
-        buffer.rows[0, : len(step.decode_slots)] = step.decode_slots
-        buffer.rows[1:, : step.num_samples] = step.samples
-        if num_tokens is None:
-            buffer.send_rows(self._rows_on_device)
-            return
-        first, end = len(step.decode_slots), step.num_tokens
-        buffer.tokens[:, first:end] = step.tokens
-        buffer.write_slots[first:end] = step.write_slots
-        buffer.write_slots[end:num_tokens] = 0
-        buffer.send(self._device)
+        with self._turns as buffer:
+            buffer.rows[:] = 0
+            buffer.rows[0, : len(step.decode_slots)] = step.decode_slots
+            buffer.rows[1:, : step.num_samples] = step.samples
+            if num_tokens is None:
+                self._rows_on_device.copy_(buffer.rows_tensor, non_blocking=True)
+                return
+            first, end = len(step.decode_slots), step.num_tokens
+            buffer.tokens[:, first:end] = step.tokens
+            buffer.write_slots[first:end] = step.write_slots
+            buffer.write_slots[end:num_tokens] = 0
+            self._device.copy_(buffer.tensor, non_blocking=True)
 
     def clear(self) -> None:
         """Nothing of the last step is there: no decodes, and all that is written goes to the
@@ -62,38 +63,16 @@ class Inbox:
         return rows.view(-1, num_rows), tokens.view(-1, num_tokens), write_slots.view(torch.int64)
 
     def _new_buffer(self) -> _Buffer:
-        is_cuda = self._device.is_cuda
-        host = torch.zeros(len(self._device), dtype=torch.int32, pin_memory=is_cuda)
-        event = torch.cuda.Event() if is_cuda else None
-        return _Buffer(host, *self._split(host), event)
+        tensor = torch.zeros(len(self._device), dtype=torch.int32, pin_memory=self._device.is_cuda)
+        rows, tokens, write_slots = self._split(tensor)
+        return _Buffer(tensor, rows, rows.numpy(), tokens.numpy(), write_slots.numpy())
 
 
-class _Buffer:
-    """It may be written again after the event that says it was read."""
+class _Buffer(NamedTuple):
+    """The host's, whole and in its parts."""
 
-    def __init__(
-        self,
-        host: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        write_slots: torch.Tensor,
-        read: torch.cuda.Event | None,
-    ) -> None:
-        self._host, self._host_rows, self._read = host, rows, read
-        self.rows, self.tokens = rows.numpy(), tokens.numpy()
-        self.write_slots = write_slots.numpy()
-
-    def wait(self) -> None:
-        if self._read is not None:
-            self._read.synchronize()  # at once: two steps have passed since
-
-    def send(self, device: torch.Tensor) -> None:
-        self._copy(self._host, device)
-
-    def send_rows(self, device: torch.Tensor) -> None:
-        self._copy(self._host_rows, device)
-
-    def _copy(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        device.copy_(host, non_blocking=True)
-        if self._read is not None:
-            self._read.record()
+    tensor: torch.Tensor
+    rows_tensor: torch.Tensor
+    rows: np.ndarray
+    tokens: np.ndarray
+    write_slots: np.ndarray

@@ -1,8 +1,7 @@
 """Host arrays to device tensors, one copy per step however many arrays there are.
 
-On CUDA the arrays of a step are packed into one pinned buffer and copied once. The buffers rotate,
-and one is written again only after the event that says its copy was read: a step launched ahead
-must not overwrite what the step before has not read yet. On the CPU a tensor owns its array.
+On CUDA the arrays of a step are packed into one pinned buffer, of those that take turns, and copied
+once. On the CPU a tensor owns its array.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncllm.attention.turns import Turns
+
 ALIGNMENT_BYTES = 16
 USUAL_BYTES = 1 << 20  # of a buffer; it grows where a step has more
 NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
@@ -20,11 +21,9 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 class Staging:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[_PinnedBuffer] = []
+        self._turns: Turns[_PinnedBuffer] | None = None
         if device.type == "cuda":
-            self._buffers = [_PinnedBuffer(device) for _ in range(NUM_BUFFERS)]
-        self._next = 0
+            self._turns = Turns([_PinnedBuffer(device) for _ in range(NUM_BUFFERS)], device)
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Tensors on the device with the arrays' names, shapes and dtypes, valid for this step.
@@ -33,18 +32,17 @@ class Staging:
         """
         if not arrays:  # a step of the same decodes on the same pages
             return {}
-        if self._device.type == "cpu":
+        if self._turns is None:
             return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-        self._next = (self._next + 1) % NUM_BUFFERS
-        return self._buffers[self._next].upload(arrays)
+        with self._turns as buffer:
+            return buffer.upload(arrays)
 
 
 class _PinnedBuffer:
-    """A pinned host buffer, its device twin, and the event after which it may be written again."""
+    """A pinned host buffer and its device twin."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._read = torch.cuda.Event()
         self._allocate(USUAL_BYTES)
 
     def _allocate(self, capacity_bytes: int) -> None:
@@ -54,13 +52,10 @@ class _PinnedBuffer:
         )
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        self._read.synchronize()  # returns at once: two steps have passed since this buffer's copy
         most = sum(array.nbytes + ALIGNMENT_BYTES for array in arrays.values())
         if most > len(self._twins.host):
             self._allocate(2 * most)
-        tensors = self._twins.copy(arrays)
-        self._read.record()
-        return tensors
+        return self._twins.copy(arrays)
 
 
 class Twins:

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 
 from asyncllm.attention.base import AttentionBackend
+from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
-from asyncllm.models.persistent_decode import Launch
 from asyncllm.models.registry import build_model
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan

@@ -143,7 +143,6 @@ class FakeDevice:
         max_turns: int = 3,
     ) -> None:
         self.block_size = block_size
-        self.num_executed = 0
         self._rng = rng
         self.lazy = lazy
         self._max_turns = max_turns
@@ -165,7 +164,6 @@ class FakeDevice:
         while launched.result is None:
             step = self._queue.popleft()
             step.result = self._execute(step)
-            self.num_executed += 1
 
     # --- one step, in the order of the plan's fields -------------------------------------------
 

@@ -20,6 +20,7 @@ from asyncllm import (
 from asyncllm.engine import live_requests
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.stats import IterationStats, SchedulerStats
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import TokenUpdate
 from tests.engine.builders import scheduled_requests
 from tests.engine.test_async_engine import (
@@ -218,3 +219,56 @@ def test_while_the_device_is_asked_requests_come_and_go(
             monkeypatch.undo()
 
     run(main())
+
+
+def test_what_sinks_have_queued_goes_before_the_observers() -> None:
+    """A server's frames are written in the turn after: the step's record is made behind them."""
+
+    class Watcher:
+        def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
+            if iteration.step is not None:
+                heard.append(iteration.step.step_id)
+
+    heard: list[int] = []
+    written: list[int] = []  # how many steps the observers had heard of by then
+
+    async def test() -> None:
+        async with small_engine() as engine:
+            engine.stat_loggers.append(Watcher())
+            ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+            def sink(output: RequestOutput) -> None:
+                loop.call_soon(lambda: written.append(len(heard)))
+                if output.finished:
+                    ended.set()
+
+            await engine.add_request("r", "Once upon a time", GREEDY, sink)
+            await ended.wait()
+            await until(lambda: len(heard) == len(written))
+
+    run(test())
+    assert written == list(range(GREEDY.max_tokens or 0))
+    assert heard == sorted(heard), "in the order of the steps"
+
+
+def test_prompts_are_hashed_when_the_device_has_their_step() -> None:
+    found: list[bool] = []  # at a launch: whether a plan would find the prompt's first block
+
+    async def test() -> None:
+        async with small_engine() as engine:
+            core = core_of(engine)
+            launch = core.worker.launch
+
+            def watched(plan: StepPlan) -> Any:
+                if plan.prefills:
+                    (row,) = plan.prefills
+                    found.append(bool(core.live.scheduler.blocks.match_prefix(row.seq)))
+                return launch(plan)
+
+            core.worker.launch = watched  # type: ignore[method-assign]
+            prompt = list(range(300, 340))
+            for _ in range(2):
+                await engine.generate({"prompt_token_ids": prompt}, GREEDY)
+
+    run(test())
+    assert found == [False, True]

@@ -16,6 +16,7 @@ from asyncllm.engine.logprob_limits import MAX_OUTPUT_LOGPROB_ENTRIES
 from asyncllm.engine.request_limits import MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.engine.text.bad_words import bad_words_ids
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.param_checks import MAX_SEED
 from asyncllm.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -23,7 +24,6 @@ from asyncllm.sampling_params import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
-    MAX_SEED,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,

@@ -104,6 +104,31 @@ def test_the_engine_has_its_turn_between_requests(desk: Desk) -> None:
     assert desk.seen[-1][0] - desk.seen[0][0] <= 3 * NUM / PER_TURN, "and hardly more than one"
 
 
+def test_an_idle_engine_launches_the_first_before_the_others_begin(desk: Desk) -> None:
+    """It is woken by the first of them, and plans a turn after that."""
+    planned: list[int] = []
+
+    async def test() -> None:
+        work = asyncio.Event()
+
+        async def handle(number: int) -> None:
+            await desk.handle(number)
+            work.set()
+
+        async def plan() -> None:
+            await work.wait()
+            await asyncio.sleep(0)
+            planned.append(len(desk.seen))
+
+        engine = asyncio.create_task(plan())
+        await turns(1)
+        await asyncio.gather(engine, *(handle(number) for number in range(NUM)))
+
+    asyncio.run(test())
+    assert planned == [PER_TURN]
+    assert desk.order == list(range(NUM))
+
+
 def test_requests_come_before_what_is_not_read_yet(desk: Desk) -> None:
     async def test() -> None:
         tasks = [asyncio.create_task(desk.handle(number)) for number in range(NUM)]

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -26,7 +25,6 @@ from tests.waiting import PATIENCE_SECONDS, until
 
 LARGE = [{"role": "user", "content": "x" * 1000, "note": "y" * LARGE_BODY_BYTES}]
 ITEM = {"type": "message", "role": "user", "content": "x" * 1000}
-Render = Callable[..., str]
 
 
 def note_threads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

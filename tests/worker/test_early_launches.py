@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from asyncllm.config import EngineArgs
+from asyncllm.engine_args import EngineArgs
 from asyncllm.models.layers.ops import Norm, Normed
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.device_state import DeviceState

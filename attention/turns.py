@@ -1,0 +1,35 @@
+"""Host buffers that take turns, because the device reads them later.
+
+A step launched ahead must not overwrite what the step before has not read yet. So a buffer has an
+event for the copies out of it, and is written again only after that. With more buffers than steps
+in flight nobody waits: the step that had this one is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Turns(Generic[T]):
+    """`with turns as buffer:` write to the next one, and enqueue all that will read it on the
+    current stream. A CPU has read it by then."""
+
+    def __init__(self, buffers: Sequence[T], device: torch.device) -> None:
+        self._buffers = buffers
+        self._were_read = [torch.cuda.Event() for _ in buffers] if device.type == "cuda" else None
+        self._turn = 0
+
+    def __enter__(self) -> T:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if self._were_read is not None:
+            self._were_read[self._turn].synchronize()
+        return self._buffers[self._turn]
+
+    def __exit__(self, *_: object) -> None:
+        if self._were_read is not None:
+            self._were_read[self._turn].record()
