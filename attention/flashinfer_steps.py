@@ -63,13 +63,16 @@ class FlashInferSteps:
         self._balanced = balanced
         self._rows = _FixedRows(device)
         lists = torch.empty(LISTS_BYTES, dtype=torch.uint8, device=device)
-        self._plans = [
-            _Plan(PrefillModule(layer, cache, workspace, lists), self._rows, max_tokens)
-            for _ in range(NUM_PLANS)
-        ]
-        self._turns = Turns(self._plans, device)
+        self._turns = Turns(
+            [
+                _Plan(PrefillModule(layer, cache, workspace, lists), self._rows, max_tokens)
+                for _ in range(NUM_PLANS)
+            ],
+            device,
+        )
         with self._turns as plan:
             self._places = plan.prepare(0, NO_PREFILLS)  # of every plan
+            self._module = plan.module  # which is planned, so it can be bound
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
         with self._turns as plan:
@@ -77,7 +80,7 @@ class FlashInferSteps:
         assert places == self._places, "a plan that is not where captured launches look for it"
 
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
-        prefill = self._plans[0].module.bind(q, out)
+        prefill = self._module.bind(q, out)
         if decodes is None:
             return lambda layer: prefill(*self._keys_values[layer.index])
         tables, lengths = decodes.block_tables, decodes.positions + 1  # 0: none's
@@ -93,8 +96,7 @@ class FlashInferSteps:
 class _Arrays(NamedTuple):
     """The host's views of a plan's rows, int32."""
 
-    query_indptr: np.ndarray
-    page_indptr: np.ndarray
+    indptrs: np.ndarray  # [2, MAX_PREFILLS + 1]: of queries, of pages
     kv_lens: np.ndarray
     pages: np.ndarray
 
@@ -122,11 +124,12 @@ class _FixedRows:
     ) -> None:
         """By way of a `pinned` tensor, which the device reads later. Without waiting for it."""
         num_rows, num_pages = len(prefills.kv_lens), len(prefills.pages)
-        arrays.query_indptr[: num_rows + 1] = prefills.query_indptr
-        arrays.query_indptr[num_rows + 1 :] = prefills.query_indptr[-1]
-        arrays.query_indptr[:] += num_decodes
-        arrays.page_indptr[: num_rows + 1] = prefills.page_indptr
-        arrays.page_indptr[num_rows + 1 :] = prefills.page_indptr[-1]
+        indptrs = arrays.indptrs
+        indptrs[0, : num_rows + 1] = prefills.query_indptr
+        indptrs[1, : num_rows + 1] = prefills.page_indptr
+        indptrs[:, num_rows + 1 :] = indptrs[:, num_rows : num_rows + 1]
+        if num_decodes:
+            indptrs[0] += num_decodes
         arrays.kv_lens[:num_rows] = prefills.kv_lens
         arrays.kv_lens[num_rows:] = 0
         arrays.pages[:num_pages] = prefills.pages
@@ -142,12 +145,8 @@ class _Plan:
         self._rows, self._max_tokens = rows, max_tokens
         self._pinned = rows.pinned()
         self._host = host = rows.split(self._pinned)
-        self._arrays = _Arrays(
-            host.query_indptr.numpy(),
-            host.page_indptr.numpy(),
-            host.kv_lens.numpy(),
-            host.pages.numpy(),
-        )
+        indptrs = self._pinned.numpy()[: 2 * len(host.query_indptr)]  # side by side
+        self._arrays = _Arrays(indptrs.reshape(2, -1), host.kv_lens.numpy(), host.pages.numpy())
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> tuple[int, ...]:
         """The plan's `places`."""

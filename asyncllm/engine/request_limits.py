@@ -35,7 +35,8 @@ class RequestLimits:
             asked = max(min(asked, room, most), 1)  # the model's wish, not the client's: it yields
         needed = asked or 1
         if needed <= room:
-            check_output_logprobs(params, needed)
+            if needed > most:
+                check_output_logprobs(params, needed)  # raises
             return asked or min(room, most)
         raise ContextLengthError(
             f"This model's maximum context length is {self._max_model_len} tokens. "

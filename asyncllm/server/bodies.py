@@ -61,14 +61,15 @@ async def read_body(request: web.Request, wanted: type[T]) -> T:
 
 async def _read(request: web.Request) -> bytes:
     """The body as sent, decompressed; never more than the limit of it in memory."""
-    limit, length = request.client_max_size, request.content_length
-    if length is not None and length > limit:
-        raise _too_large(limit)
+    limit, content = request.client_max_size, request.content
     try:
-        if not request.content.is_eof():
+        if content.is_eof():  # most bodies came with their headers
+            raw = content.read_nowait()
+        elif (request.content_length or 0) > limit:
+            raise _too_large(limit)
+        else:
             async with asyncio.timeout(BODY_SECONDS):
-                return await request.read()
-        raw = request.content.read_nowait()  # most bodies came with their headers
+                raw = await request.read()
     except TimeoutError:
         late = f"the request body took over {BODY_SECONDS:g} s"
         raise ApiError(408, late, close=True) from None

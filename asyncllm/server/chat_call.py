@@ -9,6 +9,7 @@ from functools import partial
 
 from asyncllm.server.answer_reading import answer_reading
 from asyncllm.server.call import Call, new_id
+from asyncllm.server.client_fields import sent
 from asyncllm.server.prompts import chat_prompt
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.refusals import refuse_unsupported
@@ -20,11 +21,12 @@ from asyncllm.server.tool_use import tool_use
 def chat_call(request: ChatRequest, service: Service) -> Call:
     """Raises `ApiError`, `InvalidRequestError` for what the client got wrong."""
     service.check_model(request.model)
-    refuse_unsupported(request, service.args)
+    given = sent(request)
+    refuse_unsupported(request, given, service.args)
     tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)
     prompt = chat_prompt(request, tools, service)
     reading = answer_reading(request, tools, prompt["prompt"], service)
-    params = chat_params(request, service.engine.input_processor, reading)
+    params = chat_params(request, given, service.engine.input_processor, reading)
     return Call(
         id=new_id("chatcmpl"),
         model=service.model_names[0],

@@ -30,9 +30,12 @@ def sent(request: msgspec.Struct) -> dict[str, Any]:
     return {name: value for name, value in values if value is not None}
 
 
-def refuse(request: msgspec.Struct, table: Refusals) -> None:
-    """Raises `ApiError` 400 for the first field that asks for what is not there."""
-    for name, value in sent(request).items():
+def refuse(given: Mapping[str, Any], table: Refusals) -> None:
+    """Raises `ApiError` 400 for the first field that asks for what is not there.
+
+    given: what was `sent`.
+    """
+    for name, value in given.items():
         if (harmless := table.get(name)) is not None and not harmless(value):
             raise bad_request(f"{name} is not supported with this value", name)
 

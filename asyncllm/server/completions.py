@@ -12,6 +12,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import SYSTEM_FINGERPRINT, Call, new_id
+from asyncllm.server.client_fields import sent
 from asyncllm.server.collect import CollectedAnswer, CollectedChoice
 from asyncllm.server.errors import bad_request
 from asyncllm.server.logprobs import LegacyLogprobs, prompt_logprobs
@@ -67,8 +68,9 @@ def _streamed(
 
 def _call(request: CompletionRequest, service: Service) -> Call:
     service.check_model(request.model)
-    refuse_unsupported(request, service.args)
-    params = completion_params(request, service.engine.input_processor)
+    given = sent(request)
+    refuse_unsupported(request, given, service.args)
+    params = completion_params(request, given, service.engine.input_processor)
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],

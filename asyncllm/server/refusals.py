@@ -5,6 +5,9 @@ A table, so that a feature that arrives deletes its line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.client_fields import Refusals, asks_nothing, refuse, sent
 from asyncllm.server.errors import bad_request
@@ -50,20 +53,25 @@ _MOVED = {
 }
 
 
-def refuse_unsupported(request: ChatRequest | CompletionRequest, args: ServerArgs) -> None:
-    """Raises `ApiError` 400 for the first field that asks for what is not there."""
-    if moved := _MOVED.keys() & sent(request).keys():
+def refuse_unsupported(
+    request: ChatRequest | CompletionRequest, given: Mapping[str, Any], args: ServerArgs
+) -> None:
+    """Raises `ApiError` 400 for the first field that asks for what is not there.
+
+    given: what of the request was `sent`.
+    """
+    if moved := _MOVED.keys() & given.keys():
         name = min(moved)
         raise bad_request(f"{name} is not supported: send {_MOVED[name]}", name)
     if isinstance(request, ChatRequest):
-        refuse(request, _CHAT)
+        refuse(given, _CHAT)
         _refuse_template(request, args)
     else:
-        refuse(request, _COMPLETION)
+        refuse(given, _COMPLETION)
 
 
 def refuse_unsupported_tokenize(request: TokenizeRequest, args: ServerArgs) -> None:
-    refuse(request, _TOKENIZE)
+    refuse(sent(request), _TOKENIZE)
     _refuse_template(request, args)
 
 

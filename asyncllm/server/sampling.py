@@ -6,13 +6,14 @@ client used (`max_completion_tokens`, `top_logprobs`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.answer_reading import AnswerReading
-from asyncllm.server.client_fields import renamed, sent
+from asyncllm.server.client_fields import renamed
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -58,11 +59,14 @@ _SAME_NAME = frozenset((
 
 
 def chat_params(
-    request: ChatRequest, processor: InputProcessor, reading: AnswerReading
+    request: ChatRequest,
+    given: Mapping[str, Any],
+    processor: InputProcessor,
+    reading: AnswerReading,
 ) -> SamplingParams:
-    """Raises `InvalidRequestError`, `ApiError`."""
+    """given: what of the request was `sent`. Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
-    overrides = _given(request)
+    overrides = _overrides(given)
     overrides["structured_outputs"] = reading.structured_outputs
     if reading.keeps_special_tokens:
         overrides["skip_special_tokens"] = False
@@ -83,10 +87,12 @@ def chat_params(
     return processor.default_params(overrides)
 
 
-def completion_params(request: CompletionRequest, processor: InputProcessor) -> SamplingParams:
-    """Raises `InvalidRequestError`, `ApiError`."""
+def completion_params(
+    request: CompletionRequest, given: Mapping[str, Any], processor: InputProcessor
+) -> SamplingParams:
+    """given: what of the request was `sent`. Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
-    overrides = _given(request)
+    overrides = _overrides(given)
     overrides["max_tokens"] = _completion_max_tokens(request)
     overrides["structured_outputs"] = content_structure(request)
     if request.logprobs is not None:
@@ -141,9 +147,10 @@ def _completion_max_tokens(request: CompletionRequest) -> int:
     return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
 
 
-def _given(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    given = {name: value for name, value in sent(request).items() if name in _SAME_NAME}
-    return given | {"output_kind": RequestOutputKind.DELTA}
+def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    overrides = {name: value for name, value in given.items() if name in _SAME_NAME}
+    overrides["output_kind"] = RequestOutputKind.DELTA
+    return overrides
 
 
 def _check_streaming(request: ChatRequest | CompletionRequest) -> None:

@@ -181,12 +181,12 @@ class StreamExecutor:
     @torch.inference_mode()
     def submit(self, work: Work, size: int = 0) -> LaunchedStep:
         with torch.cuda.stream(self.stream):
-            return self.close_step(StepTimer(self._clock), work(), size)
+            return self.close_step(StepTimer(self._clock, self.stream), work(), size)
 
     @torch.inference_mode()
     def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]:
         with torch.cuda.stream(self.stream):
-            return _StreamBegun(self, StepTimer(self._clock), first(), size)
+            return _StreamBegun(self, StepTimer(self._clock, self.stream), first(), size)
 
     def close_step(self, timer: StepTimer, collect: Collect, size: int) -> EventStep:
         """The end of a step, on the current stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -117,17 +118,19 @@ def test_a_late_sight_does_not_move_the_end() -> None:
 
 def test_a_step_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
     device, host = [7.0], [100.0]
+    ours: Any = object()
 
     class Recorded(Event):
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
-        def record(self) -> None:
+        def record(self, stream: object) -> None:
+            assert stream is ours
             self.at = device[0]
 
     monkeypatch.setattr(step_timer.torch.cuda, "Event", Recorded)
     monkeypatch.setattr(step_timer.time, "monotonic", lambda: host[0])
-    timer = StepTimer(StreamClock())
+    timer = StepTimer(StreamClock(), ours)
     device[0], host[0] = 7.5, 100.5
     timer.see()
     times = timer.times(Event(7.25))  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.server.client_fields import refuse
+from asyncllm.server.client_fields import refuse, sent
 from asyncllm.server.errors import bad_request
 from asyncllm.server.messages.blocks import conversation, is_prefill
 from asyncllm.server.messages.errors import THREAD_UNSUPPORTED
@@ -31,7 +31,7 @@ FIELD_NAMES = {
 
 def prompt_request(request: CountTokensRequest) -> ChatRequest:
     """What decides the prompt. Raises `ApiError`."""
-    refuse(request, REFUSED_IN_PROMPT)
+    refuse(sent(request), REFUSED_IN_PROMPT)
     messages = conversation(request)
     chat = ChatRequest(model=request.model, messages=messages)
     if is_prefill(messages):
@@ -52,7 +52,7 @@ def prompt_request(request: CountTokensRequest) -> ChatRequest:
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
     """Raises `ApiError`."""
-    refuse(request, REFUSED)
+    refuse(sent(request), REFUSED)
     if request.thread:
         raise bad_request("no conversation is held here", "thread", THREAD_UNSUPPORTED)
     chat = prompt_request(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from asyncllm.server.client_fields import refuse
+from asyncllm.server.client_fields import refuse, sent
 from asyncllm.server.conversation import Conversation
 from asyncllm.server.errors import bad_request
 from asyncllm.server.protocol import (
@@ -54,7 +54,7 @@ FIELD_NAMES = {
 
 def prompt_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
     """What decides the prompt, after `items`. Raises `ApiError`."""
-    refuse(request, REFUSED_IN_PROMPT)
+    refuse(sent(request), REFUSED_IN_PROMPT)
     conversation = Conversation()
     if request.instructions:
         conversation.system(request.instructions)
@@ -74,7 +74,7 @@ def prompt_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequ
 
 def chat_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
     """Raises `ApiError`."""
-    refuse(request, REFUSED)
+    refuse(sent(request), REFUSED)
     _check_metadata(request.metadata or {})
     chat = prompt_request(request, items)
     for name in GenerationRequest.__struct_fields__:
