@@ -76,7 +76,10 @@ class SimulatedWorker:
     prefill_step_s: float | None = None  # of a step with prompt tokens; None: as of any other
     prefill_host_s = decode_host_s = 0.0  # that a launch keeps the loop
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, *, progress: bool = False, imported: Callable[[], object]
+    ) -> None:
+        imported()
         window = config.model.context_window
         pages = config.max_num_seqs * -(-window // config.block_size)
         self.memory = MemoryPlan(pages, 0, window)

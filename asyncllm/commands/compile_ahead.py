@@ -32,12 +32,16 @@ ROOTS = (
     "httpcore2",
     "cuda.pathfinder",
     "transformers.models.auto.configuration_auto",
+    "transformers.tokenization_utils_tokenizers",
     "triton.language.extra.cuda",
     "triton.language.extra.hip",
     "triton.backends.nvidia.compiler",
     "triton.backends.nvidia.driver",
     "triton.backends.amd.compiler",
     "triton.backends.amd.driver",
+    "triton.compiler.code_generator",
+    "triton.experimental.gluon.nvidia.hopper",
+    "numpy.ma",
 )
 
 

@@ -1,5 +1,8 @@
 """Starts an engine: its worker and its tokenizer, side by side in threads, and the core over both.
 
+Imports and tokenizers both keep the GIL, and the worker takes longer: the tokenizer waits for its
+imports, and loads while it waits for the device, the disk and compilers.
+
 A model cannot be stopped while it loads. Where the caller is cancelled, the thread goes on to the
 end and then closes the worker itself, so that its threads and its device memory are given back even
 if the loop has ended by then.
@@ -8,7 +11,8 @@ if the loop has ended by then.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from asyncllm.config import EngineConfig
@@ -34,10 +38,12 @@ class CoreLoader:
     ) -> EngineCore:
         """Raises `ValueError` or `ModelLoadError` for what cannot run."""
         config = self._config
-        text = asyncio.create_task(in_own_thread(_load_text, config))
+        imported: Future[None] = Future()
+        text = asyncio.create_task(in_own_thread(_load_text, config, imported))
         try:
-            worker = await self._load_worker(progress)
+            worker = await self._load_worker(progress, imported)
         except BaseException:
+            imported.cancel()
             text.cancel()
             await asyncio.gather(text, return_exceptions=True)
             raise
@@ -56,10 +62,11 @@ class CoreLoader:
             await in_own_thread(self._thread.shutdown)
             self._thread = None
 
-    async def _load_worker(self, progress: bool) -> Worker:
+    async def _load_worker(self, progress: bool, imported: Future[None]) -> Worker:
         await self.join()  # the memory need not hold two
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
-        loading = self._thread.submit(partial(Worker, self._config, progress=progress))
+        make = partial(Worker, self._config, progress=progress, imported=partial(_tell, imported))
+        loading = self._thread.submit(make)
         self._thread.shutdown(wait=False)  # it ends with this load
         try:
             return await asyncio.wrap_future(loading)
@@ -68,13 +75,21 @@ class CoreLoader:
             raise
 
 
+def _tell(imported: Future[None]) -> None:
+    with suppress(InvalidStateError):  # the load was cancelled
+        imported.set_result(None)
+
+
 def _close(loading: Future[Worker]) -> None:
     if not loading.cancelled() and loading.exception() is None:
         loading.result().close()
 
 
-def _load_text(config: EngineConfig) -> tuple[Tokenizer | None, Vocabulary | None]:
+def _load_text(
+    config: EngineConfig, imported: Future[None]
+) -> tuple[Tokenizer | None, Vocabulary | None]:
     """The tokenizer, and what grammars need of it, which is no work for the first request."""
+    imported.result()
     if config.tokenizer_path is None:
         return None, None
     tokenizer = Tokenizer.from_folder(

@@ -66,12 +66,19 @@ WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
 class Worker:
     """Ready to run when constructed. Construction blocks: seconds for large models.
 
-    `phases` maps each phase of the construction to its seconds.
+    `phases` maps each phase of the construction to its seconds. `imported` is called when what
+    devices need has been imported: the rest leaves the GIL to others, most of the time.
     Raises `ModelLoadError`, or `ValueError` naming the flag that cannot be met.
     """
 
     @torch.inference_mode()
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = False,
+        imported: Callable[[], object] = lambda: None,
+    ) -> None:
         self.phases: dict[str, float] = {}
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -82,6 +89,7 @@ class Worker:
         with self._phase("kernels"):
             kernels, ops = self._begin_kernels(early)
             import_backend(self.backend_name)
+        imported()
         with self._phase("load"):
             model = self._build_model(ops)
             early.begin_one_row(model)

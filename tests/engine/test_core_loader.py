@@ -74,6 +74,46 @@ def test_a_cancelled_start_closes_what_it_was_loading(workshop: Workshop) -> Non
     run(main())
 
 
+def test_the_tokenizer_waits_for_the_worker_to_have_imported(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = core_loader._load_text
+
+    def noted(*args: Any) -> Any:
+        loaded = load(*args)
+        workshop.events.append("text loaded")
+        return loaded
+
+    monkeypatch.setattr(core_loader, "_load_text", noted)
+
+    async def main() -> None:
+        engine = small_engine()
+        start = asyncio.create_task(engine.start())
+        await asyncio.sleep(0.1)  # longer than this tokenizer takes
+        assert workshop.events == ["worker 0 begun"]
+        workshop.go.set()
+        await start
+        assert "text loaded" in workshop.events
+        await engine.aclose()
+
+    run(main())
+
+
+def test_a_worker_that_fails_before_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Worker:
+        raise ValueError("no such backend")
+
+    monkeypatch.setattr(core_loader, "Worker", failing)
+
+    async def main() -> None:
+        threads = set(threading.enumerate())
+        with pytest.raises(ValueError, match="no such backend"):
+            await small_engine().start()
+        await until(lambda: not set(threading.enumerate()) - threads)
+
+    run(main())
+
+
 def test_closed_even_if_the_loop_has_ended(workshop: Workshop) -> None:
     async def main() -> None:
         start = asyncio.create_task(small_engine().start())
