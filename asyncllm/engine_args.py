@@ -28,7 +28,10 @@ from asyncllm.model_config import ModelConfig, resolve_model_path
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
-PREFILL_GRAPH_SIZES = (16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128))
+# 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
+PREFILL_GRAPH_SIZES = tuple(
+    sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
+)
 
 
 @dataclass

@@ -1,4 +1,9 @@
-"""The facts of one Hugging Face model folder that the engine above the model needs."""
+"""The facts of one Hugging Face model folder that the engine above the model needs.
+
+Whoever made the folder is not trusted: what counts something is checked to be a positive integer,
+and every error is a `ModelLoadError` with the file and the key. transformers is imported only when
+a folder is read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What one step is to do, as the scheduler says it to the worker: immutable. No torch."""
+"""What one step is to do, as the scheduler says it to the worker: immutable. No torch.
+
+Rows name slots, pages and positions, never sampled tokens: a plan is made one step ahead, when only
+the device knows them. Decodes are columns, which go on from step to step, because a step of 256 of
+them must not cost 256 objects; prefills, which are few, are objects.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
 LEAST_ROWS = 48  # of a step: XQA's shares are finer, and with fewer rows faster (docs/LOG.md)
 MAX_ROWS = 2048
-WARPS = 8  # of a block
 TILE = 16  # tokens
 
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -36,7 +35,7 @@ class Args(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("q", "cache", "tables", "lengths", "out")),
-        *((name, _pointer) for name in ("partial", "weights", "counts")),
+        *((name, _pointer) for name in ("parts", "counts")),
         *((name, _int64) for name in ("page_stride", "kv_stride")),
         *((name, _int32) for name in ("rows", "kv_heads", "table_stride")),
         ("scale", _float),
@@ -83,10 +82,10 @@ class BalancedDecode:
         self._num_blocks = num_blocks
         device = cache.layers[0].device
         kv_heads = layer.num_kv_heads
-        # A share and KV head leave two parts at most: of their first row and of their last.
-        parts = (WARPS * num_blocks // kv_heads, kv_heads, 2, layer.num_heads // kv_heads)
-        self._partial = torch.empty((*parts, layer.head_dim), dtype=torch.float32, device=device)
-        self._weights = torch.empty((*parts, 2), dtype=torch.float32, device=device)
+        # A block leaves two at most: of the rows in which its tiles begin and end. Beside the sums,
+        # the greatest score and the sum of the weights.
+        parts = (num_blocks, 2, layer.num_heads // kv_heads, layer.head_dim + 4)
+        self._parts = torch.empty(parts, dtype=torch.float32, device=device)
         self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
 
     def bind(
@@ -103,8 +102,7 @@ class BalancedDecode:
             tables=block_tables.data_ptr(),
             lengths=lengths.data_ptr(),
             out=out.data_ptr(),
-            partial=self._partial.data_ptr(),
-            weights=self._weights.data_ptr(),
+            parts=self._parts.data_ptr(),
             counts=self._counts.data_ptr(),
             page_stride=pages.stride(0),
             kv_stride=pages.stride(1),

@@ -9,7 +9,6 @@ several ways to run a step (decode_ways.py), a size is captured in each and its 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Trial, Way, quickest
 from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.types import PADDING_SLOT
@@ -42,7 +42,7 @@ class DecodeGraphs:
         self._step = step
         self._others = list(others)
         self._trial = trial
-        self._sizes: list[int] = []  # captured, ascending
+        self._sizes = CapturedSizes()
         self.slots = torch.zeros(max_size, dtype=torch.int32, device=device)
         self._graphs: dict[int, Captured] = {}
         self._chosen: dict[int, str] = {}  # size -> the name of its way
@@ -74,7 +74,7 @@ class DecodeGraphs:
                 self._others.remove(way)
         name = self._quickest(slots, captured)
         self._graphs[size], self._chosen[size] = captured[name], name
-        insort(self._sizes, size)
+        self._sizes.add(size)
 
     def _quickest(self, slots: torch.Tensor, captured: dict[str, Captured]) -> str:
         """The name of one. The others' memory goes back to the pool with them."""
@@ -89,10 +89,10 @@ class DecodeGraphs:
 
     def padded_slots(self, slots: np.ndarray) -> np.ndarray | None:
         """`slots` int32 [rows] padded to the next captured size; None where none is as large."""
-        place = bisect_left(self._sizes, len(slots))
-        if place == len(self._sizes):
+        size = self._sizes.fitting(len(slots))
+        if size is None:
             return None
-        padded = np.full(self._sizes[place], PADDING_SLOT, np.int32)
+        padded = np.full(size, PADDING_SLOT, np.int32)
         padded[: len(slots)] = slots
         return padded
 

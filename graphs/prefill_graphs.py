@@ -14,7 +14,6 @@ plan (fresh_prompt.py), so those sizes have a second capture, attention and all,
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +28,7 @@ from asyncllm.attention.base import (
 )
 from asyncllm.attention.fresh_prompt import FreshPrompt
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
 from asyncllm.graphs.token_buffers import TokenBuffers, forward, forward_with
@@ -74,7 +74,7 @@ class PrefillGraphs:
         self._clear = clear
         self._pool = pool
         self._hidden = hidden
-        self._sizes: list[int] = []  # captured, ascending
+        self._sizes = CapturedSizes()
         self._pieces: dict[int, list[Graph]] = {}
         self._whole: dict[int, Graph] = {}
         windows = [layer.window for layer in self._layers if layer.window is not None]
@@ -84,10 +84,9 @@ class PrefillGraphs:
 
     def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
         """What such a step replays; None: it has no graph."""
-        place = bisect_left(self._sizes, num_decodes + prefills.num_tokens)
-        if place == len(self._sizes):
+        size = self._sizes.fitting(num_decodes + prefills.num_tokens)
+        if size is None:
             return None
-        size = self._sizes[place]
         is_whole = num_decodes == 0 and prefills.is_fresh and size in self._whole
         return StepGraph(size, Way.FRESH if is_whole else Way.PIECES)
 
@@ -103,7 +102,7 @@ class PrefillGraphs:
         self._pieces[size] = capture.graphs
         if size <= self._most_whole:
             self._whole[size], _ = self._pool.record(partial(self._forward_fresh, tokens))
-        insort(self._sizes, size)
+        self._sizes.add(size)
 
     def _forward_fresh(self, tokens: TokenBuffers) -> None:
         hidden = forward_fresh(self._model, self._attention, tokens, self._cache)

@@ -7,12 +7,12 @@ positions are where the step's arrays always are. Rows beyond the step's are pad
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.pool import Graph, GraphPool
 
 # hidden [rows, hidden_size], slots and positions int32 [rows] -> tokens int32 [rows], logits
@@ -34,7 +34,7 @@ class SampleGraphs:
         self._sample = sample
         self._inputs = (hidden, slots, positions)
         self._pool = pool
-        self._sizes: list[int] = []  # captured, ascending
+        self._sizes = CapturedSizes()
         self._graphs: dict[int, tuple[Graph, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def capture(self, size: int) -> None:
@@ -42,15 +42,17 @@ class SampleGraphs:
         hidden, slots, positions = (tensor[:size] for tensor in self._inputs)
         slots.zero_()  # those of the last step
         self._graphs[size] = self._pool.record(partial(self._sample, hidden, slots, positions))
-        insort(self._sizes, size)
+        self._sizes.add(size)
 
     def takes(self, num_rows: int) -> bool:
-        return bool(self._sizes) and num_rows <= self._sizes[-1]
+        return self._sizes.fitting(num_rows) is not None
 
     def replay(self, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int32 [rows] and logits [rows, V] of hidden[rows], as many as it `takes`."""
         num_rows = len(rows)
+        size = self._sizes.fitting(num_rows)
+        assert size is not None, "more rows than it takes"
         torch.index_select(hidden, 0, rows, out=self._inputs[0][:num_rows])
-        graph, (tokens, logits) = self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]]
+        graph, (tokens, logits) = self._graphs[size]
         graph.replay()
         return tokens[:num_rows], logits[:num_rows]

@@ -7,12 +7,12 @@ twice: for prefills alone, and with decodes before them.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from functools import partial
 
 import torch
 
 from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
+from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
@@ -44,21 +44,21 @@ class WholeGraphs:
         self._clear = clear
         self._pool = pool
         self._hidden = hidden
-        self._sizes: list[int] = []  # captured, ascending
+        self._sizes = CapturedSizes()
         self._graphs: dict[StepGraph, Graph] = {}
 
     def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
         """What such a step replays; None: it has no graph."""
-        place = bisect_left(self._sizes, num_decodes + prefills.num_tokens)
+        size = self._sizes.fitting(num_decodes + prefills.num_tokens)
         attention = self._step_attention
         if (
-            place == len(self._sizes)
+            size is None
             or num_decodes > self._most_decodes
             or len(prefills.kv_lens) > attention.max_prefills
             or len(prefills.pages) > attention.max_pages
         ):
             return None
-        return StepGraph(self._sizes[place], Way.MIXED if num_decodes else Way.PREFILLS)
+        return StepGraph(size, Way.MIXED if num_decodes else Way.PREFILLS)
 
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
@@ -66,7 +66,7 @@ class WholeGraphs:
         for way in (Way.MIXED, Way.PREFILLS):
             graph, _ = self._pool.record(partial(self._forward, size, way))
             self._graphs[StepGraph(size, way)] = graph
-        insort(self._sizes, size)
+        self._sizes.add(size)
 
     def replay(
         self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows

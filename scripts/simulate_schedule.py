@@ -17,11 +17,13 @@ import argparse
 import heapq
 import json
 import random
+import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
+from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy, Room
 from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import StepRecord
@@ -36,28 +38,25 @@ BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 PLAN_S = 0.0003  # plan, build, and all until the device begins: hidden unless it is idle
-LAUNCH_S = {"decode": 0.00015, "prefill": 0.0007, "mixed": 0.0015}  # between pieces, from Python
+LAUNCH_S = {"decode": 0.00015, "prefill": 0.0005, "mixed": 0.0005}
 FINISH_S, FINISH_TOKEN_S = 0.0001, 8e-6  # per step and per token: books, text, frames
 CLIENT_S = 0.001  # from a request's last token to the next request's arrival
-ARRIVAL_S = 0.0004  # of the host, between two requests that come at once
+ARRIVAL_S = (0.0004, 0.0008)  # between two requests whose clients were told at once
+FIRST_S = 0.0001  # between two of a closed loop's first requests, which lie ready in their sockets
+TURN_S = 0.001  # of arrivals, each time the event loop comes round
 
 
 @dataclass(frozen=True)
 class Device:
     """A step is one forward pass: all tokens' matrix products together, plus attention."""
 
-    products_ms: tuple[tuple[int, float], ...]  # (tokens, all but attention), straight in between
+    decode_ms: tuple[tuple[int, float], ...]  # (rows, all but attention), straight in between
+    mixed_ms: tuple[tuple[int, float], ...]  # (tokens), of steps with prompts
     kv_bytes_per_token: int
     attention_flops: float  # per pair of a new token and a position it reads
     num_pages: int
-    kv_bytes_per_s: float = 2.78e12
+    kv_bytes_per_s: float = 4.0e12
     attention_flops_per_s: float = 557e12
-
-    def products_s(self, num_tokens: int) -> float:
-        points = self.products_ms
-        i = min(max(1, bisect_left(points, (num_tokens, 0.0))), len(points) - 1)
-        (t0, ms0), (t1, ms1) = points[i - 1], points[i]
-        return (ms0 + (ms1 - ms0) * (num_tokens - t0) / (t1 - t0)) / 1e3
 
     def step_s(self, plan: StepPlan) -> float:
         context = sum(row.position + 1 for row in plan.decodes)
@@ -65,100 +64,98 @@ class Device:
         place = bisect_left(PREFILL_GRAPH_SIZES, num_tokens)
         if plan.prefills and place < len(PREFILL_GRAPH_SIZES):
             num_tokens = PREFILL_GRAPH_SIZES[place]  # a captured step is padded
-        seconds = self.products_s(num_tokens)
+        seconds = _between(self.mixed_ms if plan.prefills else self.decode_ms, num_tokens) / 1e3
         seconds += context * self.kv_bytes_per_token / self.kv_bytes_per_s
         for row in plan.prefills:
             new = len(row.token_ids)
-            pairs = new * (row.start + new / 2)
-            seconds += pairs * self.attention_flops / self.attention_flops_per_s
+            seconds += self._attention_s(new, row.start)
         return seconds
+
+    def _attention_s(self, num_tokens: int, start: int) -> float:
+        pairs = num_tokens * (start + num_tokens / 2)
+        return pairs * self.attention_flops / self.attention_flops_per_s
 
     @property
     def cost(self) -> StepCost:
         """What the worker would measure at its start."""
-        return StepCost(self.products_s(1), self.products_s(1024) / 1024)
+        prefill_s = _between(self.mixed_ms, 1024) / 1e3 + self._attention_s(1024, 0)
+        return StepCost(self.decode_ms[0][1] / 1e3, prefill_s / 1024)
 
 
-# H100: decode steps of 1/8/64/128/256 rows at context 640 less their KV reads, prefill steps above.
+def _between(points: tuple[tuple[int, float], ...], place: float) -> float:
+    i = min(max(1, bisect_left(points, (place, 0.0))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * max(0.0, place - x0) / (x1 - x0)
+
+
+DECODES_8B = ((1, 4.03), (8, 4.1), (64, 5.0), (128, 5.4), (256, 6.45))
+# Measured on an H200: captured steps of so many tokens beside 8 decodes of 1000, less attention.
+# fmt: off
 DEVICES = {
+    # Step behind step: the card lowers its clock.
     "8b": Device(
-        ((1, 6.0), (8, 6.5), (64, 6.8), (128, 7.0), (256, 8.1), (512, 11.6), (8192, 184.0)),
-        kv_bytes_per_token=131_072,
-        attention_flops=4.0 * 32 * 128 * 32,
-        num_pages=24_000,
-    ),
-    "0.6b": Device(
-        ((1, 1.4), (8, 1.5), (64, 1.85), (256, 1.95), (1024, 2.4), (2048, 3.9), (8192, 15.2)),
-        kv_bytes_per_token=114_688,
-        attention_flops=4.0 * 16 * 128 * 28,
-        num_pages=35_000,
-    ),
-    # H200: the same figures of docs/LOG.md, up to 2048 tokens. Products compute 128 tokens at once,
-    # so 513 cost what 640 do: written out where chunks end.
-    "8b-h200": Device(
-        (
-            (1, 4.05),
-            (8, 4.25),
-            (64, 6.0),
-            (128, 5.4),
-            (256, 7.0),
-            (512, 12.2),
-            (513, 15.2),
-            (640, 15.3),
-            (641, 18.2),
-            (768, 18.3),
-            (1024, 23.1),
-            (8192, 172.0),
-        ),
+        DECODES_8B,
+        ((16, 5.4), (64, 5.44), (128, 5.81), (144, 6.13), (160, 6.22), (192, 7.03), (256, 7.83),
+         (272, 8.55), (320, 9.34), (384, 10.55), (400, 11.25), (448, 12.5), (512, 13.07),
+         (528, 13.9), (544, 14.5), (560, 14.6), (576, 15.11), (640, 15.78), (656, 17.34),
+         (704, 18.48), (768, 19.07), (784, 19.28), (832, 21.78), (896, 22.33), (960, 23.1),
+         (1024, 24.21), (1040, 24.57), (1152, 26.55), (1280, 29.51), (1408, 33.51), (1536, 35.67),
+         (1792, 42.04), (2048, 47.28), (8192, 172.0)),
         kv_bytes_per_token=131_072,
         attention_flops=4.0 * 32 * 128 * 32,
         num_pages=50_000,
-        kv_bytes_per_s=4.0e12,
     ),
-    "0.6b-h200": Device(
-        (
-            (1, 0.85),
-            (8, 1.1),
-            (16, 1.35),
-            (64, 2.0),
-            (128, 2.0),
-            (512, 2.1),
-            (1024, 2.9),
-            (2048, 5.3),
-            (8192, 20.0),
-        ),
+    # A prompt now and then, between decodes that wait for memory.
+    "8b-rested": Device(
+        DECODES_8B,
+        ((16, 5.4), (64, 5.51), (128, 5.95), (144, 6.21), (160, 6.3), (192, 6.96), (256, 7.57),
+         (272, 8.24), (320, 8.92), (384, 9.78), (400, 10.87), (448, 11.58), (512, 11.81),
+         (528, 13.11), (544, 13.3), (560, 13.4), (576, 14.23), (640, 14.55), (656, 15.87),
+         (704, 17.04), (768, 17.46), (784, 17.79), (832, 20.32), (896, 20.44), (960, 21.78),
+         (1024, 22.06), (1040, 22.95), (1152, 25.08), (1280, 27.53), (1408, 30.89), (1536, 33.33),
+         (1792, 39.65), (2048, 44.99), (8192, 165.0)),
+        kv_bytes_per_token=131_072,
+        attention_flops=4.0 * 32 * 128 * 32,
+        num_pages=50_000,
+    ),
+    "0.6b": Device(
+        ((1, 0.55), (2, 0.62), (4, 0.74), (8, 0.83), (16, 1.1), (64, 1.27), (256, 1.35)),
+        ((16, 1.6), (64, 1.71), (128, 1.79), (256, 1.94), (272, 2.01), (384, 2.11), (448, 2.27),
+         (512, 2.31), (528, 2.4), (640, 2.51), (768, 2.67), (784, 2.71), (896, 2.86), (1024, 3.0),
+         (1040, 3.26), (1152, 3.35), (1280, 3.52), (1408, 3.79), (1536, 4.0), (1792, 4.54),
+         (2048, 4.84), (8192, 17.0)),
         kv_bytes_per_token=114_688,
         attention_flops=4.0 * 16 * 128 * 28,
         num_pages=70_000,
-        kv_bytes_per_s=4.0e12,
     ),
 }
+# fmt: on
 
 
-class FixedChunk(ChunkPolicy):
-    """The same whatever waits."""
+@dataclass(frozen=True, slots=True)
+class Without(ChunkPolicy):
+    """Without one of its rules."""
 
-    def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
-        return super().most_prompt_tokens(num_decodes, 0)
+    rule: str = ""
 
-
-class RatioChunk(ChunkPolicy):
-    """Grows with what waits over what decodes, both in tokens of a workload's 512 to a prompt."""
-
-    def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
-        ratio = max(1.0, num_startable_tokens / 512 / max(1, num_decodes))
-        return int(super().most_prompt_tokens(num_decodes, 0) * ratio)
+    def room(self, num_decodes: int, num_startable: int, begun: list[int]) -> Room:
+        room = super(Without, self).room(num_decodes, num_startable, begun)
+        if self.rule == "end":
+            return room._replace(to_end=0)
+        if self.rule == "shared":
+            return room._replace(shared=sys.maxsize)
+        return (
+            super(Without, self).room(num_decodes, num_startable, [])._replace(shared=room.shared)
+        )
 
 
 def policies(device: Device) -> dict[str, ChunkPolicy]:
     default = ChunkPolicy.choose(None, device.cost, PREFILL_GRAPH_SIZES)
-    knees = ChunkPolicy.measured(device.cost)
+    parts = default.chunk_tokens, default.step_sizes
     return {
         "unbounded": UNBOUNDED,
-        **{str(size): FixedChunk(size) for size in (256, 512, 1024, 2048)},
-        "ratio": RatioChunk(default.chunk_tokens),
-        "knees": ChunkPolicy(knees.chunk_tokens, PREFILL_GRAPH_SIZES),
-        "unaligned": ChunkPolicy(default.chunk_tokens),
+        **{str(size): ChunkPolicy(size) for size in (256, 512, 1024, 2048)},
+        **{f"no-{rule}": Without(*parts, rule) for rule in ("end", "shared", "backlog")},
         "default": default,
     }
 
@@ -173,19 +170,22 @@ class Workload:
     prefix_len: int = 0
     num_prefixes: int = 1
     short_len: int = 0  # every other prompt is so short
+    num_times: int = 1  # with other random numbers, and the mean of all: few prompts say little
 
 
 WORKLOADS = {
-    "lat8": Workload(64, 128, 256, concurrency=8),
+    "lat8": Workload(32, 128, 256, concurrency=8, num_times=8),
+    "lat16": Workload(128, 128, 256, concurrency=16, num_times=4),
     "tput": Workload(768, 512, 256, concurrency=256),
-    "rate8": Workload(320, 1024, 128, rate=8.0),
-    "rate16": Workload(640, 1024, 128, rate=16.0),
+    "rate8": Workload(320, 1024, 128, rate=8.0, num_times=2),
+    "rate16": Workload(640, 1024, 128, rate=16.0, num_times=2),
     "prefix": Workload(512, 128, 64, concurrency=64, prefix_len=2048, num_prefixes=8),
     "long": Workload(64, 7000, 64, concurrency=8),
+    "chat": Workload(600, 200, 100, rate=30.0, num_times=2),
     "burst": Workload(256, 512, 256, concurrency=256),
     "prompts": Workload(512, 1024, 256, concurrency=256),
     "queue": Workload(1024, 512, 256, concurrency=512),
-    "mixed": Workload(160, 7000, 64, rate=4.0, short_len=128),
+    "mixed": Workload(160, 7000, 64, rate=4.0, short_len=128, num_times=2),
 }
 
 
@@ -209,8 +209,10 @@ class Client:
 class Simulation:
     """Time goes from step to step; requests are due in `_arrivals`."""
 
-    def __init__(self, device: Device, workload: Workload, policy: ChunkPolicy) -> None:
-        rng = random.Random(0)
+    def __init__(
+        self, device: Device, workload: Workload, policy: ChunkPolicy, seed: int = 0
+    ) -> None:
+        self._rng = rng = random.Random(seed)
         self._device, self._workload = device, workload
         self._scheduler = Scheduler(
             BlockManager(device.num_pages, BLOCK_SIZE),
@@ -226,7 +228,7 @@ class Simulation:
         self._now = self._free_at = 0.0  # of the host; when the device has done all it was given
         clock = 0.0
         for _ in range(workload.concurrency or workload.num_prompts):
-            clock += rng.expovariate(workload.rate) if workload.rate else ARRIVAL_S
+            clock += rng.expovariate(workload.rate) if workload.rate else FIRST_S
             self._send(clock)
 
     def _send(self, clock: float) -> None:
@@ -238,9 +240,9 @@ class Simulation:
         """Simulate to the end; the seconds that it took."""
         in_flight: tuple[StepPlan, StepRecord] | None = None
         while True:
-            if in_flight is not None:
-                self._now += self._plan_time.seconds_to_wait(self._now)
-            self._take_arrivals()
+            wait = self._plan_time.seconds_to_wait(self._now) if in_flight is not None else 0.0
+            self._now += wait
+            self._take_arrivals(self._now + (0.0 if wait else TURN_S))
             plan = self._scheduler.plan()
             launched = (plan, self._launch(plan)) if plan is not None else None
             if in_flight is not None:
@@ -252,9 +254,11 @@ class Simulation:
                 self._now = max(self._now, self._arrivals[0][0])
             in_flight = launched
 
-    def _take_arrivals(self) -> None:
-        while self._arrivals and self._arrivals[0][0] <= self._now:
-            _, request_id = heapq.heappop(self._arrivals)
+    def _take_arrivals(self, end: float) -> None:
+        """Until `end`, which is later than now where they come while the loop is at arrivals."""
+        while self._arrivals and self._arrivals[0][0] <= end:
+            arrival, request_id = heapq.heappop(self._arrivals)
+            self._now = max(self._now, arrival)
             self._scheduler.add(self.clients[request_id].request)
 
     def _launch(self, plan: StepPlan) -> StepRecord:
@@ -283,13 +287,13 @@ class Simulation:
     def _finish(self, plan: StepPlan, step: StepRecord) -> None:
         self._now = now = max(self._now, step.start + step.duration)
         self._plan_time.finished(step)
-        tokens = StepResult([7] * len(plan.sampled))
+        tokens, told = StepResult([7] * len(plan.sampled)), now
         for seq, _, _ in self._scheduler.finish_step(plan, tokens):
             self.clients[seq.request.request_id].token_times.append(now)
             over = seq.status is SequenceStatus.FINISHED
             if over and self._to_come and self._workload.concurrency:
-                self._now += ARRIVAL_S
-                self._send(self._now + CLIENT_S)
+                told += self._rng.uniform(*ARRIVAL_S)
+                self._send(told + CLIENT_S)
         self._now += FINISH_S + FINISH_TOKEN_S * len(plan.sampled)
 
 
@@ -326,7 +330,14 @@ def percentile(values: list[float], share: float) -> float:
 
 def simulate(device: Device, workload: Workload, policy: ChunkPolicy) -> dict[str, float]:
     """Latencies in ms."""
-    simulation = Simulation(device, workload, policy)
+    times = [simulate_once(device, workload, policy, i) for i in range(workload.num_times)]
+    return {name: round(fmean(time[name] for time in times), 3) for name in times[0]}
+
+
+def simulate_once(
+    device: Device, workload: Workload, policy: ChunkPolicy, seed: int
+) -> dict[str, float]:
+    simulation = Simulation(device, workload, policy, seed)
     seconds = simulation.run()
     clients = list(simulation.clients.values())
     num_output = sum(len(c.token_times) for c in clients)
@@ -347,7 +358,7 @@ def simulate(device: Device, workload: Workload, policy: ChunkPolicy) -> dict[st
         short = [c.ttft for c in clients if len(c.request.prompt_token_ids) == workload.short_len]
         result["short_ttft_p50"] = percentile(short, 0.5) * 1e3
         result["short_ttft_p99"] = percentile(short, 0.99) * 1e3
-    return {name: round(value, 3) for name, value in result.items()}
+    return result
 
 
 def main() -> None:

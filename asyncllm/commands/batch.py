@@ -1,4 +1,9 @@
-"""The work of `asyncllm run-batch`: lines in, requests to the app, lines out."""
+"""The work of `asyncllm run-batch`: lines in, requests to the app, lines out.
+
+The app is the server's own, over a socket that only this process knows, so a line means what the
+same request means to a server. Answers are written in the order of the lines, and no more lines are
+read ahead than a few for each sequence that runs at once: a file may be larger than memory.
+"""
 
 from __future__ import annotations
 

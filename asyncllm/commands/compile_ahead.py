@@ -9,7 +9,6 @@ ever. They end when done, and with this process. A start that finds bytecode ask
 from __future__ import annotations
 
 import importlib.util
-import marshal
 import os
 import subprocess
 import sys
@@ -55,16 +54,13 @@ def compile_ahead(unopened: Iterable[str]) -> subprocess.Popen[bytes] | None:
         return None
     try:
         process = subprocess.Popen(
-            [sys.executable, *_interpreter_flags(), str(SCRIPT)],
-            stdin=subprocess.PIPE,
+            [sys.executable, *_interpreter_flags(), str(SCRIPT), *_question(num_workers, unopened)],
+            stdin=subprocess.PIPE,  # left open: its end is the sign to end
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             process_group=0,  # a terminal's Ctrl-C is for this process, which then ends that one
         )
-        assert process.stdin is not None
-        process.stdin.write(marshal.dumps(_question(num_workers, unopened)))
-        process.stdin.flush()  # and left open: its end is the sign to end
-    except OSError:  # no process, or it has ended: the imports do without
+    except OSError:  # the imports do without
         return None
     Thread(target=_reap, args=[process], name="asyncllm-compile-ahead", daemon=True).start()
     return process
@@ -77,11 +73,17 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_missing() -> bool:
-    """Whether torch's bytecode is, or what `SCRIPT` leaves when it has compiled everything."""
+    """Whether torch's bytecode is, or what `SCRIPT` leaves when it has compiled everything.
+
+    False also where nobody may write it.
+    """
     torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
+    if torch is None or torch.origin is None or torch.cached is None:
         return False
-    return not (_is_compiled(Path(torch.origin)) and _is_compiled(SCRIPT))
+    if _is_compiled(Path(torch.origin)) and _is_compiled(SCRIPT):
+        return False
+    nearest = next(folder for folder in Path(torch.cached).parents if folder.exists())
+    return os.access(nearest, os.W_OK)
 
 
 def num_cores() -> int:
@@ -116,17 +118,13 @@ def _interpreter_flags() -> list[str]:
     return flags
 
 
-def _question(num_workers: int, unopened: Iterable[str]) -> dict[str, object]:
-    """What `SCRIPT` reads."""
-    folders = {}
+def _question(num_workers: int, unopened: Iterable[str]) -> list[str]:
+    """The arguments of `SCRIPT`."""
+    folders = []
     for name in PACKAGES:  # an editable install finds them in a way of its own
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.submodule_search_locations is not None
-        folders[name] = str(spec.submodule_search_locations[0])
-    return {
-        "path": sys.path,
-        "folders": folders,
-        "unopened": list(unopened),
-        "roots": ROOTS,
-        "num_workers": num_workers,
-    }
+        folders.append(f"{name}={spec.submodule_search_locations[0]}")
+    asked = {"path": sys.path, "folder": folders, "unopened": unopened, "root": ROOTS}
+    values = [f"{kind}={value}" for kind, several in asked.items() for value in several]
+    return [f"workers={num_workers}", *values]

@@ -1,17 +1,16 @@
 """The process that compiles modules before the start beside which it runs comes to import them.
 
-A script for an interpreter without site-packages; compile_ahead.py starts it. It runs none of the
-modules: Python's own loader reads, compiles and writes them, so that what lies in the cache is what
-an import would have left there, and the imports in their code are followed. What one importing
-thread needs first is compiled first. It ends when all is compiled, or when its input does: with
-the process that started it.
+A script for an interpreter without site-packages, so nothing of ours can be imported here;
+compile_ahead.py starts it. It runs none of the modules: Python's own loader reads, compiles and
+writes them, so that what lies in the cache is what an import would have left there, and the imports
+in their code are followed. What one importing thread needs first is compiled first. It ends when
+all is compiled, or when its input does: with the process that started it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import heapq
-import marshal
 import os
 import select
 import sys
@@ -27,7 +26,7 @@ from opcode import opmap
 
 TYPE_CHECKING = False  # `typing` takes longer to import than all the rest here
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import CodeType
 
     Place = tuple[int, ...]
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 NICENESS = 10  # of the workers: the start's own threads come first
 END_OF_INPUT = 0
+FAILED = "?\n"
 LOADERS = ((ExtensionFileLoader, EXTENSION_SUFFIXES), (SourceFileLoader, SOURCE_SUFFIXES))
 IN_FUNCTION = 0x1  # CO_OPTIMIZED of a code's flags; the body of a class runs at once
 ATTRIBUTE_SHIFT = 1 if sys.version_info >= (3, 12) else 0  # the lowest bit: a method to call
@@ -143,10 +143,14 @@ class Walk:
                 return name, spec.origin, spec.parent or ""
         return None
 
-    def is_kept(self, name: str) -> bool:
-        """Whether there is bytecode of a module where an import looks for it."""
+    def is_lost(self, name: str) -> bool:
+        """Whether there is no bytecode of a compiled module, though it may be written there."""
         spec = self._source(name)
-        return spec is not None and spec.cached is not None and os.path.exists(spec.cached)
+        assert spec is not None and spec.cached is not None
+        nearest = spec.cached
+        while not os.path.exists(nearest):
+            nearest = os.path.dirname(nearest)
+        return nearest != spec.cached and os.access(nearest, os.W_OK)
 
     def _add(self, name: str, place: Place) -> None:
         if name in self._taken or name in self._unopened:
@@ -156,9 +160,11 @@ class Walk:
             heapq.heappush(self._heap, (place, name))
 
     def _source(self, name: str) -> ModuleSpec | None:
-        """A module that Python compiles."""
+        """A module that Python compiles, of a name that a task's line can have."""
         spec = self._spec(name)
-        return spec if spec is not None and isinstance(spec.loader, SourceFileLoader) else None
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        return spec if "\n" not in spec.loader.path else None
 
     def _spec(self, name: str) -> ModuleSpec | None:
         if name not in self._specs:
@@ -210,18 +216,20 @@ class Worker:
                 os._exit(0)
         os.close(tasks)
         os.close(theirs)
-        self._tasks = os.fdopen(ours, "wb")
+        self._tasks = os.fdopen(ours, "wb", buffering=0)
         self.answers = os.fdopen(answers, "rb")
         self._name = ""
 
     def give(self, task: Task) -> None:
         self._name = task[0]
-        marshal.dump(task, self._tasks)
-        self._tasks.flush()
+        self._tasks.write(os.fsencode("\0".join(task)) + b"\n")
 
     def answer(self) -> tuple[str, list[Import] | None]:
         """Which module was compiled, and its imports; None where it could not be."""
-        return self._name, marshal.load(self.answers)
+        line = self.answers.readline().decode()
+        if not line:
+            raise EOFError("a worker has ended")
+        return self._name, read_imports(line)
 
     def end(self) -> None:
         """And wait for it: who has started this process knows nothing of its children."""
@@ -234,21 +242,34 @@ def compile_modules() -> None:
     """Each task of standard input, until it ends."""
     os.nice(NICENESS)
     with os.fdopen(0, "rb") as tasks, os.fdopen(1, "wb") as answers:
-        while True:
-            name, file, package = marshal.load(tasks)
-            found: list[Import] | None = None
+        for task in tasks:
+            name, file, package = os.fsdecode(task[:-1]).split("\0")
             try:
                 code = SourceFileLoader(name, file).get_code(name)
                 assert code is not None
-                found = list(imports_of(code, package))
+                answer = written(imports_of(code, package))
             except Exception:  # another Python's syntax, unreadable: whoever imports it hears of it
-                pass
-            marshal.dump(found, answers)
+                answer = FAILED
+            answers.write(answer.encode())
             answers.flush()
 
 
+def written(imports: Iterable[Import]) -> str:
+    """A line, which `read_imports` reads."""
+    return (
+        "".join(f"{int(flag)} {' '.join((name, *taken))};" for flag, name, taken in imports) + "\n"
+    )
+
+
+def read_imports(line: str) -> list[Import] | None:
+    if line == FAILED:
+        return None
+    parts = [text.split(" ") for text in line.split(";")[:-1]]
+    return [(flag == "1", name, tuple(taken)) for flag, name, *taken in parts]
+
+
 def compile_all(walk: Walk, num_workers: int) -> bool:
-    """False if it ended before: with the input, or as nothing is kept, where a disk is full."""
+    """False if it ended before: with the input, or where a disk is full and bytecode is lost."""
     workers = [Worker() for _ in range(num_workers)]
     try:
         return _share_out(walk, workers)
@@ -274,13 +295,18 @@ def _share_out(walk: Walk, workers: list[Worker]) -> bool:
             name, imports = by_file[file].answer()
             idle.append(by_file[file])
             if imports is not None:
-                if not walk.is_kept(name):
+                if walk.is_lost(name):
                     return False
                 walk.add_imports(imports, name)
 
 
-def main() -> None:
-    """What is asked is one message of standard input, whose end is that of this process."""
+def main(arguments: list[str]) -> None:
+    """Each argument is what it is, "=" and its value. The input only ends."""
+    asked: dict[str, list[str]] = {}
+    for argument in arguments:
+        kind, _, value = argument.partition("=")
+        asked.setdefault(kind, []).append(value)
+    folders = dict(folder.split("=", 1) for folder in asked["folder"])
     with open(__file__, "rb") as this:
         try:
             fcntl.flock(this, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -288,13 +314,12 @@ def main() -> None:
             return
         except OSError:  # a file system without locks: two do the same work
             pass
-        asked = marshal.load(sys.stdin.buffer)
-        walk = Walk(asked["path"], asked["folders"], asked["unopened"])
-        for number, root in enumerate(asked["roots"]):
+        walk = Walk(asked["path"], folders, asked.get("unopened", []))
+        for number, root in enumerate(asked["root"]):
             walk.add(root, (), (0, number))
-        if compile_all(walk, asked["num_workers"]):  # the sign that there is nothing left to do
+        if compile_all(walk, int(asked["workers"][0])):  # the sign that nothing is left to do
             SourceFileLoader("import_walk", __file__).get_code("import_walk")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes beside running decodes.
+"""How many prompt tokens a step takes, beside running decodes and on an idle device.
 
 Up to the *knee* a step's matrix products last as long as reading the weights, so its first prompt
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
@@ -8,7 +8,16 @@ card; one that is below what cards have is not believed. On a small model two kn
 moment and prompts take many steps, each of which costs the host a launch: there the chunk is what
 LEAST_SECONDS compute, as far as captured sizes reach. Where more could start than
 DRAIN_STEPS such steps compute, the chunk grows. Chunk and decodes together make up a captured size,
-the nearest of those that products compute without a remainder: 576 tokens cost as much as 640.
+the nearest of those that products compute without a remainder: 656 tokens cost nearly what 768 do.
+
+Three exceptions, each because a step's time is not all that counts:
+  - A prompt that would leave a few tokens for a step of their own, because of the decodes beside
+    it, takes them with it (`to_end`).
+  - Prompts gain nothing from a step that they share beyond a knee, and those that are answered
+    together often come again together: while no more than a chunk waits, a second prompt joins
+    only within half a chunk; on an idle device, where any first prompt is taken whole, within one.
+  - While a long prompt has begun and much waits, steps of a fourth more: fewer of them read the
+    weights and the contexts of the decodes.
 Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
 """
 
@@ -18,6 +27,7 @@ import sys
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from asyncllm.types import StepCost
 
@@ -29,7 +39,17 @@ LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens dist
 CHUNK_MULTIPLE = 256  # the noise of a measurement should not change the steps
 SLACK = 0.1  # of a CHUNK_MULTIPLE: so little above one is not worth the next
 DRAIN_STEPS = 128
+BACKLOG_CHUNKS = 8  # that wait, what is left of begun prompts among them
+END_SHARE = 32  # of a chunk, beyond it, for a prompt's last tokens
 TILE_TOKENS = 128  # that products compute at once
+
+
+class Room(NamedTuple):
+    """Prompt tokens that a step takes at most."""
+
+    num_tokens: int
+    to_end: int = 0  # more, of its first prompt, where that ends with them
+    shared: int = sys.maxsize  # of all its prompts, for any but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +85,37 @@ class ChunkPolicy:
             num_tokens = max(num_tokens, min(LEAST_SECONDS / seconds_per_token, most))
         return cls(max(1, ceil(num_tokens / CHUNK_MULTIPLE - SLACK)) * CHUNK_MULTIPLE)
 
-    def most_prompt_tokens(self, num_decodes: int, num_startable_tokens: int) -> int:
-        """Of one step, while prompts of `num_startable_tokens` wait and have room."""
-        if num_decodes == 0 or self.chunk_tokens is None:
-            return sys.maxsize
-        num_tokens = num_decodes + self.chunk_tokens
+    def room(self, num_decodes: int, num_startable: int, begun: list[int]) -> Room:
+        """Of one step.
+
+        num_startable: prompt tokens that wait and have room. begun: tokens that are left of each
+        prompt that has begun, oldest first.
+        """
+        chunk = self.chunk_tokens
+        if chunk is None:
+            return Room(sys.maxsize)
+        num_waiting = num_startable + sum(begun)
+        few = num_waiting <= chunk
+        if num_decodes == 0:
+            return Room(sys.maxsize, shared=chunk // 2 if few else chunk)
+        num_tokens, to_end = self._beside(num_decodes, chunk, num_startable), 0
+        if self.step_sizes:
+            if begun and begun[0] > num_tokens and num_waiting >= BACKLOG_CHUNKS * chunk:
+                num_tokens = max(num_tokens, self._backlog_size(chunk) - num_decodes)
+            to_end = max(0, chunk + chunk // END_SHARE - num_decodes - num_tokens)
+        return Room(num_tokens, to_end, chunk // 2 if few else sys.maxsize)
+
+    def _beside(self, num_decodes: int, chunk: int, num_startable: int) -> int:
+        """A chunk, or more where much could start, as the nearest size has it."""
+        num_tokens = num_decodes + chunk
         if self.step_sizes and num_tokens > self.step_sizes[-1] >= num_decodes + CHUNK_MULTIPLE:
             num_tokens = self.step_sizes[-1]  # rather less of the prompts than an eager step
-        num_tokens = max(num_tokens, num_decodes + num_startable_tokens // DRAIN_STEPS)
-        least = min(num_tokens, num_decodes + self.chunk_tokens // 2)
+        num_tokens = max(num_tokens, num_decodes + num_startable // DRAIN_STEPS)
+        least = min(num_tokens, num_decodes + chunk // 2)
         return max(1, self._nearest_size(num_tokens, least) - num_decodes)
+
+    def _backlog_size(self, chunk: int) -> int:
+        return self._nearest_size(min(chunk + chunk // 4, self.step_sizes[-1]), 0)
 
     def _nearest_size(self, num_tokens: int, least: int) -> int:
         """`least`: where few sizes are captured, the nearest may leave prompts next to nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from asyncllm.step_plan import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, SlotInit, StepPlan
@@ -9,9 +10,14 @@ from asyncllm.step_plan import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, 
 
 @dataclass(slots=True)
 class StepDraft:
-    """`budget`: prompt tokens that the step may still take. The lists become the plan's fields."""
+    """`budget`: prompt tokens that the step may still take. The lists become the plan's fields.
+
+    `to_end`, `shared`: as of chunk_policy's `Room`, the latter less what was taken.
+    """
 
     budget: int = 0
+    to_end: int = 0
+    shared: int = sys.maxsize
     preempted: bool = False  # then nothing is admitted: memory is short
     decodes: DecodeBatch = NO_DECODES
     prefills: list[PrefillRow] = field(default_factory=list)
@@ -24,6 +30,11 @@ class StepDraft:
     @property
     def empty(self) -> bool:
         return not (self.decodes or self.prefills or self.swap_out)
+
+    def take(self, num_tokens: int) -> None:
+        """The next tokens of a prompt."""
+        self.shared -= num_tokens
+        self.budget = min(self.budget - num_tokens, self.shared)
 
     def finish(self, step_id: int) -> StepPlan:
         return StepPlan(

@@ -150,12 +150,11 @@ class StepPlanner:
                 self._prefill_chunk(seq, draft)
 
     def _plan_prefills(self, draft: StepDraft) -> None:
-        num_decodes = len(draft.decodes)
-        draft.budget = min(
-            draft.budget,
-            self._chunk_policy.most_prompt_tokens(num_decodes, self._num_startable_tokens()),
-        )
         started = self._running.prefilling()
+        begun = [seq.num_prefill - seq.num_computed for seq in started]
+        room = self._chunk_policy.room(len(draft.decodes), self._num_startable_tokens(), begun)
+        draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
+        draft.budget, draft.shared = min(draft.budget, room.num_tokens), room.shared
         if started and not draft.preempted:
             self._admit_short(draft, started[0])
         for seq in started:
@@ -173,7 +172,9 @@ class StepPlanner:
 
     def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
-        start = seq.num_computed
+        start, left = seq.num_computed, seq.num_prefill - seq.num_computed
+        if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
+            draft.budget = left
         end = min(seq.num_prefill, start + draft.budget)
         samples: tuple[Sequence, ...] = ()
         if end == seq.num_prefill:
@@ -188,7 +189,7 @@ class StepPlanner:
                 samples=samples,
             )
         )
-        draft.budget -= end - start
+        draft.take(end - start)
         seq.num_computed = end
         for sampled in samples:
             self._running.join(sampled)

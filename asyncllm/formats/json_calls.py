@@ -1,4 +1,8 @@
-"""Calls whose arguments are written as JSON: they are passed on as the model writes them."""
+"""Calls whose arguments are written as JSON: they are passed on as the model writes them.
+
+Members may come in any order: arguments that come before the name are kept until it is known whose
+they are. An object whose name no tool has is no call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Our CUDA sources that a start of a model compiles, each for a card and for the model's shapes."""
+"""Our CUDA sources that a start of a model compiles, each for a card and for the model's shapes.
+
+`kernels build` compiles them beforehand and a start begins with them before it reads weights; so
+which they are follows from the configuration and a model without memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A runner's captured steps: some made before the engine is ready, the others in idle moments."""
+"""A runner's captured steps: some made before the engine is ready, the others in idle moments.
+
+Forward passes of steps with prefills, samples of their rows, and whole decode steps share a pool.
+The runner has its graphs from here, and without them runs the same steps eagerly. Whoever closes
+the runner calls `clear`: a graph's functions are the runner's own, so each would keep the other.
+"""
 
 from __future__ import annotations
 

@@ -210,7 +210,13 @@ __device__ __forceinline__ uint32_t to_pair(float low, float high) {
 }
 // Of a number below 2^126.
 __device__ __forceinline__ float divide(float x, float by) { return __fdividef(x, by); }
-__device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
+// 0 where that is below 2^-126.
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float greater(float x, float y) { return fmaxf(x, y); }
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 
 // A kernel that waits for the one before it itself (`wait_kernel_before`). Returns a cudaError_t.

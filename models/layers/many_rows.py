@@ -1,9 +1,10 @@
 """What is between the products of many rows, in Triton: RMSNorm with its addition, and SwiGLU.
 
 There cuBLAS multiplies, and nothing of this fits into its kernels. Each is one pass over its rows,
-bound by memory and, between products of some 50 us, by the gaps before and after it: launched
-programmatically its programs take the multiprocessors that the product before it leaves, one by
-one. Arithmetic is in float32. A norm is that of the sum as it is stored, as elsewhere.
+bound by memory and, where rows are few, by the gap before it, which a programmatic launch shortens.
+Arithmetic is in float32. A norm is that of the sum as it is stored, as elsewhere. Other sizes of
+programs, several rows to one of them, and asking for the residual before the wait were not faster
+(docs/LOG.md).
 """
 
 from __future__ import annotations

@@ -50,9 +50,11 @@ class StaticRotary:
 
     def __init__(self, inv_freq: torch.Tensor, scaling: float, build: Build) -> None:
         """inv_freq: float32 [rotary_dim / 2]; scaling multiplies cosines and sines (yarn)."""
-        positions = torch.arange(build.max_model_len, device=build.device)
-        angles = positions[:, None].float() * inv_freq.to(build.device)
-        self._table = _cos_sin(angles).mul_(scaling)
+        # Arithmetic on the meta device imports torch's compiler: seconds, and a thousand modules.
+        device = torch.device("cpu") if build.device.type == "meta" else build.device
+        positions = torch.arange(build.max_model_len, device=device)
+        angles = positions[:, None].float() * inv_freq.to(device)
+        self._table = _cos_sin(angles).mul_(scaling).to(build.device)
 
     def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
         return Rotation(positions, self._table)

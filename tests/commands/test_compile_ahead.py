@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import py_compile
@@ -114,6 +115,15 @@ def test_a_folder_that_the_user_named_and_the_usual_one(folder: Path) -> None:
 def test_where_nothing_is_compiled(folder: Path) -> None:
     assert start(folder, cores=3) == []
     assert start(folder, XDG_CACHE_HOME=str(folder / "made_up.py")) == []
+
+
+def test_where_nothing_may_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folder / "torch" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("torch", source)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert compile_ahead.is_missing()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != source.parent)
+    assert not compile_ahead.is_missing()
 
 
 def test_it_ends_with_the_start(folder: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import marshal
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,6 +66,13 @@ if something:
     assert names == ["typing", "typing", "b", "d", "e"]
 
 
+def test_imports_as_a_line() -> None:
+    source = "from . import x\nfrom y import *\nimport z\ndef f():\n    from w import u, v\n"
+    for imports in (found(source), found(source, ""), []):
+        assert import_walk.read_imports(import_walk.written(imports)) == imports
+    assert import_walk.read_imports(import_walk.FAILED) is None
+
+
 def test_many_names_and_constants() -> None:
     """More than an instruction's own byte can count, as far as a jump can reach."""
     lines = [f"name_{n} = {n + 0.5}" for n in range(400)]
@@ -107,19 +112,19 @@ ORDER = (
 )  # fmt: skip
 
 
-def question(folder: Path, roots: tuple[str, ...] = ("ours.first",)) -> dict[str, Any]:
-    return {
-        "path": [str(folder.parent), "nowhere", str(folder)],
-        "folders": {"ours": str(folder / "ours")},
-        "unopened": ["closed"],
-        "roots": roots,
-        "num_workers": 2,
-    }
+def a_walk(folder: Path) -> Walk:
+    path = [str(folder.parent), "nowhere", str(folder)]
+    return Walk(path, {"ours": str(folder / "ours")}, ["closed"])
+
+
+def question(folder: Path, roots: tuple[str, ...] = ("ours.first",)) -> list[str]:
+    path = [f"path={folder.parent}", "path=nowhere", f"path={folder}"]
+    ours = ["workers=2", f"folder=ours={folder / 'ours'}", "unopened=closed"]
+    return [*ours, *path, *(f"root={root}" for root in roots)]
 
 
 def test_what_is_imported_first_is_taken_first(modules: Path) -> None:
-    asked = question(modules)
-    walk = Walk(asked["path"], asked["folders"], asked["unopened"])
+    walk = a_walk(modules)
     walk.add("ours.first", (), (0, 0))
     taken = []
     while (task := walk.take()) is not None:
@@ -132,19 +137,15 @@ def test_what_is_imported_first_is_taken_first(modules: Path) -> None:
     assert tuple(taken) == ORDER
 
 
-def begin(folder: Path, cache: Path, asked: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """The script, from a file of its own: it locks that. What it was asked stays open."""
+def begin(folder: Path, cache: Path, asked: list[str]) -> subprocess.Popen[bytes]:
+    """The script, from a file of its own: it locks that. Its input stays open."""
     script = folder.parent / "import_walk.py"
     shutil.copy(import_walk.__file__, script)
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-X", f"pycache_prefix={cache}", str(script)],
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-X", f"pycache_prefix={cache}", str(script), *asked],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.stdin is not None
-    process.stdin.write(marshal.dumps(asked))
-    process.stdin.flush()
-    return process
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -220,6 +221,15 @@ def test_it_ends_where_nothing_can_be_kept(modules: Path, tmp_path: Path) -> Non
     cache.write_text("in the way")
     end(begin(modules, cache, question(modules)))
     assert cache.read_text() == "in the way"
+
+
+def test_some_folders_may_not_be_written(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a Python of the system's, say, under packages of the user's: no disk is full."""
+    walk = a_walk(modules)
+    walk.add("ours.first", (), (0, 0))
+    assert walk.is_lost("ours.first")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(modules / "ours"))
+    assert not walk.is_lost("ours.first")
 
 
 def test_one_at_a_time(modules: Path, tmp_path: Path) -> None:

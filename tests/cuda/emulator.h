@@ -338,6 +338,7 @@ inline uint32_t round_to_half(float x) {  // to nearest, ties to even
 inline uint32_t to_pair(float low, float high) { return round_to_half(low) | round_to_half(high) << 16; }
 inline float divide(float x, float by) { return x / by; }
 inline float power_of_2(float x) { return std::exp2(x); }
+inline float greater(float x, float y) { return std::fmax(x, y); }
 inline float inverse_root(float x) { return 1 / std::sqrt(x); }
 
 // mma.m16n8k16: thread (g, q) of a warp holds, of a, rows g and g + 8 at columns 2q.. (a0, a1) and

@@ -128,6 +128,20 @@ def test_the_order_of_threads_changes_nothing(compiled: Compiled) -> None:
         assert torch.equal(case.ours(q, LENGTHS["uneven"]), first)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2, 7])
+@pytest.mark.parametrize("shape", ["gqa", "mqa-8-large-pages", "odd"])
+def test_parts_of_a_row_in_several_blocks(shape: str, num_blocks: int, compiled: Compiled) -> None:
+    """That begin there, end there, and go through; the same bits whoever of them is last."""
+    case = Case(shape, compiled, num_blocks)
+    lengths = [450, 31, 1, 640]
+    case.poison_the_unseen(lengths)
+    q = torch.randn(len(lengths), case.layer.num_heads, case.layer.head_dim).bfloat16()
+    expected = case.expected(q, lengths)
+    first = case.ours(q, lengths)
+    assert (first.double() - expected).norm() < 0.01 * expected.norm()
+    assert torch.equal(case.ours(q, lengths), first)
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
 def test_rows_that_are_nobodys_are_left_alone(num_rows: int, compiled: Compiled) -> None:
     case = Case("gqa", compiled, num_blocks=3)

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from asyncllm.engine import chunk_policy as policy_module
 from asyncllm.engine import step_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
@@ -68,7 +69,10 @@ class World:
         self.block_size = rng.randint(1, 5)
         max_num_seqs = rng.choice([1, 2, 3, 4, 5, 5, 6, 6])
         self.budget = max_num_seqs + rng.choice([0, 1, 2, 5, 30])
-        self.chunk = ChunkPolicy(rng.choice([None, None, 1, 2, 5]))
+        self.chunk = ChunkPolicy(
+            rng.choice([None, None, 1, 2, 5]), rng.choice([(), (2, 4, 6, 8, 12, 40)])
+        )
+        policy_module.END_SHARE = rng.choice([1, 32])
         num_host_pages = rng.choice([0, 2, 5, 12, 40])
         self.blocks = BlockManager(
             self.num_pages,
@@ -139,7 +143,10 @@ class World:
             num_prompt_tokens = plan.num_tokens - len(plan.decodes)
             num_prompt_tokens -= sum(len(row.token_ids) for row in jumped)
             num_waited = sum(len(request.prompt_token_ids) for request in self.requests)
-            assert num_prompt_tokens <= self.chunk.most_prompt_tokens(num_decodes, num_waited)
+            # Of those with a new slot some were running: their slots are rewritten.
+            counts = range(num_decodes, len(plan.decodes) + 1)
+            rooms = [self.chunk.room(count, num_waited, [num_waited]) for count in counts]
+            assert num_prompt_tokens <= max(room.num_tokens + room.to_end for room in rooms)
             self.seen["chunk beside decodes"] += num_prompt_tokens == self.chunk.chunk_tokens
 
     def launch(self, plan: StepPlan) -> FakeLaunched:

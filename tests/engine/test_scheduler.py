@@ -99,19 +99,27 @@ def test_a_prefill_goes_on_beside_decodes_even_with_the_smallest_budget() -> Non
 # --- the chunk beside decodes --------------------------------------------------------------------
 
 
-def with_a_decode(chunk_tokens: int | None, **options: Any) -> Scheduler:
+def with_a_decode(chunk: int | ChunkPolicy | None, **options: Any) -> Scheduler:
     """r1 decodes from the next step on."""
-    scheduler = make_scheduler(chunk_policy=ChunkPolicy(chunk_tokens), **options)
+    policy = chunk if isinstance(chunk, ChunkPolicy) else ChunkPolicy(chunk)
+    scheduler = make_scheduler(chunk_policy=policy, **options)
     add(scheduler, make_request(1, range(4), max_tokens=1000))
     assert prefilling(run_step(scheduler)) == [("r1", 0, 4)]
     return scheduler
 
 
-def test_a_prompt_is_computed_at_once_where_nothing_decodes() -> None:
-    scheduler = make_scheduler(chunk_policy=ChunkPolicy(8))
-    add(scheduler, make_request(1, range(50)))
-    add(scheduler, make_request(2, range(100, 140)))
-    assert prefilling(run_step(scheduler)) == [("r1", 0, 50), ("r2", 0, 40)]
+def test_where_nothing_decodes_the_first_prompt_is_computed_at_once() -> None:
+    """Others join it up to a chunk, and while no more than a chunk waits up to half of one."""
+    for lengths, first_step in [
+        ((50, 40), [("r1", 0, 50)]),
+        ((3, 3, 3), [("r1", 0, 3), ("r2", 0, 3), ("r3", 0, 2)]),
+        ((3, 3), [("r1", 0, 3), ("r2", 0, 1)]),
+        ((5, 3), [("r1", 0, 5)]),
+    ]:
+        scheduler = make_scheduler(chunk_policy=ChunkPolicy(8))
+        for number, length in enumerate(lengths, 1):
+            add(scheduler, make_request(number, range(100 * number, 100 * number + length)))
+        assert prefilling(run_step(scheduler)) == first_step
 
 
 def test_prompts_share_a_chunk_beside_decodes() -> None:
@@ -120,6 +128,17 @@ def test_prompts_share_a_chunk_beside_decodes() -> None:
         add(scheduler, make_request(number, range(10 * number, 10 * number + 6)))
     chunks = [prefilling(run_step(scheduler)) for _ in range(3)]
     assert chunks == [[("r2", 0, 6), ("r3", 0, 2)], [("r3", 2, 4), ("r4", 0, 4)], [("r4", 4, 2)]]
+
+
+def test_few_prompts_share_half_a_chunk_beside_decodes() -> None:
+    """One alone takes all of it."""
+    scheduler = with_a_decode(8)
+    for number in (2, 3):
+        add(scheduler, make_request(number, range(10 * number, 10 * number + 4)))
+    chunks = [prefilling(run_step(scheduler)) for _ in range(2)]
+    assert chunks == [[("r2", 0, 4)], [("r3", 0, 4)]]
+    add(scheduler, make_request(4, range(90, 98)))
+    assert prefilling(run_step(scheduler)) == [("r4", 0, 8)]
 
 
 def test_no_chunk_is_no_bound_but_the_steps() -> None:
@@ -211,16 +230,78 @@ def test_a_chunk_and_its_decodes_fill_a_captured_size(
 ) -> None:
     """The nearest one, as long as that leaves room for a chunk worth its step."""
     policy = ChunkPolicy(512, (16, 256, 512, 640))
-    assert policy.most_prompt_tokens(num_decodes, 0) == num_prompt_tokens
+    assert policy.room(num_decodes, 0, []).num_tokens == num_prompt_tokens
     assert ChunkPolicy.choose(None, None) == UNBOUNDED
 
 
 def test_few_captured_sizes_leave_prompts_their_share() -> None:
     """The nearest may have room for the decodes alone, or not for them: a token at a time."""
     policy = ChunkPolicy(512, (256, 512, 2048))
-    assert policy.most_prompt_tokens(300, 0) == 2048 - 300
-    assert policy.most_prompt_tokens(500, 0) == 2048 - 500
-    assert policy.most_prompt_tokens(200, 0) == 512 - 200
+    assert policy.room(300, 0, []).num_tokens == 2048 - 300
+    assert policy.room(500, 0, []).num_tokens == 2048 - 500
+    assert policy.room(200, 0, []).num_tokens == 512 - 200
+
+
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [(1024, [505, 519]), (1026, [505, 521]), (1027, [505, 505, 17]), (521, [521]), (500, [500])],
+)
+def test_a_prompt_leaves_no_crumb_because_of_decodes(length: int, chunks: list[int]) -> None:
+    """Seven decodes and 521 tokens are 528, a 32nd more than the chunk."""
+    options = {"max_num_batched_tokens": 4096, "num_pages": 1000, "max_num_seqs": 16}
+    scheduler = make_scheduler(chunk_policy=ChunkPolicy(512, (256, 512, 640)), **options)
+    for number in range(1, 8):
+        add(scheduler, make_request(number, [number], max_tokens=1000))
+    run_step(scheduler)
+    add(scheduler, make_request(8, range(1000, 1000 + length)))
+    plans = [run_step(scheduler) for _ in chunks]
+    assert [plan.num_tokens - 7 for plan in plans] == chunks
+    assert plans[-1].prefills[0].samples
+
+
+def test_only_a_steps_first_prompt_goes_beyond_the_chunk() -> None:
+    policy = ChunkPolicy(512, (256, 512, 640))
+    scheduler = with_a_decode(policy, max_num_batched_tokens=4096, num_pages=1000)
+    add(scheduler, make_request(2, range(1000, 1300)))
+    add(scheduler, make_request(3, range(2000, 2213)))
+    add(scheduler, make_request(4, range(3000, 3300)))
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 300), ("r3", 0, 211)]
+
+
+def test_no_prompt_goes_beyond_what_a_step_may_have() -> None:
+    policy = ChunkPolicy(512, (256, 512, 640))
+    scheduler = with_a_decode(policy, max_num_batched_tokens=515, num_pages=1000)
+    add(scheduler, make_request(2, range(1000, 1515)))
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 511)]
+    assert prefilling(run_step(scheduler)) == [("r2", 511, 4)]
+
+
+@pytest.mark.parametrize(("num_decodes", "to_end"), [(7, 16), (63, 16), (65, 0), (250, 0)])
+def test_more_to_end_a_prompt_fills_the_size_above_a_chunk(num_decodes: int, to_end: int) -> None:
+    """Not beside decodes for whom the step is larger anyway; not if the user set the chunk."""
+    assert ChunkPolicy(512, (256, 512, 640, 768)).room(num_decodes, 0, []).to_end == to_end
+    assert ChunkPolicy(512).room(num_decodes, 0, []).to_end == 0
+
+
+@pytest.mark.parametrize(
+    ("num_startable", "begun", "num_tokens"),
+    [
+        (4096, [], 512),  # a prompt's own tokens are not known before it is admitted
+        (4096, [300], 512),
+        (3000, [1000], 512),
+        (4096 - 513, [513], 640),
+        (0, [7000], 640),
+    ],
+)
+def test_steps_are_longer_while_a_long_prompt_has_begun_and_much_waits(
+    num_startable: int, begun: list[int], num_tokens: int
+) -> None:
+    policy = ChunkPolicy(512, (256, 512, 640, 768))
+    assert policy.room(8, num_startable, begun).num_tokens == num_tokens - 8
+    assert policy.room(200, num_startable, begun).num_tokens == 768 - 200, "as long as ever"
+    assert ChunkPolicy(512).room(8, num_startable, begun).num_tokens == 512
+    few = ChunkPolicy(512, (256, 512))
+    assert few.room(8, num_startable, begun).num_tokens == 504, "never more than is captured"
 
 
 # --- one step ahead ------------------------------------------------------------------------------

@@ -19,6 +19,16 @@ MAX_ROWS = 300
 NUM_PAGES = 30000
 # query heads, KV heads, head_dim, page
 SHAPES = [(32, 8, 128, 16), (16, 8, 128, 16), (32, 8, 64, 16), (9, 3, 64, 16), (8, 1, 128, 32)]
+# Few rows, which many warps have parts of.
+LENGTHS = {
+    "token": [1],
+    "tile": [16],
+    "long": [MAX_LEN],
+    "even": [1100] * 7,
+    "odd": [1, 15, 17, MAX_LEN - 1, 333],
+    "one long": [100] * 5 + [MAX_LEN] + [100] * 26,
+    "nobody's behind": [1100] * 7 + [0] * 249,
+}
 
 
 class Case:
@@ -76,6 +86,23 @@ def test_equals_float32(shape: tuple[int, int, int, int], num_rows: int) -> None
         out = torch.full_like(q, torch.nan)
         case.enqueue(q, lengths, out)
         assert_near(out, case.expected(q, lengths))
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_few_rows(shape: tuple[int, int, int, int], name: str) -> None:
+    case = Case(*shape)
+    lengths = torch.tensor(LENGTHS[name], dtype=torch.int32, device=CUDA)
+    num_rows = int((lengths > 0).sum())
+    q = case.q(len(lengths))
+    results = []
+    for _ in range(5):
+        out = torch.full_like(q, torch.nan)
+        case.enqueue(q, lengths, out)
+        results.append(out)
+    assert_near(results[0][:num_rows], case.expected(q[:num_rows], lengths[:num_rows]))
+    assert results[0][num_rows:].isnan().all()
+    assert all(torch.equal(out[:num_rows], results[0][:num_rows]) for out in results)
 
 
 def test_a_captured_launch_takes_other_lengths() -> None:
