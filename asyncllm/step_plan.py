@@ -126,6 +126,8 @@ class DecodeBatch:
 
     def at_block_end(self, block_size: int) -> list[Sequence]:
         """Whose token is the last of a block."""
+        if not self.seqs:
+            return []
         rows = np.flatnonzero((self.positions + 1) % block_size == 0).tolist()
         return [self.seqs[i] for i in rows]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class PagePool:
@@ -65,14 +66,12 @@ class PagePool:
         """As many `take`s."""
         free, counts, hash_of, page_of = self._free, self._counts, self._hash_of, self._page_of
         assert num_pages <= len(free), "take() from an empty pool: the caller must check num_free"
-        pages: list[int] = []
-        for _ in range(num_pages):
-            page, _ = free.popitem(last=False)
-            block_hash = hash_of.pop(page, None)
-            if block_hash is not None:
-                del page_of[block_hash]
+        pages = list(islice(free, num_pages))
+        for page in pages:
+            del free[page]
             counts[page] = 1
-            pages.append(page)
+            if page in hash_of:
+                del page_of[hash_of.pop(page)]
         return pages
 
     def share(self, page: int) -> None:

@@ -188,6 +188,41 @@ def calls_to_plan_changes(num_rows: int) -> float:
     return num_calls / STEPS
 
 
+CALLS_TO_FIRST_STEP = {1: 220, 8: 1060}  # prompts of 128 tokens: what they are, and a tenth more
+
+
+@pytest.mark.parametrize("num_prompts", CALLS_TO_FIRST_STEP)
+def test_what_an_idle_engine_does_before_the_device_has_prompts_has_a_ceiling(
+    num_prompts: int,
+) -> None:
+    """Plan and arrays; blocks are hashed for the prefix cache when the device is at work."""
+    scheduler = make_scheduler(1000, BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=8192)
+    builder = StepBuilder(9, BLOCK_SIZE)
+    calls: list[int] = []
+    num_calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    for burst in range(3):
+        for number in range(num_prompts):
+            prompt = range(300 + burst, 428 + burst)
+            scheduler.add(make_request(8 * burst + number, [number, *prompt][:128], max_tokens=1))
+        num_calls = 0
+        sys.setprofile(count)
+        try:
+            plan = scheduler.plan()
+            assert plan is not None
+            builder.build(plan)
+        finally:
+            sys.setprofile(None)
+        calls.append(num_calls)
+        finish(scheduler, plan)
+        assert scheduler.plan() is None
+    assert calls[-1] <= CALLS_TO_FIRST_STEP[num_prompts], f"{calls[-1]} calls"
+
+
 async def _calls(num_rows: int) -> dict[str, float]:
     return await (await running(num_rows)).count_calls()
 
