@@ -67,11 +67,9 @@ class PrefillPlan:
         }
         self._device = workspace.device
         self._allocate(1 << 12)
-        self._copied = torch.cuda.Event()
 
     def prepare(self, rows: PrefillRows) -> None:
-        # Done long ago: the step that used this plan was waited for before this one was planned.
-        self._copied.synchronize()
+        """The device reads this plan's pinned memory later: plans take turns."""
         num_pages = np.diff(rows.page_indptr)
         last_page_lens = rows.kv_lens - (num_pages - 1) * self._block_size
         host, device = self._upload(
@@ -79,7 +77,6 @@ class PrefillPlan:
         )
         for kernel in self._kernels.values():
             kernel.plan(host, device)
-        self._copied.record()
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         """Attention of the planned rows; q, out [their tokens, num_heads, head_dim]."""
@@ -95,7 +92,7 @@ class PrefillPlan:
         self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
 
     def _upload(self, arrays: list[np.ndarray]) -> tuple[Rows, Rows]:
-        """One copy for all, from memory that the next `prepare` but one overwrites."""
+        """One copy for all, from memory that the next `prepare` overwrites."""
         sizes = [len(array) for array in arrays]
         total = sum(sizes)
         if total > len(self._pinned):
