@@ -2,7 +2,7 @@
 
 `prepare` plans on the host, `bind` gives what to call per layer. The planner fills a pinned buffer
 that the device reads later, and `prepare` another, so a step launched ahead must not use the same
-`PrefillPlan`: each has an event after its last copies, and two take turns.
+`PrefillPlan`: two take turns (turns.py).
 
 FlashInfer's wrapper spends most of its time in Python: 145 to 290 us per plan and 17 us per run,
 where the kernels' module takes 15 and 10. So with the version that was read and tested the module
@@ -69,7 +69,6 @@ class PrefillPlan:
         self._allocate(1 << 12)
 
     def prepare(self, rows: PrefillRows) -> None:
-        """The device reads this plan's pinned memory later: plans take turns."""
         num_pages = np.diff(rows.page_indptr)
         last_page_lens = rows.kv_lens - (num_pages - 1) * self._block_size
         host, device = self._upload(
