@@ -8,8 +8,7 @@ attention: whatever it renames breaks in these four and nowhere else (0.6.12).
            graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Many
            rows: balanced_decode.py, where it can be. Cards and page sizes without XQA decode by
            triton_decode.py. None of them needs a plan.
-  prefill  planned on the host per step (flashinfer_prefill.py). The device reads a plan's pinned
-           buffers later; a step launched ahead must not overwrite them, so two plans take turns.
+  prefill  planned on the host per step (flashinfer_prefill.py), by plans that take turns.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from asyncllm.attention.fused_decode import FusedDecode
 from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.triton_decode import paged_decode
+from asyncllm.attention.turns import Turns
 from asyncllm.attention.xqa_call import Xqa
 
 WORKSPACE_BYTES = 128 << 20
@@ -65,8 +65,8 @@ class FlashInferAttention:
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._xqa = Xqa(cache, self._workspace, self._num_sms)
-        self._plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
-        self._turn = 0
+        plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
+        self._turns = Turns(plans, device)
         self._fused = FusedDecode(layers[0], FUSED_ROWS, self._num_sms, device)
         self._load_balanced: Callable[[], Launch | None] | None = begin_loading(layers, cache)
         self._balanced: BalancedDecode | None = None
@@ -110,9 +110,8 @@ class FlashInferAttention:
         q: torch.Tensor,
         out: torch.Tensor,
     ) -> AttendRows:
-        self._turn = (self._turn + 1) % NUM_PLANS
-        plan = self._plans[self._turn]
-        plan.prepare(prefills)
+        with self._turns as plan:
+            plan.prepare(prefills)
         if decodes is None:
             return plan.bind(q[: prefills.num_tokens], out[: prefills.num_tokens])
         start = decodes.positions.shape[0]

@@ -2,7 +2,7 @@
 
 `prepare` plans on the host, `bind` gives what to call per layer. The planner fills a pinned buffer
 that the device reads later, and `prepare` another, so a step launched ahead must not use the same
-`PrefillPlan`: each has an event after its last copies, and two take turns.
+`PrefillPlan`: two take turns (turns.py).
 
 FlashInfer's wrapper spends most of its time in Python: 145 to 290 us per plan and 17 us per run,
 where the kernels' module takes 15 and 10. So with the version that was read and tested the module
@@ -67,11 +67,8 @@ class PrefillPlan:
         }
         self._device = workspace.device
         self._allocate(1 << 12)
-        self._copied = torch.cuda.Event()
 
     def prepare(self, rows: PrefillRows) -> None:
-        # Done long ago: the step that used this plan was waited for before this one was planned.
-        self._copied.synchronize()
         num_pages = np.diff(rows.page_indptr)
         last_page_lens = rows.kv_lens - (num_pages - 1) * self._block_size
         host, device = self._upload(
@@ -79,7 +76,6 @@ class PrefillPlan:
         )
         for kernel in self._kernels.values():
             kernel.plan(host, device)
-        self._copied.record()
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         """Attention of the planned rows; q, out [their tokens, num_heads, head_dim]."""
@@ -95,7 +91,7 @@ class PrefillPlan:
         self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
 
     def _upload(self, arrays: list[np.ndarray]) -> tuple[Rows, Rows]:
-        """One copy for all, from memory that the next `prepare` but one overwrites."""
+        """One copy for all, from memory that the next `prepare` overwrites."""
         sizes = [len(array) for array in arrays]
         total = sum(sizes)
         if total > len(self._pinned):

@@ -71,7 +71,8 @@ class Stamps:
         self._watch_connections()
 
     def _watch_engine(self, core: EngineCore) -> None:
-        add, launch, finish, clock = core.live.scheduler.add, core.launch, core.finish, core.clock
+        steps, add = core.steps, core.live.scheduler.add
+        launch, finish, clock = steps.launch, steps.finish, steps.clock
         end_of = clock.finished
         seen_rows: deque[tuple[float, list[list[float]]]] = deque()  # until their steps' ends are
 
@@ -83,7 +84,7 @@ class Stamps:
 
         def launching(plan: StepPlan) -> Any:
             rows = [self._open.pop(r.seq.request.request_id) for r in plan.prefills if r.samples]
-            started = core._plan_started
+            started = steps._plan_started
             launched = launch(plan)
             for row in rows:
                 row += [started, time.monotonic()]
@@ -107,9 +108,9 @@ class Stamps:
             finish(plan, result)
 
         core.live.scheduler.add = adding  # type: ignore[method-assign]
-        core.launch = launching  # type: ignore[method-assign]
+        steps.launch = launching  # type: ignore[method-assign]
         clock.finished = ending  # type: ignore[method-assign]
-        core.finish = finishing  # type: ignore[method-assign]
+        steps.finish = finishing  # type: ignore[method-assign]
 
     def _watch_connections(self) -> None:
         receive, take = Connection.data_received, SSEStream._take_pending

@@ -90,13 +90,13 @@ class Meter:
 
     def watch(self, core: EngineCore, service: Service) -> None:
         worker: Any = core.worker
-        self.wrap(core, "plan", "plan")
+        self.wrap(core.steps, "plan", "plan")
         self.wrap(worker.builder, "build", "build")
-        self.wrap(core, "launch", "launch", "build")
+        self.wrap(core.steps, "launch", "launch", "build")
         self.wrap(core.live.outputs, "_emit_all", "emit")
         self.wrap(core.live.outputs, "process", "text", "emit")
         self.wrap(service.frames, "_write_slice", "write")
-        finish = core.finish
+        finish = core.steps.finish
 
         def count(plan: StepPlan, result: StepResult) -> None:
             event = worker.in_flight.popleft().event
@@ -106,10 +106,10 @@ class Meter:
             self.marks.append(list(self.seconds.values()))
             finish(plan, result)
 
-        core.finish = count  # type: ignore[method-assign]
-        self.wrap(core, "finish", "finish")
-        self.wrap(core, "tell", "finish", "text", "emit")
-        self.wrap(core, "_observe", "finish")
+        core.steps.finish = count  # type: ignore[method-assign]
+        self.wrap(core.steps, "finish", "finish")
+        self.wrap(core.steps, "tell", "finish", "text", "emit")
+        self.wrap(core.steps, "_observe", "finish")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))

@@ -261,7 +261,7 @@ class AsyncLLMEngine:
     @property
     def host_seconds(self) -> HostSeconds:
         """The loop's time in each verb of a step, running totals."""
-        return self._running().clock.host
+        return self._running().steps.clock.host
 
     @property
     def work(self) -> WorkCounts:

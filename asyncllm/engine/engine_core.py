@@ -1,4 +1,4 @@
-"""A started engine: the parts, the verbs of its steps, and the task that runs them.
+"""A started engine: the parts, the way in for requests, and the task that runs the steps.
 
     add_request -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
@@ -12,46 +12,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.constraints import constrain
+from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
-from asyncllm.engine.loop_lag import LoopLag
-from asyncllm.engine.non_finite import end_without_token
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
-from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
-from asyncllm.engine.plan_time import PlanTime
+from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger, StepRecord
-from asyncllm.engine.step_clock import StepClock
+from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.step_plan import StepPlan
-from asyncllm.types import Request, StepResult
-from asyncllm.worker.host_step import HostStep
+from asyncllm.types import Request
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 
-QUIET_SECONDS = 0.25  # without a request, before graphs are captured
-PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
-TIMER_SECONDS = 1e-3  # that timers count in: what is less is waited for in turns of the loop
-
 
 class EngineCore:
-    """Implements `pipeline.Steps`. Made on the loop that it runs on."""
+    """Made on the loop that it runs on."""
 
     def __init__(
         self,
@@ -75,24 +61,14 @@ class EngineCore:
             input_processor.tokenizer,
             recorder.aborts,
         )
-        self.clock = StepClock()
-        self._plan_time = PlanTime()
-        self._plan_started = 0.0
-        self._planning = False  # left true by a plan that raised
-        self._untold: StepPlan | None = None  # finished, and no client was told of it yet
-        self._told: deque[StepPlan] = deque()  # and the observers not yet
-        self._recorder = recorder
-        self._stat_loggers = stat_loggers
-        self._lag = LoopLag(recorder.loop_lag.observe)
         self.watchdog = Watchdog(
             config.watchdog_timeout,
             lambda: self.live.scheduler.num_requests,
             lambda: str(self.live.scheduler.stats()),
         )
-        self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
+        self.steps = EngineSteps(worker, self.live, self.watchdog, recorder, stat_loggers)
         self.dead: str | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._work = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
 
     # --- requests ----------------------------------------------------------------------------
@@ -115,7 +91,7 @@ class EngineCore:
         self._check_open(request_id, len(request.prompt_token_ids))
         request.batch_processors = self._processors_for(params)
         self.live.add(request, sink, text_sink)
-        self._work.set()
+        self.steps.wake()
         return request
 
     def _processors_for(self, params: SamplingParams) -> tuple[int, ...]:
@@ -141,138 +117,18 @@ class EngineCore:
 
     def abort(self, request_id: str, cause: AbortCause = "application") -> None:
         if self.live.abort(request_id, cause):
-            self._record(None)
+            self.steps.record(None)
 
-    # --- the verbs of a step (pipeline.Steps) ------------------------------------------------
-
-    async def linger(self) -> None:
-        """Let requests that arrive now be in the next plan, as long as the device is busy."""
-        now = time.monotonic()
-        until = now + self._plan_time.seconds_to_wait(now)
-        while (seconds := until - time.monotonic()) > 0:  # noqa: ASYNC110
-            await asyncio.sleep(max(seconds - TIMER_SECONDS, 0))
-
-    def plan(self) -> StepPlan | None:
-        start = self._plan_started = time.monotonic()
-        self.live.expire(start)
-        self._planning = True
-        plan = self.live.scheduler.plan()
-        self._planning = False
-        if plan is not None:
-            self.live.planned(plan)
-        self.clock.host.plan += time.monotonic() - start
-        return plan
-
-    def launch(self, plan: StepPlan) -> Launched:
-        start = time.monotonic()
-        launched = self.worker.launch(plan)
-        self.clock.launched(launched)
-        now = time.monotonic()
-        self.clock.host.launch += now - start
-        self._plan_time.planned(now - self._plan_started)
-        self.live.scheduler.publish_planned()  # now that the device is at work
-        return launched
-
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
-        """Let grammars and processors speak, off the loop, and launch the sampling with it.
-
-        Clients are told while masks are filled: that needs no GIL, so the two do not wait for each
-        other.
-        """
-        assert isinstance(launched, HostStep)
-        loop, filling = asyncio.get_running_loop(), asyncio.Event()
-        masks, begun = self.worker.token_masks, partial(loop.call_soon_threadsafe, filling.set)
-        work = loop.run_in_executor(
-            self._constrain_thread, partial(constrain, plan, masks, launched.sample, begun)
-        )
-        work.add_done_callback(lambda _: filling.set())  # also where it raised before
-        await filling.wait()
-        try:
-            self.tell()
-        finally:
-            constrained = await work
-        start = time.monotonic()
-        for seq, error in constrained.failures:
-            self.live.fail_sequence(seq, "its grammar failed", error)
-        self.live.jump(constrained.jumps)
-        self.clock.host.finish += time.monotonic() - start
-        self.clock.host.constrain += constrained.seconds
-
-    def finish(self, plan: StepPlan, result: StepResult) -> None:
-        start = time.monotonic()
-        self.watchdog.step_done()
-        self._untold = plan
-        end_without_token(plan, result, self.live, self.worker)
-        for row, error in result.failures.items():
-            self.live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
-        self.live.take(plan, result)
-        self.clock.host.finish += time.monotonic() - start
-
-    def tell(self) -> None:
-        """Tell clients of the step that was finished, if they were not told yet.
-
-        Observers hear of it in the loop's next turn: first come the bytes that clients wait for.
-        """
-        start = time.monotonic()
-        self.live.tell()
-        if self._untold is not None:
-            self._told.append(self._untold)
-            self._untold = None
-            asyncio.get_running_loop().call_soon(self._observe)
-        self.clock.host.finish += time.monotonic() - start
-
-    def _observe(self) -> None:
-        start = time.monotonic()
-        while self._told:
-            step = self.clock.finished(self._told.popleft())
-            self._plan_time.finished(step)
-            self._record(step)
-        self._lag.watch()
-        self.clock.host.finish += time.monotonic() - start
-
-    def _record(self, step: StepRecord | None) -> None:
-        """Tell the observers what came since the last time."""
-        iteration = self.live.outputs.take_iteration_stats()
-        iteration.step = step
-        stats = self.live.scheduler.stats()
-        self._recorder.record(stats, iteration)
-        for stat_logger in list(self._stat_loggers):
-            try:
-                stat_logger.record(stats, iteration)
-            except Exception:  # it only watches: no request may end for it
-                logger.exception("%r failed, and is told no more", stat_logger)
-                self._stat_loggers.remove(stat_logger)
-
-    async def idle(self) -> None:
-        """Until a request arrives. After a moment of quiet, graphs that were left for later."""
-        self._work.clear()
-        self.clock.idle()
-        self._plan_time.idle()
-        patience = QUIET_SECONDS
-        while not self.live.scheduler.waiting and self.worker.num_pending_graphs:
-            await self._work_within(patience)
-            if self.live.scheduler.waiting:
-                return
-            self.worker.capture_one()
-            patience = PAUSE_SECONDS
-        if not self.live.scheduler.waiting:
-            await self._work.wait()
-
-    async def _work_within(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._work.wait()
+    # --- its task ----------------------------------------------------------------------------
 
     async def _run(self) -> None:
         loop = run_ahead if self._config.async_scheduling else run_synchronous
         while self.dead is None:
             try:
-                await loop(self)
+                await loop(self.steps)
             except Exception as error:
                 logger.exception("a step failed; the requests that had begun end with an error")
                 await self._recover(error)
-
-    # --- failure and end ---------------------------------------------------------------------
 
     async def _recover(self, error: Exception) -> None:
         """End the requests that the step may have hurt; go on if the device answers, else be dead.
@@ -280,16 +136,13 @@ class EngineCore:
         Those that still wait for their first step are kept, unless it was planning that failed: the
         first of them may be the reason.
         """
-        self.clock.reset()
-        self._plan_time.idle()
-        self._untold = None
-        self._told.clear()
+        self.steps.reset()
         self.live.restart(
             self._new_scheduler(self.live.scheduler.stats()),
             f"the engine failed in a step: {error}",
-            keep_queued=not self._planning,
+            keep_queued=not self.steps.is_planning,
         )
-        self._record(None)
+        self.steps.record(None)
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
@@ -320,9 +173,8 @@ class EngineCore:
         await asyncio.wait([self._task])
         await self.live.rendered()
         self.live.fail_all(self.dead)
-        self._record(None)
-        self._lag.close()
+        self.steps.record(None)
         self.input_processor.close()
         self.watchdog.close()
-        await in_own_thread(self._constrain_thread.shutdown)
+        await self.steps.close()
         await in_own_thread(self.worker.close)

@@ -1,4 +1,8 @@
-"""The implementations that a device gets: the one place below the engine that asks which it is."""
+"""The implementations that a device gets, all chosen here.
+
+What else in these rooms asks for the device asks about memory: what is pinned, what is measured,
+what has an event to wait for.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from asyncllm import (
     StructuredOutputsParams,
 )
 from asyncllm.engine import constraints
-from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, TokenConstraint, TokenMasks
@@ -328,13 +328,13 @@ def test_host_rows_run_one_ahead_and_others_pay_nothing(monkeypatch: pytest.Monk
     verbs: list[str] = []
 
     def note(name: str) -> None:
-        plain: Callable[..., Any] = getattr(EngineCore, name)
+        plain: Callable[..., Any] = getattr(EngineSteps, name)
 
-        def noted(self: EngineCore, plan: StepPlan, *args: Any) -> Any:
+        def noted(self: EngineSteps, plan: StepPlan, *args: Any) -> Any:
             verbs.append(f"{name} {plan.step_id}")
             return plain(self, plan, *args)
 
-        monkeypatch.setattr(EngineCore, name, noted)
+        monkeypatch.setattr(EngineSteps, name, noted)
 
     for name in ("launch", "constrain", "finish"):
         note(name)

@@ -152,16 +152,16 @@ def test_who_leaves_before_his_logits_are_seen_leaves_nothing_behind(
             expected = await outcome(engine, BAD, GREEDY)
             engine.reset_prefix_cache()
             embedding, model.embed_tokens = model.embed_tokens, Poisoned(model.embed_tokens)  # type: ignore[attr-defined]
-            finish = core.finish
+            finish = core.steps.finish
 
             def leave_first(*step: Any) -> None:
                 core.abort("poisoned")
                 finish(*step)
 
-            core.finish = leave_first  # type: ignore[method-assign]
+            core.steps.finish = leave_first  # type: ignore[method-assign]
             left = await engine.generate(BAD, GREEDY, request_id="poisoned")
             assert left.outputs[0].finish_reason == "abort"
-            core.finish = finish  # type: ignore[method-assign]
+            core.steps.finish = finish  # type: ignore[method-assign]
             model.embed_tokens = embedding  # type: ignore[attr-defined]
             engine.check_idle()
             assert await outcome(engine, BAD, GREEDY) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncllm import AsyncLLMEngine, SamplingParams
-from asyncllm.engine import engine_core
+from asyncllm.engine import engine_steps
 from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.worker.worker import Worker
@@ -70,8 +70,8 @@ class FakeGraphs:
 
 
 def test_captured_while_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_core, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(engine_core, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(engine_steps, "PAUSE_SECONDS", 0.0)
 
     async def run() -> list[bool]:
         async with AsyncLLMEngine("tiny", num_gpu_blocks_override=64, swap_space=0) as engine:

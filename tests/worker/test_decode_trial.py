@@ -12,7 +12,7 @@ import torch
 
 from asyncllm import LLM, SamplingParams
 from asyncllm.attention.torch_native import TorchAttention
-from asyncllm.engine import engine_core
+from asyncllm.engine import engine_steps
 from asyncllm.graphs.decode_ways import Way
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.worker import decode_choice, step_captures
@@ -124,7 +124,7 @@ def test_a_later_trial_writes_to_no_page_that_is_cached(
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
     monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
     monkeypatch.setattr(decode_choice, "other_ways", other_ways)
-    monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
+    monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 600.0)  # the capture is ours
     args: dict[str, Any] = {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
     args |= {"num_gpu_blocks_override": 20, "max_num_seqs": 4, "swap_space": 0}
     prompts: Any = [{"prompt_token_ids": list(range(11, n))} for n in (60, 30)]

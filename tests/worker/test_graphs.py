@@ -17,7 +17,7 @@ import torch
 from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
-from asyncllm.engine import engine_core
+from asyncllm.engine import engine_steps
 from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
@@ -312,7 +312,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
 ) -> None:
     """What the last step read is another's, or nobody's, when the engine is idle."""
     request.getfixturevalue(kind)
-    monkeypatch.setattr(engine_core, "QUIET_SECONDS", 600.0)  # the capture is ours
+    monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 600.0)  # the capture is ours
     args = ARGS | {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4, 12, 20]}
     prompts: Any = [{"prompt_token_ids": list(range(11, n))} for n in (60, 30)]
     params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)

@@ -1,0 +1,201 @@
+"""The verbs of a step on the real parts: scheduler, worker, live requests, clients, observers.
+
+`pipeline` says when each is called, and the clock here how long it took. Observers (metrics,
+loggers) hear of a step a turn of the loop after its clients. It does not know how requests come in,
+nor what becomes of a step that fails: that is `EngineCore`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+from asyncllm.engine.constraints import constrain
+from asyncllm.engine.live_requests import LiveRequests
+from asyncllm.engine.loop_lag import LoopLag
+from asyncllm.engine.non_finite import end_without_token
+from asyncllm.engine.own_thread import in_own_thread
+from asyncllm.engine.pipeline import Launched
+from asyncllm.engine.plan_time import PlanTime
+from asyncllm.engine.recorder import Recorder
+from asyncllm.engine.stats import StatLogger, StepRecord
+from asyncllm.engine.step_clock import StepClock
+from asyncllm.engine.watchdog import Watchdog
+from asyncllm.step_plan import StepPlan
+from asyncllm.types import StepResult
+from asyncllm.worker.host_step import HostStep
+from asyncllm.worker.worker import Worker
+
+logger = logging.getLogger("asyncllm")
+
+QUIET_SECONDS = 0.25  # without a request, before graphs are captured
+PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
+TIMER_SECONDS = 1e-3  # that timers count in: what is less is waited for in turns of the loop
+
+
+class EngineSteps:
+    """Implements `pipeline.Steps`. Made on the loop that it runs on."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        live: LiveRequests,
+        watchdog: Watchdog,
+        recorder: Recorder,
+        stat_loggers: list[StatLogger],
+    ) -> None:
+        self._worker = worker
+        self._live = live
+        self._watchdog = watchdog
+        self._recorder = recorder
+        self._stat_loggers = stat_loggers
+        self._lag = LoopLag(recorder.loop_lag.observe)
+        self.clock = StepClock()
+        self._plan_time = PlanTime()
+        self._plan_started = 0.0
+        self.is_planning = False  # left true by a plan that raised
+        self._untold: StepPlan | None = None  # finished, and no client was told of it yet
+        self._told: deque[StepPlan] = deque()  # and the observers not yet
+        self._work = asyncio.Event()
+        self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
+
+    def wake(self) -> None:
+        """A request is there: who idles plans."""
+        self._work.set()
+
+    def reset(self) -> None:
+        """Forget the steps that were under way, which failed."""
+        self.clock.reset()
+        self._plan_time.idle()
+        self._untold = None
+        self._told.clear()
+
+    async def close(self) -> None:
+        """No step runs any more."""
+        self._lag.close()
+        await in_own_thread(self._constrain_thread.shutdown)
+
+    # --- the verbs -----------------------------------------------------------------------------
+
+    async def linger(self) -> None:
+        """Let requests that arrive now be in the next plan, as long as the device is busy."""
+        now = time.monotonic()
+        until = now + self._plan_time.seconds_to_wait(now)
+        while (seconds := until - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(max(seconds - TIMER_SECONDS, 0))
+
+    def plan(self) -> StepPlan | None:
+        start = self._plan_started = time.monotonic()
+        self._live.expire(start)
+        self.is_planning = True
+        plan = self._live.scheduler.plan()
+        self.is_planning = False
+        if plan is not None:
+            self._live.planned(plan)
+        self.clock.host.plan += time.monotonic() - start
+        return plan
+
+    def launch(self, plan: StepPlan) -> Launched:
+        start = time.monotonic()
+        launched = self._worker.launch(plan)
+        self.clock.launched(launched)
+        now = time.monotonic()
+        self.clock.host.launch += now - start
+        self._plan_time.planned(now - self._plan_started)
+        self._live.scheduler.publish_planned()  # now that the device is at work
+        return launched
+
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+        """Let grammars and processors speak, off the loop, and launch the sampling with it.
+
+        Clients are told while masks are filled: that needs no GIL, so the two do not wait for each
+        other.
+        """
+        assert isinstance(launched, HostStep)
+        loop, filling = asyncio.get_running_loop(), asyncio.Event()
+        masks, begun = self._worker.token_masks, partial(loop.call_soon_threadsafe, filling.set)
+        work = loop.run_in_executor(
+            self._constrain_thread, partial(constrain, plan, masks, launched.sample, begun)
+        )
+        work.add_done_callback(lambda _: filling.set())  # also where it raised before
+        await filling.wait()
+        try:
+            self.tell()
+        finally:
+            constrained = await work
+        start = time.monotonic()
+        for seq, error in constrained.failures:
+            self._live.fail_sequence(seq, "its grammar failed", error)
+        self._live.jump(constrained.jumps)
+        self.clock.host.finish += time.monotonic() - start
+        self.clock.host.constrain += constrained.seconds
+
+    def finish(self, plan: StepPlan, result: StepResult) -> None:
+        start = time.monotonic()
+        self._watchdog.step_done()
+        self._untold = plan
+        end_without_token(plan, result, self._live, self._worker)
+        for row, error in result.failures.items():
+            self._live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
+        self._live.take(plan, result)
+        self.clock.host.finish += time.monotonic() - start
+
+    def tell(self) -> None:
+        """Tell clients of the step that was finished, if they were not told yet.
+
+        Observers hear of it in the loop's next turn: first come the bytes that clients wait for.
+        """
+        start = time.monotonic()
+        self._live.tell()
+        if self._untold is not None:
+            self._told.append(self._untold)
+            self._untold = None
+            asyncio.get_running_loop().call_soon(self._observe)
+        self.clock.host.finish += time.monotonic() - start
+
+    def _observe(self) -> None:
+        start = time.monotonic()
+        while self._told:
+            step = self.clock.finished(self._told.popleft())
+            self._plan_time.finished(step)
+            self.record(step)
+        self._lag.watch()
+        self.clock.host.finish += time.monotonic() - start
+
+    def record(self, step: StepRecord | None) -> None:
+        """Tell the observers what came since the last time."""
+        iteration = self._live.outputs.take_iteration_stats()
+        iteration.step = step
+        stats = self._live.scheduler.stats()
+        self._recorder.record(stats, iteration)
+        for stat_logger in list(self._stat_loggers):
+            try:
+                stat_logger.record(stats, iteration)
+            except Exception:  # it only watches: no request may end for it
+                logger.exception("%r failed, and is told no more", stat_logger)
+                self._stat_loggers.remove(stat_logger)
+
+    async def idle(self) -> None:
+        """Until a request arrives. After a moment of quiet, graphs that were left for later."""
+        self._work.clear()
+        self.clock.idle()
+        self._plan_time.idle()
+        patience = QUIET_SECONDS
+        while not self._live.scheduler.waiting and self._worker.num_pending_graphs:
+            await self._work_within(patience)
+            if self._live.scheduler.waiting:
+                return
+            self._worker.capture_one()
+            patience = PAUSE_SECONDS
+        if not self._live.scheduler.waiting:
+            await self._work.wait()
+
+    async def _work_within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._work.wait()
