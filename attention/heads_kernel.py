@@ -3,8 +3,8 @@
 Normalises and rotates the heads of q and k, and writes k and v straight to their pages: what would
 otherwise be four kernels per layer and two passes over k and v. `heads.py` is the reference.
 
-Where a token goes and how it is rotated is read before the projection has ended
-(programmatic_launch.py): all of that is there before the embedding, which is launched ordinarily.
+It is launched programmatically for the sake of decode kernels after it, which then begin early.
+Asking for anything before its own wait cost steps of many tokens what it saved those of few.
 """
 
 from __future__ import annotations
@@ -39,30 +39,32 @@ def _heads_kernel(
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
     half = column < HALF
-    slot = tl.load(slots_ptr + token)
-    angle = cos_sin_ptr + tl.load(rows_ptr + token).to(tl.int64) * (2 * HALF) + column
-    cos = tl.load(angle, half, other=0.0)
-    sin = tl.load(angle + HALF, half, other=0.0)
-    if HAS_NORM:
-        q1 = tl.load(q_weight_ptr + column, half, other=0.0).to(tl.float32)
-        q2 = tl.load(q_weight_ptr + HALF + column, half, other=0.0).to(tl.float32)
-        k1 = tl.load(k_weight_ptr + column, half, other=0.0).to(tl.float32)
-        k2 = tl.load(k_weight_ptr + HALF + column, half, other=0.0).to(tl.float32)
     if PDL:
         after = wait_previous()
         qkv_ptr += after
         q_ptr += after
         cache_ptr += after
+        cos_sin_ptr += after
+        slots_ptr += after
+        rows_ptr += after
+    slot = tl.load(slots_ptr + token)
+    angle = cos_sin_ptr + tl.load(rows_ptr + token).to(tl.int64) * (2 * HALF) + column
+    cos = tl.load(angle, half, other=0.0)
+    sin = tl.load(angle + HALF, half, other=0.0)
     source = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + column
     raw1 = tl.load(source, mask, other=0.0)
     raw2 = tl.load(source + HALF, mask, other=0.0)
     x1 = raw1.to(tl.float32)
     x2 = raw2.to(tl.float32)
     if HAS_NORM:
+        q1 = tl.load(q_weight_ptr + column, half, other=0.0)
+        q2 = tl.load(q_weight_ptr + HALF + column, half, other=0.0)
+        k1 = tl.load(k_weight_ptr + column, half, other=0.0)
+        k2 = tl.load(k_weight_ptr + HALF + column, half, other=0.0)
         mean = tl.sum(x1 * x1 + x2 * x2, axis=1)[:, None] / (2 * HALF)
         scale = tl.rsqrt(mean + eps)
-        x1 = x1 * scale * tl.where(is_q, q1, k1)
-        x2 = x2 * scale * tl.where(is_q, q2, k2)
+        x1 = x1 * scale * tl.where(is_q, q1, k1).to(tl.float32)
+        x2 = x2 * scale * tl.where(is_q, q2, k2).to(tl.float32)
     y1 = tl.where(is_v, raw1, (x1 * cos - x2 * sin).to(raw1.dtype))
     y2 = tl.where(is_v, raw2, (x2 * cos + x1 * sin).to(raw2.dtype))
 
@@ -89,8 +91,7 @@ def rotate_and_write(
 
     qkv as `Attend` takes it. cache: one layer's [pages, 2, block_size, num_kv_heads, head_dim],
     contiguous; slots: int64 [tokens], flat positions page * block_size + offset. `q`: where to
-    put q; a new tensor if None. The kernel before this one may be qkv's, but not slots' or
-    rotation's.
+    put q; a new tensor if None.
     """
     num_tokens, all_heads, head_dim = qkv.shape
     if q is None:
