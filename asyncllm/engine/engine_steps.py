@@ -159,10 +159,13 @@ class EngineSteps:
         if self._untold is not None:
             self._told.append(self._untold)
             self._untold = None
-            asyncio.get_running_loop().call_soon(self._observe)
+            asyncio.get_running_loop().call_soon(self.observe)
         self.clock.host.finish += time.monotonic() - start
 
-    def _observe(self) -> None:
+    def observe(self) -> None:
+        """Tell the observers now of the steps that they would hear of in the loop's next turn."""
+        if not self._told:
+            return
         start = time.monotonic()
         while self._told:
             step = self.clock.finished(self._told.popleft())
