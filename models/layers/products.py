@@ -53,11 +53,8 @@ class Products:
         self._sizes = frozenset(sizes)
         self._kept = kept
         self._time_ways = time_ways or time_on_device
-        self._choices: Choices = {
-            shape: algorithm
-            for shape, algorithm in kept.load().items()
-            if algorithm is None or library.can_run(shape, algorithm)
-        }
+        self._remembered = kept.load()  # of all models, by starts before; not yet asked for
+        self._choices: Choices = {}
         self._open: dict[Shape, list[torch.Tensor]] = {}  # still to be chosen -> weights
 
     def linear(
@@ -67,7 +64,7 @@ class Products:
         shape = Shape(x.shape[0], *weight.shape)
         if shape.num_tokens not in self._sizes or bias is not None or not _takes(x, weight):
             return F.linear(x, weight, bias)
-        if shape not in self._choices:
+        if shape not in self._choices and not self._remembers(shape):
             weights = self._open.setdefault(shape, [])
             if len(weights) < MOST_WEIGHTS:
                 weights.append(weight)
@@ -77,14 +74,27 @@ class Products:
         """For what has run since the last call. Waits for the device some 10 ms a product."""
         if not self._open:
             return
+        made: Choices = {}
         for shape, weights in self._open.items():
             try:
-                self._choices[shape] = self._quickest(shape, weights)
+                made[shape] = self._quickest(shape, weights)
             except RuntimeError as error:  # no engine fails to start for a faster kernel
                 logger.warning("%s is left to torch: %s", shape, error)
-                self._choices[shape] = None
+                self._choices[shape] = None  # until the next start: memory may have been short
         self._open.clear()
-        self._kept.save(self._choices)
+        if made:
+            self._choices |= made
+            self._kept.save(made)
+
+    def _remembers(self, shape: Shape) -> bool:
+        """Takes over what a start before has chosen, where this library knows it."""
+        if shape not in self._remembered:
+            return False
+        algorithm = self._remembered.pop(shape)
+        if algorithm is not None and not self._library.can_run(shape, algorithm):
+            return False
+        self._choices[shape] = algorithm
+        return True
 
     def _quickest(self, shape: Shape, weights: list[torch.Tensor]) -> bytes | None:
         weights = weights[: max(2, -(-COLD_BYTES // weights[0].nbytes))]

@@ -23,11 +23,13 @@ class Library:
     def __init__(self, unknown: Sequence[bytes] = ()) -> None:
         self.unknown = unknown
         self.ran: list[bytes] = []
+        self.checked: list[Shape] = []
 
     def algorithms(self, shape: Shape) -> list[bytes]:
         return ALGORITHMS
 
     def can_run(self, shape: Shape, algorithm: bytes) -> bool:
+        self.checked.append(shape)
         return algorithm not in self.unknown
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes) -> torch.Tensor:
@@ -140,6 +142,22 @@ def test_an_algorithm_that_fails_leaves_the_product_to_torch(
     ours.choose()
     assert torch.equal(ours.linear(x, weight), F.linear(x, weight))
     assert "left to torch: cublasLtMatmul: cuBLAS status 15" in caplog.text
+    # It may have been short of memory: the next start tries again.
+    next_library = Library()
+    second = products(next_library, 1.0, 0.5, 0.6, 0.7)
+    second.linear(x, weight)
+    second.choose()
+    assert ran(second, next_library, x, weight) == [ALGORITHMS[0]]
+
+
+def test_of_other_models_choices_nothing_is_asked() -> None:
+    kept = KeptChoices("a card")
+    kept.save({Shape(4, out, 6): ALGORITHMS[0] for out in range(1, 100)})
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+    ours = products(library)
+    for _ in range(2):
+        assert ran(ours, library, x, weight) == [ALGORITHMS[0]]
+    assert library.checked == [Shape(4, 5, 6)]
 
 
 def test_the_next_start_finds_the_choices() -> None:
