@@ -23,7 +23,6 @@ SOURCE = Path(__file__).parent / "cuda" / "balanced_decode.cu"
 CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
-LEAST_ROWS = 48  # of a step: XQA's shares are finer, and with fewer rows faster (docs/LOG.md)
 MAX_ROWS = 2048
 TILE = 16  # tokens
 

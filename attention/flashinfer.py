@@ -1,13 +1,12 @@
-"""Attention by FlashInfer (XQA for decodes, FA3 on Hopper or FA2 for prefills) and our own kernels.
+"""Attention by FlashInfer (FA3 on Hopper or FA2 for prefills, XQA) and our own kernels.
 
 With xqa_call.py, flashinfer_prefill.py and flashinfer_steps.py the adapter to FlashInfer's
 attention: whatever it renames breaks in these four and nowhere else (0.6.12).
 
   decode   one row: one kernel of ours with all from the projection on (fused_decode.py).
-           Beyond, XQA reads block tables and lengths on the device and needs no plan, so a captured
-           graph replays as it is; as fast as the planned tensor-core kernel (docs/LOG.md). Many
-           rows: balanced_decode.py, where it can be. Cards and page sizes without XQA decode by
-           triton_decode.py. None of them needs a plan.
+           Beyond, balanced_decode.py where it can be, else XQA, and triton_decode.py on cards and
+           page sizes without that. They read block tables and lengths on the device and need no
+           plan, so a captured graph replays as it is.
   prefill  planned on the host per step (flashinfer_prefill.py), by plans that take turns.
 """
 
@@ -17,12 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncllm.attention.balanced_decode import (
-    LEAST_ROWS,
-    MAX_ROWS,
-    BalancedDecode,
-    begin_loading,
-)
+from asyncllm.attention.balanced_decode import MAX_ROWS, BalancedDecode, begin_loading
 from asyncllm.attention.base import (
     Attend,
     AttendRows,
@@ -136,7 +130,7 @@ class FlashInferAttention:
         self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
     ) -> AttendRows:
         """q, out [rows, heads, head_dim], contiguous; lengths uint32 [rows, 1]."""
-        if LEAST_ROWS <= len(q) <= MAX_ROWS and (balanced := self._get_balanced()) is not None:
+        if len(q) <= MAX_ROWS and (balanced := self._get_balanced()) is not None:
             return balanced.bind(q, block_tables, lengths, out)
         if self.uses_xqa:
             return self._xqa.bind(q, block_tables, lengths, out)

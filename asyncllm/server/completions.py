@@ -89,8 +89,9 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         raise bad_request(
             f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
         )
-    assert params.max_tokens is not None, "completions have a default"
-    check_output_logprobs(params, params.max_tokens, len(call.prompts))
+    if len(call.prompts) > 1:  # of one alone the engine sees it
+        assert params.max_tokens is not None, "completions have a default"
+        check_output_logprobs(params, params.max_tokens, len(call.prompts))
     return call
 
 
