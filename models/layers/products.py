@@ -25,6 +25,7 @@ LEAST_GAIN = 0.02  # below it torch's own choice stays: a measurement is as nois
 COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as in a step
 MOST_WEIGHTS = 32
 ROUNDS = 2
+MOST_SPREAD = 1.5  # of the times of one way; above it the device has another's work too
 # Launching waits for nothing meanwhile, so the device must be busy until all is launched: 15 us.
 CYCLES_PER_LAUNCH = 30_000
 
@@ -79,8 +80,8 @@ class Products:
             try:
                 made[shape] = self._quickest(shape, weights)
             except RuntimeError as error:  # no engine fails to start for a faster kernel
-                logger.warning("%s is left to torch: %s", shape, error)
-                self._choices[shape] = None  # until the next start: memory may have been short
+                logger.info("%s is left to torch: %s", shape, error)
+                self._choices[shape] = None  # until the next start, which may have it better
         self._open.clear()
         if made:
             self._choices |= made
@@ -120,7 +121,7 @@ class Products:
 def time_on_device(ways: Ways, num_launches: int) -> list[float]:
     """Seconds of each, the quickest of ROUNDS in which they take turns. On the current stream.
 
-    num_launches: of one way.
+    num_launches: of one way. Raises `RuntimeError` where the device is not theirs alone.
     """
     for way in ways:
         way()  # loads its kernel
@@ -134,7 +135,16 @@ def time_on_device(ways: Ways, num_launches: int) -> list[float]:
             end.record()
             events.append((start, end))
     torch.cuda.current_stream().synchronize()
-    return [min(start.elapsed_time(end) for start, end in events) / 1e3 for events in timed]
+    return [quickest([start.elapsed_time(end) / 1e3 for start, end in events]) for events in timed]
+
+
+def quickest(seconds: Sequence[float]) -> float:
+    """Of one way's rounds. Raises `RuntimeError` where they are too different to say anything: what
+    was measured beside another process would be kept for ever."""
+    if max(seconds) > MOST_SPREAD * min(seconds):
+        us = ", ".join(f"{each * 1e6:.0f}" for each in seconds)
+        raise RuntimeError(f"the device has other work: it took {us} us")
+    return min(seconds)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

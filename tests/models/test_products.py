@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 from asyncllm.models.layers.kept_choices import Choices, KeptChoices
-from asyncllm.models.layers.products import MOST_WEIGHTS, Products, Ways
+from asyncllm.models.layers.products import MOST_WEIGHTS, Products, Ways, quickest
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
 SIZES = (4, 8)
@@ -139,7 +139,8 @@ def test_an_algorithm_that_fails_leaves_the_product_to_torch(
     ours = products(library, 1.0, 0.5, 0.6, 0.7)
     ours.linear(x, weight)
     library.linear = fail  # type: ignore[method-assign, assignment]
-    ours.choose()
+    with caplog.at_level("INFO", logger="asyncllm"):
+        ours.choose()
     assert torch.equal(ours.linear(x, weight), F.linear(x, weight))
     assert "left to torch: cublasLtMatmul: cuBLAS status 15" in caplog.text
     # It may have been short of memory: the next start tries again.
@@ -212,3 +213,9 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     ours.linear(x, weight)
     ours.choose()
     assert ran(ours, library, x, weight) == [ALGORITHMS[0]]
+
+
+def test_what_is_measured_beside_anothers_work_is_no_measurement() -> None:
+    assert quickest([1.2, 1.0, 1.1]) == 1.0
+    with pytest.raises(RuntimeError, match="other work: it took 10, 30 us"):
+        quickest([1e-5, 3e-5])
