@@ -17,7 +17,8 @@ from pathlib import Path
 from threading import Thread
 
 SCRIPT = Path(__file__).with_name("import_walk.py")
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CGROUP = Path("/sys/fs/cgroup")
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # cgroups v2, v1
 SPARE_CORES = 2  # for the importing thread, and for those of CUDA and of the weights
 MIN_WORKERS = 2
 MAX_WORKERS = 12
@@ -95,11 +96,14 @@ def num_cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return 0
     cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = CPU_QUOTA.read_text().split()
-        return cores if quota == "max" else min(cores, int(quota) // int(period))
-    except (OSError, ValueError):  # no such file: no container, or an older kernel's
-        return cores
+    for files in QUOTAS:
+        try:
+            quota, period = " ".join((CGROUP / file).read_text() for file in files).split()
+            if int(quota) > 0:
+                return min(cores, int(quota) // int(period))
+        except (OSError, ValueError):  # no such file; or no quota: "max"
+            continue
+    return cores
 
 
 def _is_compiled(source: Path) -> bool:
