@@ -94,7 +94,8 @@ class ChunkPolicy:
             if begun and begun[0] > num_tokens and num_waiting >= BACKLOG_CHUNKS * chunk:
                 num_tokens = max(num_tokens, self._backlog_size(chunk) - num_decodes)
             # The last few tokens of a prompt take no step because of the decodes alone.
-            to_end = max(0, chunk + chunk // END_SHARE - num_decodes - num_tokens)
+            most = min(chunk + chunk // END_SHARE, self.step_sizes[-1])
+            to_end = max(0, most - num_decodes - num_tokens)
         return Room(num_tokens, to_end, shared or sys.maxsize)
 
     def _beside(self, num_decodes: int, chunk: int, num_startable: int) -> int:

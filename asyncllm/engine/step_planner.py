@@ -222,7 +222,7 @@ class StepPlanner:
         if oldest.num_prefill - oldest.num_computed > draft.budget:
             draft.budget -= kept
             self._admit_waiting(draft, to_the_end=True)
-            draft.budget += kept
+            draft.budget = max(draft.budget, 0) + kept  # what they share is no debt of the oldest's
 
     def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
         """From the head of the queue. `to_the_end`: only prefills that end in this step."""

@@ -268,6 +268,16 @@ def test_only_a_steps_first_prompt_goes_beyond_the_chunk() -> None:
     assert prefilling(run_step(scheduler)) == [("r2", 0, 300), ("r3", 0, 211)]
 
 
+def test_a_prompt_that_is_passed_keeps_its_half_of_an_idle_devices_step() -> None:
+    """Those that pass it share a chunk, which the first of them may be longer than."""
+    scheduler = make_scheduler(chunk_policy=ChunkPolicy(8), max_num_batched_tokens=60)
+    add(scheduler, make_request(1, range(200)))
+    run_step(scheduler)
+    add(scheduler, make_request(2, range(300, 325)))
+    add(scheduler, make_request(3, range(400, 402)))
+    assert prefilling(run_step(scheduler)) == [("r2", 0, 25), ("r1", 60, 30)]
+
+
 def test_no_prompt_goes_beyond_what_a_step_may_have() -> None:
     policy = ChunkPolicy(512, (256, 512, 640))
     scheduler = with_a_decode(policy, max_num_batched_tokens=515, num_pages=1000)
@@ -281,6 +291,8 @@ def test_more_to_end_a_prompt_fills_the_size_above_a_chunk(num_decodes: int, to_
     """Not beside decodes for whom the step is larger anyway; not if the user set the chunk."""
     assert ChunkPolicy(512, (256, 512, 640, 768)).room(num_decodes, 0, []).to_end == to_end
     assert ChunkPolicy(512).room(num_decodes, 0, []).to_end == 0
+    room = ChunkPolicy(512, (256, 512)).room(num_decodes, 0, [])
+    assert room.to_end == 0, "nor where no size above it is captured"
 
 
 @pytest.mark.parametrize(
