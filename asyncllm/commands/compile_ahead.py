@@ -85,10 +85,8 @@ def is_missing() -> bool:
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or torch.cached is None:
         return False
-    if _is_compiled(Path(torch.origin)) and _is_compiled(SCRIPT):
-        return False
-    nearest = next(folder for folder in Path(torch.cached).parents if folder.exists())
-    return os.access(nearest, os.W_OK)
+    source = SCRIPT if _is_compiled(Path(torch.origin)) else Path(torch.origin)
+    return not _is_compiled(source) and _may_be_compiled(source)
 
 
 def num_cores() -> int:
@@ -116,6 +114,13 @@ def _is_compiled(source: Path) -> bool:
         return False
     flags, time, size = (int.from_bytes(header[at : at + 4], "little") for at in (4, 8, 12))
     return flags != 0 or (time, size) == (int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size)
+
+
+def _may_be_compiled(source: Path) -> bool:
+    """Whether what an import compiles is kept."""
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    nearest = next(folder for folder in compiled.parents if folder.exists())
+    return os.access(nearest, os.W_OK)
 
 
 def _interpreter_flags() -> list[str]:

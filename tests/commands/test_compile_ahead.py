@@ -118,11 +118,18 @@ def test_where_nothing_is_compiled(folder: Path) -> None:
 
 
 def test_where_nothing_may_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = folder / "torch" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("torch", source)
+    """As of torch, so of the sign that all is compiled: without it every start would look again."""
+    torch, script = folder / "torch" / "__init__.py", folder / "import_walk.py"
+    spec = importlib.util.spec_from_file_location("torch", torch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert compile_ahead.is_missing()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != source.parent)
+    monkeypatch.setattr(compile_ahead, "SCRIPT", script)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    for source in (torch, script):
+        assert compile_ahead.is_missing()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, mode, closed=source.parent: path != closed)
+            assert not compile_ahead.is_missing()
+        py_compile.compile(str(source))
     assert not compile_ahead.is_missing()
 
 
