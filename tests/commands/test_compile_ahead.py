@@ -40,7 +40,7 @@ if process is not None:
             left = None
         assert left is None, left
         import made_up
-        print(json.dumps(made_up.__cached__))
+        print(json.dumps(made_up.__cached__), flush=True)
     os._exit(0)
 """
 
