@@ -16,12 +16,16 @@ from pathlib import Path
 
 from asyncllm.cache_folder import cache_folder
 
+# On the disk: several times a start's bytecode. On a full one Python before 3.12.8 leaves files
+# that were cut, and every later start fails at them.
+LEAST_FREE_BYTES = 256 << 20
+
 
 def keep_bytecode() -> None:
     """Let this process keep bytecode in our cache, where torch's is missing and nobody writes it.
 
     For a process that is ours, before its large imports. Python checks each file's time and size.
-    Whoever has named a folder (PYTHONPYCACHEPREFIX) keeps it.
+    Whoever has named a folder (PYTHONPYCACHEPREFIX) keeps it. On a full disk what is there is used.
     """
     if sys.pycache_prefix is not None:
         return
@@ -33,10 +37,16 @@ def keep_bytecode() -> None:
     try:
         folder = cache_folder() / "bytecode"
         folder.mkdir(parents=True, exist_ok=True)
+        has_room, is_empty = _free_bytes(folder) >= LEAST_FREE_BYTES, not any(folder.iterdir())
     except (OSError, RuntimeError):  # then what bytecode there is must go on being found
         return
-    if os.access(folder, os.W_OK):
-        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    if os.access(folder, os.W_OK) and (has_room or not is_empty):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), not has_room
+
+
+def _free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def modules_without_bytecode() -> list[tuple[Path, Path]]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from threading import Thread
 
 SCRIPT = Path(__file__).with_name("import_walk.py")
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CGROUP = Path("/sys/fs/cgroup")
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # cgroups v2, v1
 SPARE_CORES = 2  # for the importing thread, and for those of CUDA and of the weights
 MIN_WORKERS = 2
 MAX_WORKERS = 12
@@ -84,10 +85,8 @@ def is_missing() -> bool:
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or torch.cached is None:
         return False
-    if _is_compiled(Path(torch.origin)) and _is_compiled(SCRIPT):
-        return False
-    nearest = next(folder for folder in Path(torch.cached).parents if folder.exists())
-    return os.access(nearest, os.W_OK)
+    source = SCRIPT if _is_compiled(Path(torch.origin)) else Path(torch.origin)
+    return not _is_compiled(source) and _may_be_compiled(source)
 
 
 def num_cores() -> int:
@@ -95,11 +94,14 @@ def num_cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return 0
     cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = CPU_QUOTA.read_text().split()
-        return cores if quota == "max" else min(cores, int(quota) // int(period))
-    except (OSError, ValueError):  # no such file: no container, or an older kernel's
-        return cores
+    for files in QUOTAS:
+        try:
+            quota, period = " ".join((CGROUP / file).read_text() for file in files).split()
+            if int(quota) > 0:
+                return min(cores, int(quota) // int(period))
+        except (OSError, ValueError):  # no such file; or no quota: "max"
+            continue
+    return cores
 
 
 def _is_compiled(source: Path) -> bool:
@@ -112,6 +114,13 @@ def _is_compiled(source: Path) -> bool:
         return False
     flags, time, size = (int.from_bytes(header[at : at + 4], "little") for at in (4, 8, 12))
     return flags != 0 or (time, size) == (int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size)
+
+
+def _may_be_compiled(source: Path) -> bool:
+    """Whether what an import compiles is kept."""
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    nearest = next(folder for folder in compiled.parents if folder.exists())
+    return os.access(nearest, os.W_OK)
 
 
 def _interpreter_flags() -> list[str]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import CodeType
 
+    from _typeshed import ReadableBuffer
+
     Place = tuple[int, ...]
     Import = tuple[bool, str, tuple[str, ...]]  # in a function, of which module, what is taken
     Task = tuple[str, str, str]  # a module's name, its file, its package
@@ -200,17 +202,29 @@ class Walk:
 
 
 class Worker:
-    """A child that compiles, one module at a time. It ends at the latest with this process."""
+    """A child that compiles, one module at a time. It ends at the latest with this process.
 
-    def __init__(self) -> None:
+    others: that this process has begun before; a pipe ends when nobody else has its other end.
+    """
+
+    def __init__(self, others: list[Worker]) -> None:
         tasks, ours = os.pipe()
         answers, theirs = os.pipe()
-        self._pid = os.fork()
+        try:
+            self._pid = os.fork()
+        except OSError:  # a container's limit on processes
+            for file in (tasks, ours, answers, theirs):
+                os.close(file)
+            raise
         if self._pid == 0:
             try:
+                # By name: to close all that there may be is a billion calls in some containers.
+                for other in others:
+                    other.close()
                 os.dup2(tasks, 0)
                 os.dup2(theirs, 1)
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # others' pipes end with this process
+                for file in (tasks, ours, answers, theirs):
+                    os.close(file)
                 compile_modules()
             finally:
                 os._exit(0)
@@ -231,11 +245,27 @@ class Worker:
             raise EOFError("a worker has ended")
         return self._name, read_imports(line)
 
-    def end(self) -> None:
-        """And wait for it: who has started this process knows nothing of its children."""
+    def close(self) -> None:
+        """It ends after the module that it is at."""
         self._tasks.close()
         self.answers.close()
+
+    def wait(self) -> None:
+        """After `close`: who has started this process knows nothing of its children."""
         os.waitpid(self._pid, 0)
+
+
+class Loader(SourceFileLoader):
+    """Leaves no bytecode that a full disk has cut, as Python does before 3.12.8: every later import
+    of it would fail."""
+
+    def set_data(self, path: str, data: ReadableBuffer, *, _mode: int = 0o666) -> None:
+        super().set_data(path, data, _mode=_mode)
+        try:
+            if os.stat(path).st_size != memoryview(data).nbytes:
+                os.unlink(path)
+        except OSError:  # it was not written
+            pass
 
 
 def compile_modules() -> None:
@@ -245,7 +275,7 @@ def compile_modules() -> None:
         for task in tasks:
             name, file, package = os.fsdecode(task[:-1]).split("\0")
             try:
-                code = SourceFileLoader(name, file).get_code(name)
+                code = Loader(name, file).get_code(name)
                 assert code is not None
                 answer = written(imports_of(code, package))
             except Exception:  # another Python's syntax, unreadable: whoever imports it hears of it
@@ -270,12 +300,16 @@ def read_imports(line: str) -> list[Import] | None:
 
 def compile_all(walk: Walk, num_workers: int) -> bool:
     """False if it ended before: with the input, or where a disk is full and bytecode is lost."""
-    workers = [Worker() for _ in range(num_workers)]
+    workers: list[Worker] = []
     try:
+        for _ in range(num_workers):
+            workers.append(Worker(workers))
         return _share_out(walk, workers)
     finally:
         for worker in workers:
-            worker.end()
+            worker.close()
+        for worker in workers:
+            worker.wait()
 
 
 def _share_out(walk: Walk, workers: list[Worker]) -> bool:
@@ -318,7 +352,7 @@ def main(arguments: list[str]) -> None:
         for number, root in enumerate(asked["root"]):
             walk.add(root, (), (0, number))
         if compile_all(walk, int(asked["workers"][0])):  # the sign that nothing is left to do
-            SourceFileLoader("import_walk", __file__).get_code("import_walk")
+            Loader("import_walk", __file__).get_code("import_walk")
 
 
 if __name__ == "__main__":

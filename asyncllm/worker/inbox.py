@@ -60,7 +60,8 @@ class Inbox:
         num_rows, num_tokens = self._max_rows, self._max_tokens
         sizes = (len(ROW_ARRAYS) * num_rows, len(TOKEN_ARRAYS) * num_tokens, 2 * num_tokens)
         rows, tokens, write_slots = memory.split(sizes)
-        return rows.view(-1, num_rows), tokens.view(-1, num_tokens), write_slots.view(torch.int64)
+        rows, tokens = rows.view(-1, num_rows), tokens.view(len(TOKEN_ARRAYS), num_tokens)
+        return rows, tokens, write_slots.view(torch.int64)
 
     def _new_buffer(self) -> _Buffer:
         tensor = torch.zeros(len(self._device), dtype=torch.int32, pin_memory=self._device.is_cuda)

@@ -136,7 +136,8 @@ class CublasLt:
         made = ctypes.c_void_p()
         self._call(create, ctypes.byref(made), *args)
         assert made.value is not None
-        weakref.finalize(made, getattr(self._library, destroy), ctypes.c_void_p(made.value))
+        end = weakref.finalize(made, getattr(self._library, destroy), ctypes.c_void_p(made.value))
+        end.atexit = False  # a handle's end waits for the device, which may be why we exit
         return made
 
     def _set(self, function: str, of: ctypes.c_void_p, name: int, value: int, size: int) -> None:

@@ -25,6 +25,7 @@ LEAST_GAIN = 0.02  # below it torch's own choice stays: a measurement is as nois
 COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as in a step
 MOST_WEIGHTS = 32
 ROUNDS = 2
+MOST_SPREAD = 1.5  # of the times of one way; above it the device has another's work too
 # Launching waits for nothing meanwhile, so the device must be busy until all is launched: 15 us.
 CYCLES_PER_LAUNCH = 30_000
 
@@ -53,11 +54,8 @@ class Products:
         self._sizes = frozenset(sizes)
         self._kept = kept
         self._time_ways = time_ways or time_on_device
-        self._choices: Choices = {
-            shape: algorithm
-            for shape, algorithm in kept.load().items()
-            if algorithm is None or library.can_run(shape, algorithm)
-        }
+        self._remembered = kept.load()  # of all models, by starts before; not yet asked for
+        self._choices: Choices = {}
         self._open: dict[Shape, list[torch.Tensor]] = {}  # still to be chosen -> weights
 
     def linear(
@@ -67,7 +65,7 @@ class Products:
         shape = Shape(x.shape[0], *weight.shape)
         if shape.num_tokens not in self._sizes or bias is not None or not _takes(x, weight):
             return F.linear(x, weight, bias)
-        if shape not in self._choices:
+        if shape not in self._choices and not self._remembers(shape):
             weights = self._open.setdefault(shape, [])
             if len(weights) < MOST_WEIGHTS:
                 weights.append(weight)
@@ -77,14 +75,27 @@ class Products:
         """For what has run since the last call. Waits for the device some 10 ms a product."""
         if not self._open:
             return
+        made: Choices = {}
         for shape, weights in self._open.items():
             try:
-                self._choices[shape] = self._quickest(shape, weights)
+                made[shape] = self._quickest(shape, weights)
             except RuntimeError as error:  # no engine fails to start for a faster kernel
-                logger.warning("%s is left to torch: %s", shape, error)
-                self._choices[shape] = None
+                logger.info("%s is left to torch: %s", shape, error)
+                self._choices[shape] = None  # until the next start, which may have it better
         self._open.clear()
-        self._kept.save(self._choices)
+        if made:
+            self._choices |= made
+            self._kept.save(made)
+
+    def _remembers(self, shape: Shape) -> bool:
+        """Takes over what a start before has chosen, where this library knows it."""
+        if shape not in self._remembered:
+            return False
+        algorithm = self._remembered.pop(shape)
+        if algorithm is not None and not self._library.can_run(shape, algorithm):
+            return False
+        self._choices[shape] = algorithm
+        return True
 
     def _quickest(self, shape: Shape, weights: list[torch.Tensor]) -> bytes | None:
         weights = weights[: max(2, -(-COLD_BYTES // weights[0].nbytes))]
@@ -110,7 +121,7 @@ class Products:
 def time_on_device(ways: Ways, num_launches: int) -> list[float]:
     """Seconds of each, the quickest of ROUNDS in which they take turns. On the current stream.
 
-    num_launches: of one way.
+    num_launches: of one way. Raises `RuntimeError` where the device is not theirs alone.
     """
     for way in ways:
         way()  # loads its kernel
@@ -124,7 +135,16 @@ def time_on_device(ways: Ways, num_launches: int) -> list[float]:
             end.record()
             events.append((start, end))
     torch.cuda.current_stream().synchronize()
-    return [min(start.elapsed_time(end) for start, end in events) / 1e3 for events in timed]
+    return [quickest([start.elapsed_time(end) / 1e3 for start, end in events]) for events in timed]
+
+
+def quickest(seconds: Sequence[float]) -> float:
+    """Of one way's rounds. Raises `RuntimeError` where they are too different to say anything: what
+    was measured beside another process would be kept for ever."""
+    if max(seconds) > MOST_SPREAD * min(seconds):
+        us = ", ".join(f"{each * 1e6:.0f}" for each in seconds)
+        raise RuntimeError(f"the device has other work: it took {us} us")
+    return min(seconds)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -40,15 +40,20 @@ def test_missing_bytecode_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
 PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
-from asyncllm.commands.bytecode import keep_bytecode
-keep_bytecode()
+from asyncllm.commands import bytecode
+if {is_full}:
+    bytecode.LEAST_FREE_BYTES = 1 << 100
+bytecode.keep_bytecode()
 import torch
 print(torch.__cached__)
 """
 
 
-def start(folder: Path, cache: Path, **environment: str) -> Path:
-    """Where a process looks for the bytecode of a torch of one file, after `keep_bytecode`."""
+def start(folder: Path, cache: Path, is_full: bool = False, **environment: str) -> Path:
+    """Where a process looks for the bytecode of a torch of one file, after `keep_bytecode`.
+
+    is_full: the disk.
+    """
     package = folder / "torch"
     package.mkdir(exist_ok=True)
     source = package / "__init__.py"
@@ -57,7 +62,7 @@ def start(folder: Path, cache: Path, **environment: str) -> Path:
     outside = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
     inherited = {name: value for name, value in os.environ.items() if name not in outside}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(folder=str(folder))],
+        [sys.executable, "-c", PROGRAM.format(folder=str(folder), is_full=is_full)],
         check=True,
         capture_output=True,
         text=True,
@@ -99,3 +104,14 @@ def test_a_folder_that_the_user_named_is_used(tmp_path: Path) -> None:
         place.unlink()
     place = start(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1", **named)
     assert place.is_relative_to(tmp_path / "named") and not cache.exists()
+
+
+def test_on_a_full_disk_nothing_is_written_and_what_is_there_is_found(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    beside = start(tmp_path, cache, is_full=True, PYTHONDONTWRITEBYTECODE="1")
+    assert beside.is_relative_to(tmp_path / "torch") and not beside.exists()
+    kept = start(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1")
+    (tmp_path / "torch" / "__init__.py").write_text("XY = 12\n")
+    written = kept.stat().st_mtime_ns
+    assert start(tmp_path, cache, is_full=True, PYTHONDONTWRITEBYTECODE="1") == kept
+    assert kept.stat().st_mtime_ns == written

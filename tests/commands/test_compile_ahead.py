@@ -40,7 +40,7 @@ if process is not None:
             left = None
         assert left is None, left
         import made_up
-        print(json.dumps(made_up.__cached__))
+        print(json.dumps(made_up.__cached__), flush=True)
     os._exit(0)
 """
 
@@ -118,11 +118,18 @@ def test_where_nothing_is_compiled(folder: Path) -> None:
 
 
 def test_where_nothing_may_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = folder / "torch" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("torch", source)
+    """As of torch, so of the sign that all is compiled: without it every start would look again."""
+    torch, script = folder / "torch" / "__init__.py", folder / "import_walk.py"
+    spec = importlib.util.spec_from_file_location("torch", torch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert compile_ahead.is_missing()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != source.parent)
+    monkeypatch.setattr(compile_ahead, "SCRIPT", script)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    for source in (torch, script):
+        assert compile_ahead.is_missing()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, mode, closed=source.parent: path != closed)
+            assert not compile_ahead.is_missing()
+        py_compile.compile(str(source))
     assert not compile_ahead.is_missing()
 
 
@@ -152,9 +159,15 @@ def test_bytecode_that_is_kept_by_hash_is_left_to_python(tmp_path: Path) -> None
 
 def test_cores_that_a_container_pays_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(compile_ahead, "CPU_QUOTA", quota)
+    monkeypatch.setattr(compile_ahead, "CGROUP", tmp_path)
     assert compile_ahead.num_cores() == 16
+    quota = tmp_path / "cpu.max"
     for text, cores in (("max 100000\n", 16), ("350000 100000\n", 3), ("9900000 100000\n", 16)):
         quota.write_text(text)
+        assert compile_ahead.num_cores() == cores
+    quota.unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for text, cores in (("-1\n", 16), ("350000\n", 3)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(text)
         assert compile_ahead.num_cores() == cores

@@ -5,15 +5,18 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncllm.commands import import_walk
-from asyncllm.commands.import_walk import Walk, imports_of
+from asyncllm.commands.import_walk import Walk, Worker, imports_of
 from tests.waiting import PATIENCE_SECONDS
 
 MANY = 3000  # more modules than are compiled while a process is told to end
@@ -137,14 +140,20 @@ def test_what_is_imported_first_is_taken_first(modules: Path) -> None:
     assert tuple(taken) == ORDER
 
 
-def begin(folder: Path, cache: Path, asked: list[str]) -> subprocess.Popen[bytes]:
-    """The script, from a file of its own: it locks that. Its input stays open."""
+def begin(
+    folder: Path, cache: Path, asked: list[str], limit: tuple[int, int] | None = None
+) -> subprocess.Popen[bytes]:
+    """The script, from a file of its own: it locks that. Its input stays open.
+
+    limit: a resource of `setrlimit`, and how much of it there is.
+    """
     script = folder.parent / "import_walk.py"
     shutil.copy(import_walk.__file__, script)
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", f"pycache_prefix={cache}", str(script), *asked],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=partial(resource.setrlimit, limit[0], (limit[1],) * 2) if limit else None,
     )
 
 
@@ -221,6 +230,69 @@ def test_it_ends_where_nothing_can_be_kept(modules: Path, tmp_path: Path) -> Non
     cache.write_text("in the way")
     end(begin(modules, cache, question(modules)))
     assert cache.read_text() == "in the way"
+
+
+def test_a_full_disk_leaves_no_bytecode_that_was_cut(modules: Path, tmp_path: Path) -> None:
+    """A process may write so many bytes to a file: the rest of a longer one is missing."""
+    cache, names = tmp_path / "cache", [f"f{n}" for n in range(500)]
+    for file in ("ours/first.py", "ours/fifth.py"):
+        with open(modules / file, "a") as source:
+            source.writelines(f"def {name}(x):\n    return x + 1\n" for name in names)
+    end(begin(modules, cache, question(modules), (resource.RLIMIT_FSIZE, 2048)))
+    assert set(kept(cache, modules)) == {"ours/__init__"}
+    assert "import_walk" not in kept(cache, tmp_path)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    workers: list[Worker] = []
+    yield workers
+    for worker in workers:
+        worker.close()
+    for worker in workers:
+        worker.wait()
+
+
+def test_a_worker_closes_what_is_open_alone(
+    workers: list[Worker], modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all that may be open, which is a billion where nobody has set a limit."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 40)
+    for _ in range(3):
+        workers.append(Worker(workers))
+    for worker in workers:
+        worker.give(("never", str(modules / "never.py"), ""))
+        assert worker.answer() == ("never", [])
+
+
+def test_one_worker_ends_before_another(workers: list[Worker]) -> None:
+    """Whoever is begun later has nothing of those before."""
+    for _ in range(3):
+        workers.append(Worker(workers))
+    for worker in workers[:]:
+        worker.close()
+        worker.wait()  # for ever, if another had the other end of its pipe
+        workers.remove(worker)
+
+
+def test_a_limit_on_processes(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there end, are waited for, and leave no file open."""
+    pids, fork = [], os.fork
+
+    def limited() -> int:
+        if len(pids) == 2:
+            raise BlockingIOError("Resource temporarily unavailable")
+        pids.append(fork())
+        return pids[-1]
+
+    monkeypatch.setattr(os, "fork", limited)
+    files = os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError):
+        import_walk.compile_all(a_walk(modules), 3)
+    assert os.listdir("/proc/self/fd") == files
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def test_some_folders_may_not_be_written(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 from asyncllm.models.layers.kept_choices import Choices, KeptChoices
-from asyncllm.models.layers.products import MOST_WEIGHTS, Products, Ways
+from asyncllm.models.layers.products import MOST_WEIGHTS, Products, Ways, quickest
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
 SIZES = (4, 8)
@@ -23,11 +23,13 @@ class Library:
     def __init__(self, unknown: Sequence[bytes] = ()) -> None:
         self.unknown = unknown
         self.ran: list[bytes] = []
+        self.checked: list[Shape] = []
 
     def algorithms(self, shape: Shape) -> list[bytes]:
         return ALGORITHMS
 
     def can_run(self, shape: Shape, algorithm: bytes) -> bool:
+        self.checked.append(shape)
         return algorithm not in self.unknown
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes) -> torch.Tensor:
@@ -137,9 +139,26 @@ def test_an_algorithm_that_fails_leaves_the_product_to_torch(
     ours = products(library, 1.0, 0.5, 0.6, 0.7)
     ours.linear(x, weight)
     library.linear = fail  # type: ignore[method-assign, assignment]
-    ours.choose()
+    with caplog.at_level("INFO", logger="asyncllm"):
+        ours.choose()
     assert torch.equal(ours.linear(x, weight), F.linear(x, weight))
     assert "left to torch: cublasLtMatmul: cuBLAS status 15" in caplog.text
+    # It may have been short of memory: the next start tries again.
+    next_library = Library()
+    second = products(next_library, 1.0, 0.5, 0.6, 0.7)
+    second.linear(x, weight)
+    second.choose()
+    assert ran(second, next_library, x, weight) == [ALGORITHMS[0]]
+
+
+def test_of_other_models_choices_nothing_is_asked() -> None:
+    kept = KeptChoices("a card")
+    kept.save({Shape(4, out, 6): ALGORITHMS[0] for out in range(1, 100)})
+    library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+    ours = products(library)
+    for _ in range(2):
+        assert ran(ours, library, x, weight) == [ALGORITHMS[0]]
+    assert library.checked == [Shape(4, 5, 6)]
 
 
 def test_the_next_start_finds_the_choices() -> None:
@@ -194,3 +213,9 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     ours.linear(x, weight)
     ours.choose()
     assert ran(ours, library, x, weight) == [ALGORITHMS[0]]
+
+
+def test_what_is_measured_beside_anothers_work_is_no_measurement() -> None:
+    assert quickest([1.2, 1.0, 1.1]) == 1.0
+    with pytest.raises(RuntimeError, match="other work: it took 10, 30 us"):
+        quickest([1e-5, 3e-5])

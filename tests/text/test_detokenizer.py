@@ -20,7 +20,10 @@ PROPERTY = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 IDS = st.lists(st.integers(0, 700), max_size=24)  # beyond every vocabulary here
-TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40)
+MARKER = "▁"  # a space, to SentencePiece
+TEXT = st.text(
+    alphabet=st.characters(exclude_categories=["Cs"], exclude_characters=MARKER), max_size=40
+)
 NOTABLE_TEXTS = [
     "plain ASCII text",
     " leading and trailing ",
