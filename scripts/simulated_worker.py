@@ -69,6 +69,7 @@ class SimulatedWorker:
     swap_cost = None
     step_cost = None
     prefill_graph_sizes = ()
+    runs_on_host = False
     num_pending_graphs = 0
     backend_name = "none"
     num_graphs = 0

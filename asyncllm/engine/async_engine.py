@@ -255,7 +255,9 @@ class AsyncLLMEngine:
 
         Call it on the loop. Raises `EngineDeadError` before the start and after the end.
         """
-        scheduler = self._running().live.scheduler
+        core = self._running()
+        core.steps.observe()  # an answer that has been given is in it
+        scheduler = core.live.scheduler
         return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
 
     @property

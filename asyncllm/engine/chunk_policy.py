@@ -78,8 +78,9 @@ class ChunkPolicy:
     def room(self, num_decodes: int, num_startable: int, begun: list[int]) -> Room:
         """Of one step.
 
-        num_startable: prompt tokens that wait and have room. begun: tokens that are left of each
-        prompt that has begun, oldest first.
+        num_decodes: its tokens of sequences that are being answered. num_startable: prompt tokens
+        that wait and have room. begun: tokens that are left of each prompt that has begun, oldest
+        first.
         """
         chunk = self.chunk_tokens
         if chunk is None:

@@ -83,10 +83,14 @@ class EngineSteps:
     # --- the verbs -----------------------------------------------------------------------------
 
     async def linger(self) -> None:
-        """Let requests that arrive now be in the next plan, as long as the device is busy."""
+        """Let requests that arrive now be in the next plan, as long as the device is busy.
+
+        Turns of the loop would keep the GIL from steps that need it: there it is rather too early.
+        """
         now = time.monotonic()
         until = now + self._plan_time.seconds_to_wait(now)
-        while (seconds := until - time.monotonic()) > 0:  # noqa: ASYNC110
+        least = TIMER_SECONDS if self._worker.runs_on_host else 0.0
+        while (seconds := until - time.monotonic()) > least:  # noqa: ASYNC110
             await asyncio.sleep(max(seconds - TIMER_SECONDS, 0))
 
     def plan(self) -> StepPlan | None:
@@ -155,10 +159,13 @@ class EngineSteps:
         if self._untold is not None:
             self._told.append(self._untold)
             self._untold = None
-            asyncio.get_running_loop().call_soon(self._observe)
+            asyncio.get_running_loop().call_soon(self.observe)
         self.clock.host.finish += time.monotonic() - start
 
-    def _observe(self) -> None:
+    def observe(self) -> None:
+        """Tell the observers now of the steps that they would hear of in the loop's next turn."""
+        if not self._told:
+            return
         start = time.monotonic()
         while self._told:
             step = self.clock.finished(self._told.popleft())

@@ -154,7 +154,8 @@ class StepPlanner:
         if not started and not self._waiting:
             return
         begun = [seq.num_prefill - seq.num_computed for seq in started]
-        room = self._chunk_policy.room(len(draft.decodes), self._num_startable_tokens(), begun)
+        num_beside = self._max_num_batched_tokens - draft.budget  # decodes and jumps
+        room = self._chunk_policy.room(num_beside, self._num_startable_tokens(), begun)
         draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
         draft.budget, draft.shared = min(draft.budget, room.num_tokens), room.shared
         if started and not draft.preempted:

@@ -140,6 +140,11 @@ class Worker:
         return self._config.prefill_graph_sizes if is_captured else ()
 
     @property
+    def runs_on_host(self) -> bool:
+        """Its steps are a thread of this process, and need the GIL."""
+        return self.device.type == "cpu"
+
+    @property
     def work(self) -> WorkCounts:
         return self.runner.work
 

@@ -138,13 +138,14 @@ class World:
         """Prompt tokens beside decodes are few; those of who just came back do not count."""
         back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.jumped}
         num_decodes = sum(id(row.seq) not in back for row in plan.decodes)
-        if num_decodes and self.chunk.chunk_tokens is not None:
-            jumped = [row for row in plan.prefills if id(row.seq) in self.jumped]
+        jumped = [row for row in plan.prefills if id(row.seq) in self.jumped]
+        if (num_decodes or jumped) and self.chunk.chunk_tokens is not None:
             num_prompt_tokens = plan.num_tokens - len(plan.decodes)
-            num_prompt_tokens -= sum(len(row.token_ids) for row in jumped)
+            num_jumped = sum(len(row.token_ids) for row in jumped)
+            num_prompt_tokens -= num_jumped
             num_waited = sum(len(request.prompt_token_ids) for request in self.requests)
             # Of those with a new slot some were running: their slots are rewritten.
-            counts = range(num_decodes, len(plan.decodes) + 1)
+            counts = range(num_decodes + num_jumped, len(plan.decodes) + num_jumped + 1)
             rooms = [self.chunk.room(count, num_waited, [num_waited]) for count in counts]
             assert num_prompt_tokens <= max(room.num_tokens + room.to_end for room in rooms)
             self.seen["chunk beside decodes"] += num_prompt_tokens == self.chunk.chunk_tokens

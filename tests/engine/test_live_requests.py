@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from asyncllm import (
     RequestOutput,
     SamplingParams,
 )
-from asyncllm.engine import live_requests
+from asyncllm.engine import engine_steps, live_requests
 from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import TokenUpdate
+from asyncllm.worker.worker import Worker
 from tests.engine.builders import scheduled_requests
 from tests.engine.test_async_engine import (
     ENDLESS,
@@ -272,3 +275,29 @@ def test_prompts_are_hashed_when_the_device_has_their_step() -> None:
 
     run(test())
     assert found == [False, True]
+
+
+@pytest.mark.parametrize("runs_on_host", [False, True])
+def test_the_last_moment_before_a_plan_is_no_turns_that_keep_the_gil_from_a_step(
+    monkeypatch: pytest.MonkeyPatch, runs_on_host: bool
+) -> None:
+    """The clock moves by what is slept, and by an eighth of a timer's tick in each turn."""
+    now, slept = [100.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds or 1 / 8
+
+    async def test() -> None:
+        async with small_engine() as engine:
+            steps = core_of(engine).steps
+            with monkeypatch.context() as patch:
+                patch.setattr(Worker, "runs_on_host", runs_on_host)
+                patch.setattr(PlanTime, "seconds_to_wait", lambda self, now: 3.5)
+                patch.setattr(engine_steps, "TIMER_SECONDS", 1.0)
+                patch.setattr(engine_steps, "time", SimpleNamespace(monotonic=lambda: now[0]))
+                patch.setattr(engine_steps, "asyncio", SimpleNamespace(sleep=sleep))
+                await steps.linger()
+
+    run(test())
+    assert slept == [2.5, *([] if runs_on_host else [0] * 8)]

@@ -394,6 +394,18 @@ def test_a_jump_beside_a_long_prompt_does_not_wait_for_it() -> None:
     assert prefilling(scheduler.plan()) == [("r2", 3, 3), ("r1", 17, 7)]
 
 
+def test_who_jumps_waits_for_no_more_of_a_prompt_than_who_decodes() -> None:
+    """And its tokens are part of what fills a captured size."""
+    policy = ChunkPolicy(512, (256, 512, 640))
+    scheduler = make_scheduler(num_pages=2000, max_num_batched_tokens=4096, chunk_policy=policy)
+    seq = add(scheduler, make_request(1, [1, 2, 3], max_tokens=100))
+    scheduler.plan()
+    scheduler.jump(seq, [6, 7, 8])
+    add(scheduler, make_request(2, range(1000, 5000)))
+    plan = scheduler.plan()
+    assert prefilling(plan) == [("r1", 3, 3), ("r2", 0, 509)]
+
+
 def test_a_jump_of_a_penalised_sequence_tells_the_device_all_it_has_said() -> None:
     scheduler = make_scheduler()
     seq = add(scheduler, make_request(1, range(3), presence_penalty=1.0))

@@ -51,6 +51,21 @@ def test_snapshot_of_a_live_engine() -> None:
     run(main())
 
 
+def test_an_answer_that_was_given_is_in_the_snapshot() -> None:
+    """Observers hear of its last step a turn of the loop later."""
+
+    async def main() -> None:
+        async with small_engine() as engine:
+            await engine.generate("Once upon a time", SamplingParams(max_tokens=3, ignore_eos=True))
+            totals, recorded = engine.snapshot().totals, len(engine.recorder.timeline)
+            assert (totals.generation_tokens, totals.finished["length"]) == (3, 1)
+            await settle(engine)
+            ids = [step.step_id for step in engine.snapshot().steps]
+            assert recorded < len(ids) and ids == sorted(set(ids)), "each once"
+
+    run(main())
+
+
 def test_picture_of_pages() -> None:
     pool = PagePool(6, first=1)
     pages = [pool.take() for _ in range(4)]
