@@ -77,7 +77,10 @@ class EngineArgs:
     )
     chunked_prefill_size: int | None = field(
         default=None,
-        metadata={"help": "prompt tokens per step beside running decodes, default: measured"},
+        metadata={
+            "help": "prompt tokens per step beside running decodes; on an idle device, of all but "
+            "the first prompt; default: measured"
+        },
     )
     scheduling_policy: SchedulingPolicy = field(
         default="fcfs", metadata={"help": "priority: lower numbers first"}
