@@ -109,7 +109,7 @@ class Meter:
         core.steps.finish = count  # type: ignore[method-assign]
         self.wrap(core.steps, "finish", "finish")
         self.wrap(core.steps, "tell", "finish", "text", "emit")
-        self.wrap(core.steps, "_observe", "finish")
+        self.wrap(core.steps, "observe", "finish")
 
     def reset(self) -> None:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
