@@ -16,8 +16,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from asyncllm.attention.device_trial import quickest
 from asyncllm.graphs.captured_sizes import CapturedSizes
-from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Trial, Way, quickest
+from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Trial, Way
 from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.types import PADDING_SLOT
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from asyncllm.attention.device_trial import seconds_by_turns
 from asyncllm.types import PADDING_PAGE
 from asyncllm.worker.device_state import DeviceState
 
@@ -37,21 +39,12 @@ class DecodeTrial:
     def __call__(self, slots: torch.Tensor, replays: Sequence[Replay]) -> list[float]:
         """The quickest of NUM_ROUNDS, in which the graphs take turns, in seconds.
 
-        Nothing waits between them, so that launching hides behind the device as it does in
-        service; whoever held the GIL or the clock for a while spoils one time of several.
+        Whoever held the GIL or the clock for a while spoils one time of several.
         """
         with self._rows(slots) as positions:
-            timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in replays]
-            for _ in range(NUM_ROUNDS):
-                for replay, events in zip(replays, timed, strict=True):
-                    positions.fill_(self._position)  # a step moves on
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    start.record()
-                    replay()
-                    end.record()
-                    events.append((start, end))
-            torch.cuda.current_stream().synchronize()  # to read the times
-        return [min(start.elapsed_time(end) for start, end in row) / 1e3 for row in timed]
+            a_step_moves_on = partial(positions.fill_, self._position)
+            rounds = seconds_by_turns(replays, NUM_ROUNDS, a_step_moves_on)
+        return [min(seconds) for seconds in rounds]
 
     @contextmanager
     def _rows(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:

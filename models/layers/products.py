@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from asyncllm.attention.device_trial import quickest, seconds_by_turns
 from asyncllm.models.layers.cublas_lt import ALIGNMENT_BYTES, Shape
 from asyncllm.models.layers.kept_choices import Choices, KeptChoices
 
 logger = logging.getLogger("asyncllm")
 
-LEAST_GAIN = 0.02  # below it torch's own choice stays: a measurement is as noisy
 COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as in a step
 MOST_WEIGHTS = 32
 ROUNDS = 2
@@ -107,10 +107,9 @@ class Products:
                 self._run(x, weight, algorithm)
 
         seconds = self._time_ways([partial(run, each) for each in algorithms], len(weights))
-        best = min(range(len(seconds)), key=seconds.__getitem__)
         times = ", ".join(f"{each * 1e6 / len(weights):.1f}" for each in seconds)
         logger.debug("%s: torch and cuBLAS's algorithms take %s us", shape, times)
-        return algorithms[best] if seconds[best] < seconds[0] * (1 - LEAST_GAIN) else None
+        return algorithms[quickest(seconds)]
 
     def _run(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes | None) -> torch.Tensor:
         if algorithm is None:
@@ -126,19 +125,10 @@ def time_on_device(ways: Ways, num_launches: int) -> list[float]:
     for way in ways:
         way()  # loads its kernel
     torch.cuda._sleep(CYCLES_PER_LAUNCH * num_launches * len(ways) * ROUNDS)
-    timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ways]
-    for _ in range(ROUNDS):
-        for way, events in zip(ways, timed, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            way()
-            end.record()
-            events.append((start, end))
-    torch.cuda.current_stream().synchronize()
-    return [quickest([start.elapsed_time(end) / 1e3 for start, end in events]) for events in timed]
+    return [least(seconds) for seconds in seconds_by_turns(ways, ROUNDS)]
 
 
-def quickest(seconds: Sequence[float]) -> float:
+def least(seconds: Sequence[float]) -> float:
     """Of one way's rounds. Raises `RuntimeError` where they are too different to say anything: what
     was measured beside another process would be kept for ever."""
     if max(seconds) > MOST_SPREAD * min(seconds):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm.attention.device_trial import LEAST_GAIN, quickest
 from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_ways import LAYERS, LEAST_GAIN, DecodeStep, Way, quickest
+from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Way
 from asyncllm.graphs.pool import GraphPool
 from tests.worker.recorded_graph import RecordedGraph
 

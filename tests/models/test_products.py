@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,15 @@ import torch.nn.functional as F
 
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 from asyncllm.models.layers.kept_choices import Choices, KeptChoices
-from asyncllm.models.layers.products import MOST_WEIGHTS, Products, Ways, quickest
+from asyncllm.models.layers.products import (
+    MOST_WEIGHTS,
+    ROUNDS,
+    Products,
+    Ways,
+    least,
+    time_on_device,
+)
+from tests.device_clock import DeviceClock
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
 SIZES = (4, 8)
@@ -215,7 +223,25 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     assert ran(ours, library, x, weight) == [ALGORITHMS[0]]
 
 
+def test_the_device_is_asked_by_turns_once_each_kernel_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, order = DeviceClock(monkeypatch), []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("busy"))
+
+    def way(name: str, ms: float) -> Callable[[], None]:
+        def run() -> None:
+            order.append(name)
+            clock.ms += ms if "busy" in order else 40.0
+
+        return run
+
+    seconds = time_on_device([way("a", 2.0), way("b", 1.0)], 1)
+    assert seconds == pytest.approx([2e-3, 1e-3])
+    assert order == ["a", "b", "busy", *["a", "b"] * ROUNDS]
+
+
 def test_what_is_measured_beside_anothers_work_is_no_measurement() -> None:
-    assert quickest([1.2, 1.0, 1.1]) == 1.0
+    assert least([1.2, 1.0, 1.1]) == 1.0
     with pytest.raises(RuntimeError, match="other work: it took 10, 30 us"):
-        quickest([1e-5, 3e-5])
+        least([1e-5, 3e-5])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,40 +18,23 @@ from asyncllm.worker import decode_choice, step_captures
 from asyncllm.worker.decode_trial import CONTEXT_TOKENS, NUM_ROUNDS, DecodeTrial
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.model_runner import ModelRunner
+from tests.device_clock import DeviceClock
 from tests.worker.recorded_graph import RecordedGraph
 
 CPU = torch.device("cpu")
 MS = 1e-3
 
 
-class Clock:
-    """The device's, as the events of a trial see it."""
-
-    def __init__(self) -> None:
-        self.ms = 0.0
-
-    def event(self, enable_timing: bool) -> SimpleNamespace:
-        assert enable_timing
-        event = SimpleNamespace(ms=None)
-        event.record = lambda: setattr(event, "ms", self.ms)
-        event.elapsed_time = lambda end: end.ms - event.ms
-        return event
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", clock.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
+    return DeviceClock(monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("block_size", "table", "row_pages"),
     [(16, 40, 32), (16, 33, 32), (16, 32, 31), (16, 1, 0), (256, 40, 2), (2048, 4, 0)],
 )
-def test_rows(clock: Clock, block_size: int, table: int, row_pages: int) -> None:
+def test_rows(clock: DeviceClock, block_size: int, table: int, row_pages: int) -> None:
     num_pages, num_rows, position = 7, 3, row_pages * block_size
     state = DeviceState(5, table, 8, CPU)
     state.positions[4], state.block_tables[4] = 77, 77  # of a row that is not timed
@@ -80,7 +62,7 @@ def test_rows(clock: Clock, block_size: int, table: int, row_pages: int) -> None
     assert state.positions[4] == 77 and (state.block_tables[4] == 77).all()
 
 
-def test_the_quickest_of_some_counts_and_they_take_turns(clock: Clock) -> None:
+def test_the_quickest_of_some_counts_and_they_take_turns(clock: DeviceClock) -> None:
     """Another thread that has the GIL for a while must not decide."""
     order: list[str] = []
     delays = iter([40.0, *[0.0] * (2 * NUM_ROUNDS - 2), 30.0])
@@ -99,7 +81,7 @@ def test_the_quickest_of_some_counts_and_they_take_turns(clock: Clock) -> None:
     assert order == ["a", "b"] * NUM_ROUNDS
 
 
-def test_nothing_is_left_where_a_step_fails(clock: Clock) -> None:
+def test_nothing_is_left_where_a_step_fails(clock: DeviceClock) -> None:
     state = DeviceState(3, 40, 8, CPU)
     slots = torch.zeros(2, dtype=torch.int32)
 
@@ -113,7 +95,7 @@ def test_nothing_is_left_where_a_step_fails(clock: Clock) -> None:
 
 
 def test_a_later_trial_writes_to_no_page_that_is_cached(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: DeviceClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads what is in the prefix cache, while nothing runs, and leaves it as it was."""
 
