@@ -83,7 +83,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
 def _select_products(
     device: torch.device, dtype: torch.dtype, sizes: Collection[int]
 ) -> Products | None:
-    """None, for torch's own, where there is no library to choose with."""
+    """None, for torch's own, where nothing is captured or there is no library to choose with."""
+    if not sizes:
+        return None
     try:
         library = CublasLt(dtype, device)
     except (OSError, RuntimeError) as error:

@@ -271,7 +271,10 @@ class Worker:
     @property
     def _captured_sizes(self) -> set[int]:
         """Tokens of the steps that are captured, or will be."""
-        return {*self._config.prefill_graph_sizes, *self._config.cuda_graph_sizes}
+        config = self._config
+        if config.enforce_eager:
+            return set()
+        return {*config.prefill_graph_sizes, *config.cuda_graph_sizes}
 
     @property
     def _most_tokens(self) -> int:
