@@ -155,19 +155,3 @@ def test_bytecode_that_is_kept_by_hash_is_left_to_python(tmp_path: Path) -> None
     assert compile_ahead._is_compiled(source)
     source.write_text("XY = 12\n")
     assert not compile_ahead._is_compiled(source)
-
-
-def test_cores_that_a_container_pays_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    monkeypatch.setattr(compile_ahead, "CGROUP", tmp_path)
-    assert compile_ahead.num_cores() == 16
-    quota = tmp_path / "cpu.max"
-    for text, cores in (("max 100000\n", 16), ("350000 100000\n", 3), ("9900000 100000\n", 16)):
-        quota.write_text(text)
-        assert compile_ahead.num_cores() == cores
-    quota.unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    for text, cores in (("-1\n", 16), ("350000\n", 3)):
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(text)
-        assert compile_ahead.num_cores() == cores
