@@ -1,7 +1,7 @@
 """Modules compiled by other processes while this one imports: for a start without bytecode.
 
 Python compiles what it imports in the importing thread, a file after another: thirteen seconds of a
-first start. Spare cores do it here, ahead of that thread (import_walk.py), which then finds
+first start. Spare cores do it here, ahead of that thread (import_walk), which then finds
 bytecode. Nothing depends on them: what they have not compiled in time, or cannot, is compiled as
 ever. They end when done, and with this process. A start that finds bytecode asks for none of it.
 """
@@ -18,7 +18,7 @@ from threading import Thread
 
 from asyncllm.cores import num_cores
 
-SCRIPT = Path(__file__).with_name("import_walk.py")
+SCRIPT = Path(__file__).with_name("import_walk") / "__main__.py"
 SPARE_CORES = 2  # for the importing thread, and for those of CUDA and of the weights
 MIN_WORKERS = 2
 MAX_WORKERS = 12
