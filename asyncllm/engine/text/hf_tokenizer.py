@@ -50,7 +50,7 @@ def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return hf
 
 
-def _reading_once(generic: type) -> type:
+def _reading_once(generic: Any) -> Any:
     """That class, but its constructor reads the file, as it does by itself from 5.21 on."""
 
     def convert_to_native_format(cls: type, **kwargs: Any) -> dict[str, Any]:
