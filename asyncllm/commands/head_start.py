@@ -17,15 +17,20 @@ from asyncllm.commands.bytecode import keep_bytecode
 from asyncllm.commands.compile_ahead import compile_ahead
 from asyncllm.commands.unopened import leave_unopened
 
-UNOPENED = {"transformers": "transformers", "flashinfer": "flashinfer-python"}
+# Packages -> where they were installed from, and names that their own modules ask them for
+# (transformers 5.17's do).
+UNOPENED: dict[str, tuple[str, dict[str, str]]] = {
+    "transformers": ("transformers", {"AddedToken": "tokenization_utils_base"}),
+    "flashinfer": ("flashinfer-python", {}),
+}
 
 
 def take_head_start(device: str) -> Thread | None:
     """`device`: as the flag has it. Returns the thread that makes the context, where one may be."""
     keep_bytecode()
     compile_ahead(UNOPENED)
-    for package, distribution in UNOPENED.items():
-        leave_unopened(package, distribution)
+    for package, (distribution, known) in UNOPENED.items():
+        leave_unopened(package, distribution, known)
     # Triton's own search for backends reads what every installed distribution declares.
     os.environ.setdefault("TRITON_BACKENDS_IN_TREE", "1")
     if device == "cpu":

@@ -1,15 +1,16 @@
 """A package whose modules can be imported before its own `__init__` has run.
 
 transformers' `__init__` reads a table of all its models, FlashInfer's imports all its kernels'
-Python: half a second of a start, for nothing that is served. Their modules do not need it. Who asks
-for what only `__init__` brings (`from transformers import AutoTokenizer`) has it run first, and
-notices no difference.
+Python: half a second of a start, for nothing that is served. Their modules do not need it, or only
+a name whose module is known. Who asks for what only `__init__` brings (`from transformers import
+AutoTokenizer`) has it run first, and notices no difference.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
 from types import ModuleType
@@ -17,10 +18,12 @@ from types import ModuleType
 OPENING_SECONDS = 30.0  # longer than any package takes
 
 
-def leave_unopened(package: str, distribution: str) -> None:
+def leave_unopened(package: str, distribution: str, known: Mapping[str, str] | None = None) -> None:
     """For a process that is ours, and only where the package is neither missing nor imported.
 
     distribution: its name where it was installed from, which knows its `__version__`.
+    known: names that `__init__` brings, each with the module of the package that it is from: to ask
+    for one opens nothing.
     """
     if package in sys.modules:
         return
@@ -33,6 +36,7 @@ def leave_unopened(package: str, distribution: str) -> None:
         module.__dict__["__version__"] = version(distribution)  # their modules ask for it
     except PackageNotFoundError:  # installed in a way of its own
         return
+    module.__dict__["_known"] = dict(known or {})
     sys.modules[package] = module
 
 
@@ -41,10 +45,13 @@ class _Unopened(ModuleType):
 
     _opening = RLock()
     _is_opened = False
+    _known: dict[str, str]
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # the import system looks for some, as in any module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name in self._known:
+            return getattr(importlib.import_module(f"{self.__name__}.{self._known[name]}"), name)
         module = self._opened()
         return super().__getattribute__(name) if module is self else getattr(module, name)
 

@@ -17,11 +17,10 @@ from functools import partial
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine.input_processor import InputProcessor, end_of_text_ids
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger
-from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.worker.worker import Worker
 
@@ -48,9 +47,7 @@ class CoreLoader:
             await asyncio.gather(text, return_exceptions=True)
             raise
         try:
-            tokenizer, vocabulary = await text
-            inputs = InputProcessor(config, tokenizer, worker.memory.max_model_len)
-            inputs.grammars.vocabulary = vocabulary
+            inputs = InputProcessor(config, await text, worker.memory.max_model_len)
             return EngineCore(config, worker, inputs, recorder, stat_loggers)
         except BaseException:
             worker.close()
@@ -85,18 +82,10 @@ def _close(loading: Future[Worker]) -> None:
         loading.result().close()
 
 
-def _load_text(
-    config: EngineConfig, imported: Future[None]
-) -> tuple[Tokenizer | None, Vocabulary | None]:
-    """The tokenizer, and what grammars need of it, which is no work for the first request."""
+def _load_text(config: EngineConfig, imported: Future[None]) -> Tokenizer | None:
     imported.result()
     if config.tokenizer_path is None:
-        return None, None
-    tokenizer = Tokenizer.from_folder(
+        return None
+    return Tokenizer.from_folder(
         config.tokenizer_path, config.chat_template, config.chat_template_content_format
     )
-    try:
-        ends = end_of_text_ids(config, tokenizer)
-        return tokenizer, Vocabulary(tokenizer, config.model.vocab_size, ends)
-    except ValueError:  # said to the requests that ask for a grammar
-        return tokenizer, None

@@ -66,7 +66,14 @@ class EngineCore:
             lambda: self.live.scheduler.num_requests,
             lambda: str(self.live.scheduler.stats()),
         )
-        self.steps = EngineSteps(worker, self.live, self.watchdog, recorder, stat_loggers)
+        self.steps = EngineSteps(
+            worker,
+            self.live,
+            self.watchdog,
+            recorder,
+            stat_loggers,
+            later=[input_processor.grammars.prepare],
+        )
         self.dead: str | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")

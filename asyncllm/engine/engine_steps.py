@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,13 +34,16 @@ from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 
-QUIET_SECONDS = 0.25  # without a request, before graphs are captured
-PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
+QUIET_SECONDS = 0.25  # without a request, before what was left for later
+PAUSE_SECONDS = 0.01  # between two parts of it: HTTP gets its turn
 TIMER_SECONDS = 1e-3  # that timers count in: what is less is waited for in turns of the loop
 
 
 class EngineSteps:
-    """Implements `pipeline.Steps`. Made on the loop that it runs on."""
+    """Implements `pipeline.Steps`. Made on the loop that it runs on.
+
+    `later`: work that no start waits for, each part for a moment without requests.
+    """
 
     def __init__(
         self,
@@ -48,12 +52,14 @@ class EngineSteps:
         watchdog: Watchdog,
         recorder: Recorder,
         stat_loggers: list[StatLogger],
+        later: Iterable[Callable[[], None]] = (),
     ) -> None:
         self._worker = worker
         self._live = live
         self._watchdog = watchdog
         self._recorder = recorder
         self._stat_loggers = stat_loggers
+        self._later = deque(later)
         self._lag = LoopLag(recorder.loop_lag.observe)
         self.clock = StepClock()
         self._plan_time = PlanTime()
@@ -198,16 +204,19 @@ class EngineSteps:
                 self._stat_loggers.remove(stat_logger)
 
     async def idle(self) -> None:
-        """Until a request arrives. After a moment of quiet, graphs that were left for later."""
+        """Until a request arrives. After a moment of quiet, what was left for later."""
         self._work.clear()
         self.clock.idle()
         self._plan_time.idle()
         patience = QUIET_SECONDS
-        while not self._live.scheduler.waiting and self._worker.num_pending_graphs:
+        while not self._live.scheduler.waiting and (self._worker.num_pending_graphs or self._later):
             await self._work_within(patience)
             if self._live.scheduler.waiting:
                 return
-            self._worker.capture_one()
+            if self._worker.num_pending_graphs:  # first: more requests need them
+                self._worker.capture_one()
+            else:
+                self._later.popleft()()
             patience = PAUSE_SECONDS
         if not self._live.scheduler.waiting:
             await self._work.wait()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm.commands import unopened
+from asyncllm.commands.head_start import UNOPENED
 from asyncllm.commands.unopened import leave_unopened
 from tests.waiting import PATIENCE_SECONDS
 
@@ -46,6 +47,13 @@ def test_modules_do_not_open_it_and_names_do(package: Path) -> None:
     assert "whole" in dir(made_up)
     importlib.import_module(f"{NAME}.other")
     assert made_up.other.__name__ == f"{NAME}.other"
+
+
+def test_a_known_name_does_not_open_it(package: Path) -> None:
+    leave_unopened(NAME, "made-up", {"half": "part"})
+    made_up = importlib.import_module(NAME)
+    assert made_up.half == 21 and "whole" not in vars(made_up)
+    assert made_up.whole == 42 and made_up.half == 21
 
 
 def test_another_module_in_its_place(package: Path) -> None:
@@ -101,6 +109,14 @@ def test_what_is_left_as_it_is(package: Path, monkeypatch: pytest.MonkeyPatch) -
     imported = importlib.import_module(NAME)
     leave_unopened(NAME, "made-up")
     assert importlib.import_module(NAME) is imported and "whole" in vars(imported)
+
+
+def test_known_names_are_those_of_the_open_package() -> None:
+    for package, (_, known) in UNOPENED.items():
+        for name, module in known.items():
+            opened = importlib.import_module(package)
+            source = importlib.import_module(f"{package}.{module}")
+            assert getattr(opened, name) is getattr(source, name)
 
 
 def test_transformers_serves_unopened_and_opens() -> None:

@@ -22,9 +22,10 @@ from asyncllm import (
     RequestOutputKind,
     SamplingParams,
 )
+from asyncllm.engine import engine_steps, input_processor
 from asyncllm.engine.admission import Admission
 from asyncllm.step_plan import StepPlan
-from tests.waiting import run, until
+from tests.waiting import PATIENCE_SECONDS, run, until
 
 SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 120,
@@ -71,6 +72,29 @@ def test_awaited_and_iterated_agree() -> None:
             assert "".join(p.text for p in parts) == final.outputs[0].text
             assert [t for p in parts for t in p.token_ids] == final.outputs[0].token_ids
             engine.check_idle()
+
+    run(main())
+
+
+def test_what_grammars_need_is_made_when_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def noted(*args: Any) -> object:
+        made.append(args)
+        return object()
+
+    monkeypatch.setattr(input_processor, "Vocabulary", noted)
+
+    async def main() -> None:
+        monkeypatch.setattr(engine_steps, "QUIET_SECONDS", PATIENCE_SECONDS)
+        async with small_engine() as engine:
+            await engine.generate("Once", GREEDY)
+            assert not made
+        monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 0.0)
+        async with small_engine() as engine:
+            await until(lambda: made)
+            await engine.generate("Once", GREEDY)
+            assert len(made) == 1
 
     run(main())
 

@@ -204,6 +204,36 @@ def test_threads_end_with_the_work(compiler: GrammarCompiler, compiled: Compiled
     assert threading.stack_size() != compiler_module.COMPILE_STACK_BYTES
 
 
+def test_the_vocabulary_is_made_once_before_or_with_the_first_grammar(
+    vocabulary: Vocabulary,
+) -> None:
+    for prepares in (True, False):
+        made: list[Vocabulary] = []
+
+        def make(made: list[Vocabulary] = made) -> Vocabulary:
+            made.append(vocabulary)
+            return vocabulary
+
+        compiler = GrammarCompiler(make)
+        if prepares:
+            compiler.prepare()
+            assert len(made) == 1
+        compiler.compile(StructuredOutputsParams(choice=["a"]))
+        compiler.prepare()
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("no token ends"), BaseException("panic")])
+def test_what_cannot_be_prepared_is_told_to_the_first_grammar(error: BaseException) -> None:
+    def make() -> Vocabulary:
+        raise error
+
+    compiler = GrammarCompiler(make)
+    compiler.prepare()
+    with pytest.raises((InvalidRequestError, RuntimeError), match=str(error)):
+        compiler.compile(StructuredOutputsParams(choice=["a"]))
+
+
 def test_a_model_without_tokens_bytes_is_said(tokenizer: Tokenizer) -> None:
     for tokens, ends in ((None, [2]), (tokenizer, [])):
         compiler = GrammarCompiler(lambda t=tokens, e=ends: Vocabulary(t, 4096, e))  # type: ignore[misc]

@@ -10,6 +10,7 @@ references, and a stack that overflows would end the process.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -31,6 +32,8 @@ from asyncllm.engine.structured.matchers import (
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.errors import InvalidRequestError, QueueFullError
 from asyncllm.structured_outputs import PARAM, StructuredOutputsParams
+
+logger = logging.getLogger("asyncllm")
 
 STRUCTURED_OUTPUT_COMPILE_SECONDS = 5.0
 MAX_CONCURRENT_COMPILES = 2
@@ -69,10 +72,10 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """`vocabulary`: given by who starts the engine; else made by `make_vocabulary` on first use."""
+    """`make_vocabulary` is called on first use, or by `prepare`."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
-        self.vocabulary: Vocabulary | None = None
+        self._vocabulary: Vocabulary | None = None
         self._make_vocabulary = make_vocabulary
         self._executor: LLExecutor | None = None  # its threads come with the first grammar
         self._lock = threading.Lock()  # of all below; held for a moment
@@ -86,6 +89,16 @@ class GrammarCompiler:
     @property
     def num_cached(self) -> int:
         return len(self._cache)
+
+    def prepare(self) -> None:
+        """Make the vocabulary, before a grammar has to wait for it."""
+        try:
+            with self._preparing:
+                self._vocabulary = self._vocabulary or self._make_vocabulary()
+        except ValueError:  # said to the requests that ask for a grammar
+            pass
+        except BaseException:  # a panic of the library too, which they meet again
+            logger.exception("structured outputs could not be prepared")
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """Blocks. Raises `InvalidRequestError` naming the field, `QueueFullError`."""
@@ -206,11 +219,11 @@ class GrammarCompiler:
     def _prepare(self) -> tuple[Vocabulary, LLExecutor]:
         with self._preparing:
             try:
-                self.vocabulary = self.vocabulary or self._make_vocabulary()
+                self._vocabulary = self._vocabulary or self._make_vocabulary()
             except ValueError as error:
                 raise InvalidRequestError(f"{PARAM} is not supported: {error}", PARAM) from None
             self._executor = self._executor or LLExecutor(_num_fill_threads())
-            return self.vocabulary, self._executor
+            return self._vocabulary, self._executor
 
     def _too_slow(
         self, future: Future[CompiledGrammar], params: StructuredOutputsParams

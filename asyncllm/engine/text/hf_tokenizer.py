@@ -3,6 +3,9 @@
 AutoTokenizer brings in the family's configuration class, and with some versions the generation
 code with scikit-learn and pandas: seconds of a start. For the declarations below the class that it
 chooses is known (a test asks it); every other folder is AutoTokenizer's to load.
+
+To read a vocabulary keeps the GIL, while the model's thread wants it: here that happens once.
+transformers reads the file for its few added tokens alone, and before 5.21 copied what it had read.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _GENERIC = ("transformers.tokenization_utils_tokenizers", "TokenizersBackend")
@@ -27,17 +31,54 @@ _KNOWN = {
         "Qwen2TokenizerFast": _QWEN2,
     },
 }
+# Files that transformers adds to the tokens of tokenizer.json where the configuration names none.
+_MORE_TOKENS = ("special_tokens_map.json", "added_tokens.json")
 
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Raises what the library raises, which has no common base."""
     known = _known_class(folder)
-    if known is not None:
-        module, name = known
-        return getattr(import_module(module), name).from_pretrained(folder, local_files_only=True)
-    from transformers import AutoTokenizer
+    if known is None:
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    module, name = known
+    chosen = getattr(import_module(module), name)
+    loading = _reading_once(chosen) if known == _GENERIC else chosen
+    hf = loading.from_pretrained(folder, local_files_only=True, **_added_tokens(folder))
+    hf.__class__ = chosen
+    return hf
+
+
+def _reading_once(generic: Any) -> Any:
+    """That class, but its constructor reads the file, as it does by itself from 5.21 on."""
+
+    def convert_to_native_format(cls: type, **kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+    return type(
+        generic.__name__,
+        (generic,),
+        {"convert_to_native_format": classmethod(convert_to_native_format)},
+    )
+
+
+class _AddedTokens(msgspec.Struct):
+    """Of a tokenizer.json; the vocabulary is passed over."""
+
+    added_tokens: list[dict[str, Any]]
+
+
+def _added_tokens(folder: Path) -> dict[str, Any]:
+    """The argument that spares transformers reading the file for them; none where others decide."""
+    declared = "added_tokens_decoder" in _read(folder / "tokenizer_config.json")
+    if declared or any((folder / name).exists() for name in _MORE_TOKENS):
+        return {}
+    try:
+        file = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_AddedTokens)
+        return {"added_tokens_decoder": {token.pop("id"): token for token in file.added_tokens}}
+    except (OSError, ValueError, KeyError):  # transformers says what is wrong with it
+        return {}
 
 
 def _known_class(folder: Path) -> tuple[str, str] | None:

@@ -122,9 +122,7 @@ def _byte_level_alphabet() -> dict[int, int]:
     """GPT-2's code: printable Latin-1 stands for itself, other bytes for characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {0x100 + i: byte for i, byte in enumerate(others)}
-    # A Latin-1 character outside the code must not pass for a byte: send it beyond Latin-1.
-    return alphabet | dict.fromkeys(others, 0x100)
+    return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
 
 
 _ALPHABET = _byte_level_alphabet()
@@ -132,7 +130,7 @@ _ALPHABET = _byte_level_alphabet()
 
 def _byte_level_bytes(token: str) -> bytes:
     try:
-        return token.translate(_ALPHABET).encode("latin-1")
+        return codecs.charmap_encode(token, "strict", _ALPHABET)[0]
     except UnicodeEncodeError:  # an added token: it stands for its own text
         return token.encode()
 
