@@ -4,8 +4,9 @@
 // of up, so that a thread ends with both of the same output and writes their SwiGLU; the products
 // themselves never leave the block. One thread copies, as far ahead as there is shared memory, weights
 // before the kernel before has ended; two groups of four warps have 64 rows each and multiply. The
-// blocks of a pair are neighbours, in rows or in features, and each copies half of what both need:
-// what comes from the second cache costs time and, where the card is at its power limit, clock.
+// tiles of a pair of blocks are below each other, an odd last row's side by side, and each block copies
+// half of what both need: what comes from the second cache costs time and, where the card is at its
+// power limit, clock.
 #include "gated/tensor_tiles.cuh"
 
 namespace {
@@ -28,7 +29,7 @@ struct Args {
     Matrix x, weight;
     uint16_t* out;
     int rows, features, num_slices;
-    int row_tiles, num_tiles;  // of a pair
+    int row_tiles, num_pairs;  // tiles below each other, pairs of tiles in all
 };
 
 struct Stage {
@@ -57,66 +58,67 @@ struct Turn {
     }
 };
 
-// Of the block's tile, by the number of the pair's. SAME_FEATURES: the pair's tiles are below each
-// other, else side by side.
-template <bool SAME_FEATURES>
-__device__ __forceinline__ int row_of(const Args& args, int tile) {
-    const int place = tile % args.row_tiles;
-    return (SAME_FEATURES ? 2 * place + rank_in_pair() : place) * ROWS;
-}
-template <bool SAME_FEATURES>
-__device__ __forceinline__ int feature_of(const Args& args, int tile) {
-    const int place = tile / args.row_tiles;
-    return (SAME_FEATURES ? place : 2 * place + rank_in_pair()) * FEATURES;
+// A block's, by the number of its pair's.
+struct Tile {
+    int row, feature;
+    bool is_below;  // or above, the other one of the pair; else they have the same rows
+};
+
+__device__ __forceinline__ Tile tile_of(const Args& args, int number) {
+    const int height = args.row_tiles / 2;              // in pairs, of a column of tiles
+    const int num = 2 * height + args.row_tiles % 2;    // pairs of two columns
+    const int column = number / num * 2, place = number % num, rank = rank_in_pair();
+    if (place < 2 * height)
+        return {(place % height * 2 + rank) * ROWS, (column + place / height) * FEATURES, true};
+    return {(args.row_tiles - 1) * ROWS, (column + rank) * FEATURES, false};
 }
 
-template <bool SAME_FEATURES>
 __device__ __forceinline__ void copy_x(const Args& args, Stage& stage, Signal& full, int slice,
-                                       int row) {
+                                       const Tile& tile) {
     const int column = slice * TILE_COLUMNS, half = rank_in_pair() * GROUP_ROWS;
-    if (SAME_FEATURES)
-        copy_box(stage.x, args.x, column, row, full);
-    else
-        copy_box_to_both(stage.x + half * ROW_BYTES, args.x, column, row + half, full);
+    if (!tile.is_below) {
+        copy_box_to_both(stage.x + half * ROW_BYTES, args.x, column, tile.row + half, full);
+        return;
+    }
+    for (int row = 0; row < ROWS; row += GROUP_ROWS)
+        copy_box(stage.x + row * ROW_BYTES, args.x, column, tile.row + row, full);
 }
-template <bool SAME_FEATURES>
 __device__ __forceinline__ void copy_weight(const Args& args, Stage& stage, Signal& full, int slice,
-                                            int feature) {
-    const int column = slice * TILE_COLUMNS, up = args.features + feature;
+                                            const Tile& tile) {
+    const int column = slice * TILE_COLUMNS, up = args.features + tile.feature;
     unsigned char* up_rows = stage.weight + FEATURES * ROW_BYTES;
-    if (!SAME_FEATURES) {
-        copy_box(stage.weight, args.weight, column, feature, full);
+    if (!tile.is_below) {
+        copy_box(stage.weight, args.weight, column, tile.feature, full);
         copy_box(up_rows, args.weight, column, up, full);
     } else if (rank_in_pair() == 0) {
-        copy_box_to_both(stage.weight, args.weight, column, feature, full);
+        copy_box_to_both(stage.weight, args.weight, column, tile.feature, full);
     } else {
         copy_box_to_both(up_rows, args.weight, column, up, full);
     }
 }
 
 // By one thread: all that the block multiplies, and half of what its neighbour does.
-template <bool SAME_FEATURES>
-__device__ __forceinline__ void copy(const Args& args, Shared& shared, int first_tile, int num_pairs) {
-    int row = row_of<SAME_FEATURES>(args, first_tile);
-    int feature = feature_of<SAME_FEATURES>(args, first_tile);
+__device__ __forceinline__ void copy(const Args& args, Shared& shared) {
+    const int first = block_index() / 2, step = num_blocks() / 2;
+    Tile tile = tile_of(args, first);
     const int early = args.num_slices < STAGES ? args.num_slices : STAGES;
     for (int i = 0; i < early; i++) {
         expect_bytes(shared.full[i], sizeof(Stage));
-        copy_weight<SAME_FEATURES>(args, shared.stages[i], shared.full[i], i, feature);
+        copy_weight(args, shared.stages[i], shared.full[i], i, tile);
     }
     wait_kernel_before();
     Turn turn;
     for (int i = 0; i < early; i++, turn.next())
-        copy_x<SAME_FEATURES>(args, shared.stages[i], shared.full[i], i, row);
-    for (int tile = first_tile, slice = early; tile < args.num_tiles; tile += num_pairs, slice = 0) {
-        row = row_of<SAME_FEATURES>(args, tile), feature = feature_of<SAME_FEATURES>(args, tile);
+        copy_x(args, shared.stages[i], shared.full[i], i, tile);
+    for (int pair = first, slice = early; pair < args.num_pairs; pair += step, slice = 0) {
+        tile = tile_of(args, pair);
         for (; slice < args.num_slices; slice++, turn.next()) {
             Stage& stage = shared.stages[turn.stage];
             Signal& full = shared.full[turn.stage];
             wait_signal(shared.empty[turn.stage], turn.parity ^ 1);
             expect_bytes(full, sizeof(Stage));
-            copy_x<SAME_FEATURES>(args, stage, full, slice, row);
-            copy_weight<SAME_FEATURES>(args, stage, full, slice, feature);
+            copy_x(args, stage, full, slice, tile);
+            copy_weight(args, stage, full, slice, tile);
         }
     }
 }
@@ -159,13 +161,11 @@ __device__ __forceinline__ void store(const Args& args, const float (&sums)[FEAT
 }
 
 // A group's rows of all the block's tiles.
-template <bool SAME_FEATURES>
-__device__ __forceinline__ void multiply(const Args& args, Shared& shared, int group, int first_tile,
-                                         int num_pairs) {
+__device__ __forceinline__ void multiply(const Args& args, Shared& shared, int group) {
     const int thread = thread_index() % 128, rank = thread / 32;
     const bool tells = thread % 32 == 0 && rank < 2;  // both blocks, for both copy to this one
     Turn turn;
-    for (int tile = first_tile; tile < args.num_tiles; tile += num_pairs) {
+    for (int pair = block_index() / 2; pair < args.num_pairs; pair += num_blocks() / 2) {
         float sums[FEATURES];
 #pragma unroll
         for (int i = 0; i < FEATURES; i++) sums[i] = 0;
@@ -180,12 +180,11 @@ __device__ __forceinline__ void multiply(const Args& args, Shared& shared, int g
         }
         wait_all_products(sums);
         if (tells) arrive_at(shared.empty[before], rank);
-        const int row = row_of<SAME_FEATURES>(args, tile) + group * GROUP_ROWS + thread / 32 * 16;
-        store(args, sums, row, feature_of<SAME_FEATURES>(args, tile));
+        const Tile tile = tile_of(args, pair);
+        store(args, sums, tile.row + group * GROUP_ROWS + thread / 32 * 16, tile.feature);
     }
 }
 
-template <bool SAME_FEATURES>
 __global__ void __launch_bounds__(NUM_THREADS, 1) gated_product(const __grid_constant__ Args args) {
     Shared& shared = shared_data();
     if (thread_index() == 0) {
@@ -198,22 +197,26 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) gated_product(const __grid_con
     start_kernel_after();
     sync_pair();
     const int group = thread_index() / 128 - 1;
-    const int pair = block_index() / 2, num_pairs = num_blocks() / 2;
     if (group < 0) {
         give_registers<COPY_REGISTERS>();
-        if (thread_index() == 0) copy<SAME_FEATURES>(args, shared, pair, num_pairs);
+        if (thread_index() == 0) copy(args, shared);
     } else {
         take_registers<REGISTERS>();
-        multiply<SAME_FEATURES>(args, shared, group, pair, num_pairs);
+        multiply(args, shared, group);
     }
     sync_pair();  // nobody copies to a block that has ended, or tells it of anything
 }
 
-template <bool SAME_FEATURES>
-int launch(const Request& request, int num_blocks, void* stream) {
-    const auto tiles_of = [](int size, int tile) { return (size + tile - 1) / tile; };
+int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
+
+}  // namespace
+
+// Returns a cudaError_t; -1 where the driver knows no such copies. num_blocks: that are on the device
+// at once.
+extern "C" int asyncllm_gated_product(const void* untyped, int num_blocks, void* stream) {
+    const auto& request = *static_cast<const Request*>(untyped);
     Args args;
-    if (!describe(args.x, request.x, request.rows, request.size, SAME_FEATURES ? ROWS : GROUP_ROWS)
+    if (!describe(args.x, request.x, request.rows, request.size, GROUP_ROWS)
         || !describe(args.weight, request.weight, 2 * static_cast<uint64_t>(request.features),
                      request.size, FEATURES))
         return -1;
@@ -221,21 +224,9 @@ int launch(const Request& request, int num_blocks, void* stream) {
     args.rows = request.rows;
     args.features = request.features;
     args.num_slices = request.size / TILE_COLUMNS;
-    args.row_tiles = tiles_of(request.rows, SAME_FEATURES ? 2 * ROWS : ROWS);
-    args.num_tiles
-        = args.row_tiles * tiles_of(request.features, SAME_FEATURES ? FEATURES : 2 * FEATURES);
-    const int num_pairs = num_blocks / 2 < args.num_tiles ? num_blocks / 2 : args.num_tiles;
-    return launch_pairs_after(gated_product<SAME_FEATURES>, args, num_pairs, NUM_THREADS,
+    args.row_tiles = tiles_of(request.rows, ROWS);
+    args.num_pairs = tiles_of(request.features, 2 * FEATURES) * args.row_tiles;
+    const int num_pairs = num_blocks / 2 < args.num_pairs ? num_blocks / 2 : args.num_pairs;
+    return launch_pairs_after(gated_product, args, num_pairs, NUM_THREADS,
                               sizeof(Shared) + ALIGNMENT, stream);
-}
-
-}  // namespace
-
-// Returns a cudaError_t; -1 where the driver knows no such copies. num_blocks: that are on the device
-// at once.
-extern "C" int asyncllm_gated_product(const void* request, int num_blocks, void* stream) {
-    const auto& asked = *static_cast<const Request*>(request);
-    const int tiles = (asked.rows + ROWS - 1) / ROWS;
-    return tiles % 2 ? launch<false>(asked, num_blocks, stream)
-                     : launch<true>(asked, num_blocks, stream);
 }

@@ -31,7 +31,7 @@ def function(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (100, 112, 128),  # a tile, fewer slices than stages; a pair with nothing for one
         (128, 240, 512),  # side by side, the last pair not full
         (129, 120, 448),  # below each other
-        (300, 232, 384),  # three below each other, side by side in pairs
+        (300, 340, 384),  # two below each other, the third beside its neighbour; a column without
     ],
 )
 def test_it_is_silu_of_one_product_times_the_other(
