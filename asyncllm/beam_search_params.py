@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncllm.param_checks import require, require_int
-from asyncllm.sampling_params import MAX_N, EarlyStopping, SamplingParams
+from asyncllm.sampling_limits import MAX_N
+from asyncllm.sampling_params import EarlyStopping, SamplingParams
 
 
 @dataclass(slots=True)

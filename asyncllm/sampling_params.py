@@ -1,12 +1,12 @@
 """What a request may ask of the sampler: vLLM's names, defaults and ranges, checked once.
 
-This is the one validator: HTTP and Python both end here. It knows no model, so limits that depend
-on the vocabulary or the context window are checked by the input processor.
+This is the one validator: HTTP and Python both end here; what one field may hold is in
+`sampling_limits.py`. It knows no model, so limits that depend on the vocabulary or the context
+window are checked by the input processor.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -15,33 +15,12 @@ from operator import attrgetter, is_not
 from typing import Any, Literal
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.param_checks import (
-    MAX_SEED,
-    check_strings,
-    check_token_ids,
-    require,
-    require_bool,
-    require_finite,
-    require_int,
-    token_id_of_key,
-)
+from asyncllm.param_checks import require
 from asyncllm.repetition_params import RepetitionDetectionParams, checked_repetition
+from asyncllm.sampling_limits import MAX_N, check_value, checked_bias
 from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
-MAX_N = 128
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_CHARS = 1024
-MAX_LOGIT_BIAS_ENTRIES = 1024
-MAX_STOP_TOKEN_IDS = 128
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARS = 1024
-MAX_LENGTH_PENALTY = 10.0
-MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary is larger
-MAX_LOGPROB_TOKEN_IDS = 128
-MAX_LOGITS_PROCESSORS = 64
-MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
-MAX_REPETITION_PENALTY = 10
 # What a beam search takes: its own, how the answer is shown, and what only drawing needs.
 BEAM_SEARCH_FIELDS = frozenset(
     [
@@ -125,7 +104,7 @@ class SamplingParams:
             self.stop = [self.stop]
         # What is the default itself needs no check: that is most of every request.
         for name in compress(_NAMES, map(is_not, _values_of(self), _DEFAULTS)):
-            _check_value(name, getattr(self, name))
+            check_value(name, _TYPES[name], getattr(self, name))
         self._check_together()
 
     @property
@@ -154,7 +133,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
         if self.logit_bias is not None:
-            self.logit_bias = _checked_bias(self.logit_bias)
+            self.logit_bias = checked_bias(self.logit_bias)
         if self.repetition_detection is not None:
             self.repetition_detection = checked_repetition(self.repetition_detection)
         self._check_search()
@@ -183,133 +162,6 @@ class SamplingParams:
 
 
 _NAMES = tuple(given.name for given in fields(SamplingParams))
+_TYPES = {given.name: given.type for given in fields(SamplingParams)}
 _DEFAULTS = tuple(given.default for given in fields(SamplingParams))
 _values_of = attrgetter(*_NAMES)
-
-
-def _check_value(name: str, value: Any) -> None:
-    """What one field's value must be, whatever the others are."""
-    if (check := _TYPE_CHECKS.get(name)) is not None:
-        check(name, value)
-    if value is not None and (limits := _LIMITS.get(name)) is not None:
-        is_within, wanted = limits
-        require(is_within(value), name, value, wanted)
-
-
-def _check_if_given(name: str, value: object) -> None:
-    if value is not None:
-        require_int(name, value)
-
-
-def _words(most: int, most_chars: int, wanted: str = "a list") -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        require(value is None or isinstance(value, list), name, value, wanted)
-        check_strings(name, value or [], most, most_chars)
-
-    return check
-
-
-def _token_ids(most: int, *, may_be_empty: bool) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        require(value is None or isinstance(value, list), name, value, "a list")
-        check_token_ids(name, value, most)
-        if value == [] and not may_be_empty:
-            raise InvalidRequestError(f"{name} must not be empty", name)
-
-    return check
-
-
-def _check_structured_outputs(name: str, value: object) -> None:
-    wanted = StructuredOutputsParams | None
-    require(isinstance(value, wanted), name, value, "StructuredOutputsParams")
-
-
-def _check_early_stopping(name: str, value: object) -> None:
-    is_known = isinstance(value, bool) or value == "never"
-    require(is_known, name, value, 'true, false or "never"')
-
-
-def _check_logits_processors(name: str, value: Any) -> None:
-    processors = value or []
-    require(isinstance(processors, list), name, processors, "a list of callables")
-    require(len(processors) <= MAX_LOGITS_PROCESSORS, name, f"{len(processors)} callables",
-             f"at most {MAX_LOGITS_PROCESSORS} callables")  # fmt: skip
-    for processor in processors:
-        require(callable(processor), name, processor, "a list of callables")
-        require(num_positional(processor) in (2, 3), name, processor,
-                 "callables of (output_token_ids, logits) or "
-                 "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
-
-
-def _checked_bias(given: Any) -> dict[int, float]:
-    require(isinstance(given, dict), "logit_bias", given, "a map of token ids to biases")
-    require(len(given) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", f"{len(given)} entries",
-             f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")  # fmt: skip
-    checked: dict[int, float] = {}
-    for key, bias in given.items():
-        require_finite("logit_bias", bias)
-        require(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
-        checked[token_id_of_key(key)] = float(bias)
-    require(len(checked) == len(given), "logit_bias", "one token twice",
-             "a map of distinct token ids")  # fmt: skip
-    return checked
-
-
-# By the annotations of the fields, and of the fields that have checks of their own.
-_CHECK_OF_TYPE: dict[object, Callable[[str, Any], None]] = {
-    "int": require_int,
-    "int | None": _check_if_given,
-    "bool": require_bool,
-    "float": require_finite,
-}
-_TYPE_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    given.name: _CHECK_OF_TYPE[given.type]
-    for given in fields(SamplingParams)
-    if given.type in _CHECK_OF_TYPE
-} | {
-    "stop": _words(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS, "a string or a list"),
-    "bad_words": _words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
-    "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS, may_be_empty=True),
-    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),
-    "logprob_token_ids": _token_ids(MAX_LOGPROB_TOKEN_IDS, may_be_empty=False),
-    "structured_outputs": _check_structured_outputs,
-    "early_stopping": _check_early_stopping,
-    "logits_processors": _check_logits_processors,
-}
-# field -> whether a value of its type is good, and how to say it
-_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
-    "length_penalty": (
-        lambda penalty: abs(penalty) <= MAX_LENGTH_PENALTY,
-        f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}",
-    ),
-    "presence_penalty": (lambda penalty: -2 <= penalty <= 2, "between -2 and 2"),
-    "frequency_penalty": (lambda penalty: -2 <= penalty <= 2, "between -2 and 2"),
-    "repetition_penalty": (
-        lambda penalty: MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY,
-        f"between {MIN_REPETITION_PENALTY} and {MAX_REPETITION_PENALTY}",
-    ),
-    "temperature": (lambda t: 0 <= t <= 100, "between 0 and 100"),
-    "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1"),
-    "top_k": (lambda k: k >= -1, "-1 or 0 (off) or at least 1"),
-    "min_p": (lambda p: 0 <= p <= 1, "between 0 and 1"),
-    "seed": (lambda seed: -MAX_SEED - 1 <= seed <= MAX_SEED, "a 64-bit integer"),
-    "max_tokens": (lambda number: number >= 1, "at least 1"),
-    "min_tokens": (lambda number: number >= 0, "at least 0"),
-    "logprobs": (lambda number: number >= 0, "at least 0"),
-    "prompt_logprobs": (lambda number: number >= 0, "at least 0"),
-    "thinking_token_budget": (lambda budget: budget >= -1, "-1 (no limit) or at least 0"),
-    "truncate_prompt_tokens": (
-        lambda number: number >= 1 or number == -1, "-1 (the context window) or at least 1"
-    ),
-}  # fmt: skip
-
-
-def num_positional(function: Callable[..., Any]) -> int | None:
-    """How many positional parameters it has; None where Python cannot tell."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(parameter.kind in kinds for parameter in parameters)

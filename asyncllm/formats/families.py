@@ -1,9 +1,10 @@
 """The formats of the families of models, under the names that vLLM gave them.
 
-Facts from the models' chat templates and cards. vLLM has a parser for reasoning and one for tool
-calls, and a user may combine any two: so there are two tables here, and `detection.py` joins the
-halves. Not here, because one pass over flat arguments cannot read them: kimi_k3 and minimax_m3
-(arguments as nested tags), inkling, and minimax_m2_append_think (reasoning left in the content).
+Facts from the models' chat templates and cards; what several of them write alike is in
+`call_syntaxes.py`. vLLM has a parser for reasoning and one for tool calls, and a user may combine
+any two: so there are two tables here, and `detection.py` joins the halves. Not here, because one
+pass over flat arguments cannot read them: kimi_k3 and minimax_m3 (arguments as nested tags),
+inkling, and minimax_m2_append_think (reasoning left in the content).
 """
 
 from __future__ import annotations
@@ -14,100 +15,42 @@ from asyncllm.formats.answer_format import (
     ChannelSyntax,
     JsonCall,
     LiteralArguments,
-    Markers,
     NamedJson,
     ReasoningMarks,
     TaggedArguments,
 )
-
-
-def _between(begin: str, end: str) -> CallSyntax:
-    """A JSON object between two markers, for each call."""
-    return CallSyntax(JsonCall(), call_begin=(begin,), call_end=(end,), separator="\n")
-
-
-def _json_list(begin: Markers, end: Markers = (), body: JsonCall | None = None) -> CallSyntax:
-    """A JSON list of calls behind a marker."""
-    return CallSyntax(body or JsonCall(), begin=(*begin, "["), separator=", ", end=("]", *end))
-
-
-def _function_tags(begin: Markers, end: Markers) -> CallSyntax:
-    """<function=name><parameter=key>value</parameter></function>, as in Qwen3-Coder."""
-    body = TaggedArguments(
-        (">\n",), "<parameter=", (">",), "</parameter>\n", ("</function>",), lines=True
-    )
-    return CallSyntax(body, call_begin=(*begin, "<function="), call_end=end, separator="\n")
-
-
-def _invoke_tags(
-    begin: Markers,
-    end: Markers,
-    *,
-    prefix: str = "",
-    tells_strings: bool = False,
-    call_begin: Markers = (),
-    call_end: Markers = (),
-    separator: str = "\n",
-) -> CallSyntax:
-    """<invoke name="..."><parameter name="...">; arguments may tell whether they are strings."""
-    body = TaggedArguments(
-        name_end=('">\n',),
-        key_begin=f'<{prefix}parameter name="',
-        key_end=('" string="false">',) if tells_strings else ('">',),
-        string_key_end=('" string="true">',) if tells_strings else (),
-        value_end=f"</{prefix}parameter>\n",
-        end=(f"</{prefix}invoke>",),
-    )
-    call_begin = (*call_begin, f'<{prefix}invoke name="')
-    return CallSyntax(body, begin, call_begin, call_end, separator, end)
-
-
-def _python_list(begin: Markers = (), end: Markers = ()) -> CallSyntax:
-    """[name(key='value'), ...]"""
-    return CallSyntax(
-        LiteralArguments(),
-        begin=(*begin, "["),
-        separator=", ",
-        end=("]", *end),
-        at_start=not begin,
-    )
-
-
-def _gemma(begin: str, end: str, quote: str) -> CallSyntax:
-    """call:name{key:<quote>value<quote>}"""
-    body = LiteralArguments("{", ":", "}", ",", (quote, '"'))
-    return CallSyntax(body, call_begin=(begin, "call:"), call_end=(end,))
-
-
-def _deepseek(
-    call_begin: Markers, name_end: Markers, end: Markers = (), separator: str = ""
-) -> AnswerFormat:
-    syntax = CallSyntax(
-        NamedJson(name_end=name_end, end=end),
-        begin=("<｜tool▁calls▁begin｜>",),
-        call_begin=("<｜tool▁call▁begin｜>", *call_begin),
-        call_end=("<｜tool▁call▁end｜>",),
-        separator=separator,
-        end=("<｜tool▁calls▁end｜>",),
-    )
-    return AnswerFormat(calls=(syntax,))
-
-
-_HERMES = AnswerFormat(calls=(_between("<tool_call>\n", "\n</tool_call>"),))
-_QWEN3_CODER = AnswerFormat(
-    calls=(
-        _function_tags(("<tool_call>\n",), ("\n</tool_call>",)),
-        _function_tags((), ()),  # the outer tag is forgotten now and then
-    )
+from asyncllm.formats.call_syntaxes import (
+    between,
+    deepseek,
+    function_tags,
+    gemma,
+    invoke_tags,
+    json_list,
+    python_list,
 )
 
-
-def _glm(key_begin: str, key_end: Markers, value_end: str) -> AnswerFormat:
-    body = TaggedArguments(("\n",), key_begin, key_end, value_end, ("</tool_call>",))
-    return AnswerFormat(calls=(CallSyntax(body, call_begin=("<tool_call>",), separator="\n"),))
-
-
-_GLM45 = _glm("<arg_key>", ("</arg_key>\n", "<arg_value>"), "</arg_value>\n")
+_HERMES = AnswerFormat(calls=(between("<tool_call>\n", "\n</tool_call>"),))
+_QWEN3_CODER = AnswerFormat(
+    calls=(
+        function_tags(("<tool_call>\n",), ("\n</tool_call>",)),
+        function_tags((), ()),  # the outer tag is forgotten now and then
+    )
+)
+_GLM45 = AnswerFormat(
+    calls=(
+        CallSyntax(
+            TaggedArguments(
+                ("\n",),
+                "<arg_key>",
+                ("</arg_key>\n", "<arg_value>"),
+                "</arg_value>\n",
+                ("</tool_call>",),
+            ),
+            call_begin=("<tool_call>",),
+            separator="\n",
+        ),
+    )
+)
 _LLAMA_JSON = AnswerFormat(
     calls=(
         CallSyntax(
@@ -133,7 +76,7 @@ _HARMONY = AnswerFormat(
 _COHERE = AnswerFormat(
     ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
     (
-        _json_list(
+        json_list(
             ("<|START_ACTION|>",),
             ("<|END_ACTION|>",),
             JsonCall(("tool_name",), ("parameters",), id_key="tool_call_id"),
@@ -145,17 +88,17 @@ _COHERE = AnswerFormat(
 # vLLM's --tool-call-parser -> how calls are written
 TOOL_PARSERS: dict[str, AnswerFormat] = {
     "apertus": AnswerFormat(
-        calls=(
-            _json_list(("<|tools_prefix|>",), ("<|tools_suffix|>",), JsonCall(name_is_key=True)),
-        )
+        calls=(json_list(("<|tools_prefix|>",), ("<|tools_suffix|>",), JsonCall(name_is_key=True)),)
     ),
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE,
-    "deepseek_v3": _deepseek(("function", "<｜tool▁sep｜>"), ("\n```json\n",), ("\n```",), "\n"),
-    "deepseek_v31": _deepseek((), ("<｜tool▁sep｜>",)),
+    "deepseek_v3": AnswerFormat(
+        calls=(deepseek(("function", "<｜tool▁sep｜>"), ("\n```json\n",), ("\n```",), "\n"),)
+    ),
+    "deepseek_v31": AnswerFormat(calls=(deepseek((), ("<｜tool▁sep｜>",)),)),
     "deepseek_v32": AnswerFormat(
         calls=(
-            _invoke_tags(
+            invoke_tags(
                 (f"<{_DSML}function_calls>\n",),
                 (f"\n</{_DSML}function_calls>",),
                 prefix=_DSML,
@@ -165,7 +108,7 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     ),
     "deepseek_v4": AnswerFormat(
         calls=(
-            _invoke_tags(
+            invoke_tags(
                 (f"<{_DSML}tool_calls>\n",),
                 (f"\n</{_DSML}tool_calls>",),
                 prefix=_DSML,
@@ -175,9 +118,9 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     ),
     "ernie45": _HERMES,
     "functiongemma": AnswerFormat(
-        calls=(_gemma("<start_function_call>", "<end_function_call>", "<escape>"),)
+        calls=(gemma("<start_function_call>", "<end_function_call>", "<escape>"),)
     ),
-    "gemma4": AnswerFormat(calls=(_gemma("<|tool_call>", "<tool_call|>", '<|"|>'),)),
+    "gemma4": AnswerFormat(calls=(gemma("<|tool_call>", "<tool_call|>", '<|"|>'),)),
     "gigachat3": AnswerFormat(
         calls=(
             CallSyntax(JsonCall(), call_begin=("<|function_call|>",)),
@@ -187,13 +130,13 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     ),
     "glm45": _GLM45,
     "glm47": _GLM45,
-    "granite": AnswerFormat(calls=(_json_list(("<|tool_call|>",)), _json_list(("<tool_call>",)))),
+    "granite": AnswerFormat(calls=(json_list(("<|tool_call|>",)), json_list(("<tool_call>",)))),
     "granite-20b-fc": AnswerFormat(
         calls=(CallSyntax(JsonCall(), call_begin=("<function_call> ",)),)
     ),
     "granite4": _HERMES,
     "hermes": _HERMES,
-    "hunyuan_a13b": AnswerFormat(calls=(_json_list(("<tool_calls>",), ("</tool_calls>",)),)),
+    "hunyuan_a13b": AnswerFormat(calls=(json_list(("<tool_calls>",), ("</tool_calls>",)),)),
     "hy_v3": AnswerFormat(
         calls=(
             CallSyntax(
@@ -220,7 +163,7 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
             ),
         )
     ),
-    "jamba": AnswerFormat(calls=(_json_list(("<tool_calls>",), ("</tool_calls>",)),)),
+    "jamba": AnswerFormat(calls=(json_list(("<tool_calls>",), ("</tool_calls>",)),)),
     "kimi_k2": AnswerFormat(
         calls=(
             CallSyntax(
@@ -233,13 +176,13 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
         ),
         calls_end_reasoning=True,
     ),
-    "lfm2": AnswerFormat(calls=(_python_list(("<|tool_call_start|>",), ("<|tool_call_end|>",)),)),
+    "lfm2": AnswerFormat(calls=(python_list(("<|tool_call_start|>",), ("<|tool_call_end|>",)),)),
     "llama3_json": _LLAMA_JSON,
     "llama4_json": _LLAMA_JSON,
     "llama4_pythonic": AnswerFormat(
-        calls=(_python_list(), _python_list(("<|python_start|>",), ("<|python_end|>",)))
+        calls=(python_list(), python_list(("<|python_start|>",), ("<|python_end|>",)))
     ),
-    "longcat": AnswerFormat(calls=(_between("<longcat_tool_call>", "</longcat_tool_call>"),)),
+    "longcat": AnswerFormat(calls=(between("<longcat_tool_call>", "</longcat_tool_call>"),)),
     "mimo": _QWEN3_CODER,
     "minicpm5": AnswerFormat(
         calls=(
@@ -250,11 +193,11 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
         )
     ),
     "minimax_m2": AnswerFormat(
-        calls=(_invoke_tags(("<minimax:tool_call>\n",), ("\n</minimax:tool_call>",)),)
+        calls=(invoke_tags(("<minimax:tool_call>\n",), ("\n</minimax:tool_call>",)),)
     ),
     "mistral": AnswerFormat(
         calls=(
-            _json_list(("[TOOL_CALLS]",)),
+            json_list(("[TOOL_CALLS]",)),
             CallSyntax(NamedJson(("[ARGS]",), id_begin="[CALL_ID]"), call_begin=("[TOOL_CALLS]",)),
         ),
         short_ids=True,
@@ -265,13 +208,13 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
         )
     ),
     "openai": _HARMONY,
-    "phi4_mini_json": AnswerFormat(calls=(_json_list(("functools",)),)),
+    "phi4_mini_json": AnswerFormat(calls=(json_list(("functools",)),)),
     "poolside_v1": _GLM45,
-    "pythonic": AnswerFormat(calls=(_python_list(),)),
+    "pythonic": AnswerFormat(calls=(python_list(),)),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
     "seed_oss": AnswerFormat(
-        calls=(_function_tags(("<seed:tool_call>\n",), ("\n</seed:tool_call>",)),)
+        calls=(function_tags(("<seed:tool_call>\n",), ("\n</seed:tool_call>",)),)
     ),
     "solar_open2": AnswerFormat(
         calls=(
@@ -290,7 +233,7 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     ),
     "step3": AnswerFormat(
         calls=tuple(
-            _invoke_tags(
+            invoke_tags(
                 ("<｜tool_calls_begin｜>",),
                 ("<｜tool_calls_end｜>",),
                 prefix="steptml:",
@@ -305,9 +248,9 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
     "xlam": AnswerFormat(
         calls=(
             CallSyntax(JsonCall(bare=True), ("[",), ("{",), separator=", ", end=("]",)),
-            _json_list(("[TOOL_CALLS]",)),
-            _json_list(("<tool_call>",), ("</tool_call>",)),
-            _json_list(("```json\n",), ("\n```",)),
+            json_list(("[TOOL_CALLS]",)),
+            json_list(("<tool_call>",), ("</tool_call>",)),
+            json_list(("```json\n",), ("\n```",)),
         )
     ),
 }

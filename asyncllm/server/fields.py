@@ -12,7 +12,7 @@ from typing import Literal
 
 from asyncllm.param_checks import MAX_SEED
 from asyncllm.repetition_params import RepetitionDetectionParams
-from asyncllm.sampling_params import (
+from asyncllm.sampling_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.sampling_params import SamplingParams, num_positional
+from asyncllm.sampling_limits import num_positional
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Sequence as TokenSequence
 
 

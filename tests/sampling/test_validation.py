@@ -17,7 +17,7 @@ from asyncllm.engine.request_limits import MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.engine.text.bad_words import bad_words_ids
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.param_checks import MAX_SEED
-from asyncllm.sampling_params import (
+from asyncllm.sampling_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from asyncllm.engine.text.stop_checker import StopChecker, StopStrings
-from asyncllm.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from asyncllm.sampling_limits import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 
 def check(
