@@ -1,7 +1,7 @@
 """Modules compiled by other processes while this one imports: for a start without bytecode.
 
 Python compiles what it imports in the importing thread, a file after another: thirteen seconds of a
-first start. Spare cores do it here, ahead of that thread (import_walk.py), which then finds
+first start. Spare cores do it here, ahead of that thread (import_walk), which then finds
 bytecode. Nothing depends on them: what they have not compiled in time, or cannot, is compiled as
 ever. They end when done, and with this process. A start that finds bytecode asks for none of it.
 """
@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
 
-SCRIPT = Path(__file__).with_name("import_walk.py")
-CGROUP = Path("/sys/fs/cgroup")
-QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # cgroups v2, v1
+from asyncllm.cores import num_cores
+
+SCRIPT = Path(__file__).with_name("import_walk") / "__main__.py"
 SPARE_CORES = 2  # for the importing thread, and for those of CUDA and of the weights
 MIN_WORKERS = 2
 MAX_WORKERS = 12
@@ -53,9 +53,9 @@ def compile_ahead(unopened: Iterable[str]) -> subprocess.Popen[bytes] | None:
     it will not run.
     """
     num_workers = min(num_cores() - SPARE_CORES, MAX_WORKERS)
-    if sys.dont_write_bytecode or not sys.executable or num_workers < MIN_WORKERS:
+    if sys.platform != "linux" or sys.dont_write_bytecode or not sys.executable:
         return None
-    if not is_missing():
+    if num_workers < MIN_WORKERS or not is_missing():
         return None
     try:
         process = subprocess.Popen(
@@ -87,21 +87,6 @@ def is_missing() -> bool:
         return False
     source = SCRIPT if _is_compiled(Path(torch.origin)) else Path(torch.origin)
     return not _is_compiled(source) and _may_be_compiled(source)
-
-
-def num_cores() -> int:
-    """That this process may use, as many as its container's quota pays for. 0 where unknown."""
-    if not hasattr(os, "sched_getaffinity"):
-        return 0
-    cores = len(os.sched_getaffinity(0))
-    for files in QUOTAS:
-        try:
-            quota, period = " ".join((CGROUP / file).read_text() for file in files).split()
-            if int(quota) > 0:
-                return min(cores, int(quota) // int(period))
-        except (OSError, ValueError):  # no such file; or no quota: "max"
-            continue
-    return cores
 
 
 def _is_compiled(source: Path) -> bool:

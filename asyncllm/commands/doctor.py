@@ -22,6 +22,7 @@ from typing import Any, Literal
 from asyncllm.commands import kernels
 from asyncllm.commands.bytecode import modules_without_bytecode
 from asyncllm.config import GIB
+from asyncllm.cores import num_cores
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ModelLoadError
 
@@ -84,10 +85,11 @@ def _machine() -> Iterator[Finding]:
     yield Finding("machine", "system", f"{platform.system()} {platform.machine()}")
     yield _in_range("python", platform.python_version(), _own_metadata().get("Requires-Python", ""))
     model, flags = _cpu_info()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     wanted = CPU_FEATURES if platform.machine() == "x86_64" else CPU_FEATURES_ARM
     has = [name for name in wanted if name in flags]
-    yield Finding("machine", "cpu", f"{model}, {cores} cores, {' '.join(has) or 'no features'}")
+    yield Finding(
+        "machine", "cpu", f"{model}, {num_cores()} cores, {' '.join(has) or 'no features'}"
+    )
     yield Finding("machine", "memory", f"{_memory_bytes() / GIB:.1f} GiB")
 
 

@@ -75,11 +75,11 @@ class EngineSteps:
         self._work.set()
 
     def reset(self) -> None:
-        """Forget the steps that were under way, which failed."""
+        """Forget the steps that were under way, which failed. What clients were told stays told."""
+        self.observe()
         self.clock.reset()
         self._plan_time.idle()
         self._untold = None
-        self._told.clear()
 
     async def close(self) -> None:
         """No step runs any more."""
@@ -174,11 +174,21 @@ class EngineSteps:
             return
         start = time.monotonic()
         while self._told:
-            step = self.clock.finished(self._told.popleft())
-            self._plan_time.finished(step)
-            self.record(step)
+            self.record(self._timed(self._told.popleft()))
         self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
+
+    def _timed(self, plan: StepPlan) -> StepRecord | None:
+        """None where its times cannot be read: if the device is lost, the next step will say so."""
+        try:
+            step = self.clock.finished(plan)
+        except (
+            Exception
+        ):  # what only watches must end no request, nor reach who asks for a snapshot
+            logger.exception("the times of step %d cannot be read", plan.step_id)
+            return None
+        self._plan_time.finished(step)
+        return step
 
     def record(self, step: StepRecord | None) -> None:
         """Tell the observers what came since the last time."""

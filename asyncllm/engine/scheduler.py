@@ -16,6 +16,7 @@ from asyncllm.engine.beam_group import BeamGroup
 from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
+from asyncllm.engine.preemption import Preemption
 from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_planner import StepPlanner
@@ -64,15 +65,12 @@ class Scheduler:
         self._ended_searches: list[EndedSearch] = []
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
+        parts = blocks, self.waiting, self.running, self._stats
         self._planner = StepPlanner(
-            blocks,
-            self.waiting,
-            self.running,
-            self._stats,
+            *parts,
             max_num_batched_tokens=max_num_batched_tokens,
             chunk_policy=chunk_policy,
-            preemption_mode=preemption_mode,
-            swap_cost=swap_cost,
+            preemption=Preemption(*parts, preemption_mode, swap_cost),
         )
 
     # --- requests ----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ A plan may be made while the step before is still in flight: a decode needs only
 sequence, which is known without the token. What `plan` decides, in this order:
 
   1. one token for each running sequence that decodes, by priority and age; where no page is left,
-     the youngest is preempted (swapped or recomputed)
+     the youngest is preempted (preemption.py)
   2. tokens that running sequences have jumped to: known, to be computed in one go
   3. prompts, as far as the step's budget goes: those that have begun, then, if nobody was
      preempted, those that wait, as long as slots and pages last
@@ -16,15 +16,15 @@ done: steps run in the order of their launch.
 
 from __future__ import annotations
 
-from asyncllm.config import PreemptionMode
 from asyncllm.engine.block_manager import BlockManager, PrefixMatch
 from asyncllm.engine.chunk_policy import ChunkPolicy
+from asyncllm.engine.preemption import Preemption
 from asyncllm.engine.running_set import RunningSet, may_decode
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_draft import StepDraft
 from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.step_plan import PrefillRow, SlotInit, StepPlan
-from asyncllm.types import Sequence, SequenceStatus, SwapCost
+from asyncllm.types import Sequence, SequenceStatus
 
 FREE_PAGES_WATERMARK = 0.01  # share of pages kept free at admission, so that decodes can grow
 
@@ -41,8 +41,7 @@ class StepPlanner:
         *,
         max_num_batched_tokens: int,
         chunk_policy: ChunkPolicy,
-        preemption_mode: PreemptionMode,
-        swap_cost: SwapCost | None,
+        preemption: Preemption,
     ) -> None:
         self._blocks = blocks
         self._waiting = waiting
@@ -50,8 +49,7 @@ class StepPlanner:
         self._stats = stats
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunk_policy = chunk_policy
-        self._preemption_mode = preemption_mode
-        self._swap_cost = swap_cost
+        self._preemption = preemption
         self._next_step_id = 0
         self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan
         self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
@@ -65,7 +63,7 @@ class StepPlanner:
             self._plan_jumps(draft)
         self._plan_prefills(draft)
         while draft.empty and (beam := self._idle_beam()) is not None:
-            self._preempt(beam, draft)
+            self._preemption.preempt(beam, draft)
             if not draft.swap_out:
                 self._admit_waiting(draft)
         if draft.empty:
@@ -131,7 +129,7 @@ class StepPlanner:
         needing = [position for position in positions if blocks.needs_page(seq, position)]
         while blocks.device.num_free < len(needing):
             victim = self._running.seqs[-1]
-            self._preempt(victim, draft)
+            self._preemption.preempt(victim, draft)
             if victim is seq:
                 return
             # The victim may have shared the page and left it.
@@ -289,32 +287,3 @@ class StepPlanner:
         draft.slot_inits.append(
             SlotInit(seq, seq.slot, pages, seq.num_computed, list(seq.token_ids))
         )
-
-    # --- preemption --------------------------------------------------------------------------
-
-    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
-        """Take slot and pages from a running sequence and put it back into the queue."""
-        draft.preempted = True
-        seq.request.metrics.num_preemptions += 1
-        self._running.remove(seq)
-        self._blocks.publish(seq)  # what is recomputed may find it
-        if self._should_swap(seq):
-            draft.swap_out += self._blocks.swap_out(seq)
-            seq.status = SequenceStatus.SWAPPED
-            self._stats.num_preemptions_swap += 1
-        else:
-            self._blocks.free(seq)
-            seq.num_computed = 0
-            seq.status = SequenceStatus.WAITING
-            self._stats.num_preemptions_recompute += 1
-        self._waiting.add(seq)
-
-    def _should_swap(self, seq: Sequence) -> bool:
-        if self._preemption_mode == "recompute" or not self._blocks.can_swap_out(seq):
-            return False
-        if self._preemption_mode == "swap" or self._swap_cost is None:
-            return True
-        cost = self._swap_cost
-        num_pages = self._blocks.num_blocks(seq.num_computed)
-        recompute = self._blocks.num_uncached_tokens(seq) * cost.seconds_per_token
-        return 2 * num_pages * cost.seconds_per_page < recompute

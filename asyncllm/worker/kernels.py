@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.models.layers.cublas_lt import CublasLt
+from asyncllm.models.layers.gated_product import GatedAlgorithms, GatedProduct
 from asyncllm.models.layers.kept_choices import KeptChoices
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.products import Products
@@ -75,24 +76,24 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
     """`sizes`: tokens of the steps whose products are worth a choice."""
     if not has_fast_ops(device, dtype):
         return TorchOps()
-    from asyncllm.models.layers.cuda_ops import CudaOps  # slow to import: Triton
+    # Slow to import: Triton.
+    from asyncllm.models.layers.cuda_ops import CudaOps, gated_linear
+    from asyncllm.models.layers.many_rows import swiglu
 
-    return CudaOps(device, _select_products(device, dtype, sizes))
-
-
-def _select_products(
-    device: torch.device, dtype: torch.dtype, sizes: Collection[int]
-) -> Products | None:
-    """None, for torch's own, where nothing is captured or there is no library to choose with."""
-    if not sizes:
-        return None
+    if not sizes:  # of captures: torch's own products
+        return CudaOps(device)
     try:
         library = CublasLt(dtype, device)
     except (OSError, RuntimeError) as error:
         logger.info("products are left to torch: %s", error)
-        return None
-    kept = KeptChoices(torch.cuda.get_device_name(device), library.version, dtype)
-    return Products(library, sizes, kept)
+        return CudaOps(device)
+    gated = GatedAlgorithms(library, GatedProduct(device, dtype), swiglu)
+    key = (torch.cuda.get_device_name(device), library.version, dtype)
+    return CudaOps(
+        device,
+        Products(library, sizes, KeptChoices(*key)),
+        Products(gated, sizes, KeptChoices(*key, "gated"), gated_linear),
+    )
 
 
 def make_executor(device: torch.device) -> Executor:

@@ -91,21 +91,13 @@ class Worker:
             import_backend(self.backend_name)
         imported()
         with self._phase("load"):
-            model = self._build_model(ops)
-            early.begin_one_row(model)
-            if self.backend_name != "torch":
-                early.begin_heads(model.attention_layers[0], config.block_size, self._dtype)
-            loading = decode_choice.begin_loading(config, model, self.device)
-            load_weights(model, config.model.path, config.load_format, config.seed, progress)
+            model, loading = self._load_model(ops, early, progress)
         with self._phase("profile"):
             self.memory = self._plan_memory(model)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
             cache = allocate_cache(config, num_pages, host_pages, self._dtype, self.device)
-            state = self._allocate_state()
-            self.token_masks = TokenMaskBuffer(
-                config.num_slots, config.model.vocab_size, self.device
-            )
+            state, self.token_masks = self._allocate_state()
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
@@ -117,10 +109,7 @@ class Worker:
         )
         if attention.supports_graphs and not config.enforce_eager:
             self._capture(model, cache, state, loading)
-        self.step_cost: StepCost | None = None  # on a CPU a chunk is as fast as its tokens
-        if self.device.type == "cuda":
-            with self._phase("step_cost"), self._executor.between_steps():
-                self.step_cost = measure_step_cost(self.runner, self._most_tokens)
+        self.step_cost = self._measure_step_cost()
         with self._phase("swap_space"):
             self.swap_cost = self._measure_swap_cost(model, cache)
 
@@ -198,23 +187,33 @@ class Worker:
         early.begin_ops(ops, config.model, self._dtype)
         return kernels, ops
 
-    def _build_model(self, ops: Ops) -> CausalLM:
-        """Without its weights."""
+    def _load_model(
+        self, ops: Ops, early: EarlyLaunches, progress: bool
+    ) -> tuple[CausalLM, Callable[[], Launch | None]]:
+        """And the other way to run its decodes, as `decode_choice` begins to load it. What can be
+        compiled without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        return build_model(config.model, self._dtype, self.device, ops, model_len)
+        model = build_model(config.model, self._dtype, self.device, ops, model_len)
+        early.begin_one_row(model)
+        if self.backend_name != "torch":
+            early.begin_heads(model.attention_layers[0], config.block_size, self._dtype)
+        loading = decode_choice.begin_loading(config, model, self.device)
+        load_weights(model, config.model.path, config.load_format, config.seed, progress)
+        return model, loading
 
     def _plan_memory(self, model: CausalLM) -> MemoryPlan:
         peak_bytes = profile_step(model, self._config, self.device)
         page_bytes = kv_page_bytes(self._config, self._dtype)
         return plan_memory(self._config, page_bytes, peak_bytes, self.device)
 
-    def _allocate_state(self) -> DeviceState:
+    def _allocate_state(self) -> tuple[DeviceState, TokenMaskBuffer]:
+        """What there is for each slot."""
         config = self._config
+        num_slots, vocab_size = config.num_slots, config.model.vocab_size
         pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
-        return DeviceState(
-            config.num_slots, pages_per_sequence, config.model.vocab_size, self.device
-        )
+        state = DeviceState(num_slots, pages_per_sequence, vocab_size, self.device)
+        return state, TokenMaskBuffer(num_slots, vocab_size, self.device)
 
     def _make_runner(
         self,
@@ -224,6 +223,8 @@ class Worker:
         state: DeviceState,
         kernels: SlotKernels,
     ) -> ModelRunner:
+        config = self._config
+        most_captured = max(config.prefill_graph_sizes, default=0)
         return ModelRunner(
             model=model,
             cache=cache,
@@ -231,14 +232,10 @@ class Worker:
             state=state,
             kernels=kernels,
             executor=self._executor,
-            builder=StepBuilder(self._config.num_slots, self._config.block_size),
+            builder=StepBuilder(config.num_slots, config.block_size),
             processors=self._processors,
             masks=self.token_masks,
-            inbox=Inbox(
-                max(self._config.prefill_graph_sizes, default=0),
-                self._config.num_slots,
-                self.device,
-            ),
+            inbox=Inbox(most_captured, config.num_slots, self.device),
             device=self.device,
         )
 
@@ -280,6 +277,13 @@ class Worker:
     def _most_tokens(self) -> int:
         """Of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
+
+    def _measure_step_cost(self) -> StepCost | None:
+        """None on a CPU, where a chunk is as fast as its tokens."""
+        if self.device.type != "cuda":
+            return None
+        with self._phase("step_cost"), self._executor.between_steps():
+            return measure_step_cost(self.runner, self._most_tokens)
 
     def _measure_swap_cost(self, model: CausalLM, cache: KVCache) -> SwapCost | None:
         """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""

@@ -1,7 +1,8 @@
 """Which algorithm each product is to be run by, kept on disk between starts.
 
 One file per card, library and type of numbers, for all models: a product is its three sizes. A file
-that cannot be read or written is a start that measures again.
+that cannot be read or written, or holds anything else, is a start that measures again. What the
+bytes of an algorithm mean only the library knows, which is asked before they are used.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import tempfile
 from pathlib import Path
 
 from asyncllm.cache_folder import cache_folder
-from asyncllm.models.layers.cublas_lt import Shape
+from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 
 logger = logging.getLogger("asyncllm")
+
+MOST_BYTES = 4 << 20  # of the file: a model has some hundred products of 150 bytes
 
 Choices = dict[Shape, bytes | None]  # None: torch's own
 
@@ -31,13 +34,11 @@ class KeptChoices:
     def load(self) -> Choices:
         """Empty where there is nothing that can be read."""
         try:
-            entries = json.loads(self._path.read_bytes())
-            return {
-                Shape(*map(int, shape.split())): None
-                if algorithm is None
-                else bytes.fromhex(algorithm)
-                for shape, algorithm in entries.items()
-            }
+            with self._path.open("rb") as file:
+                text = file.read(MOST_BYTES + 1)
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"{self._path} has more than {MOST_BYTES} bytes")
+            return dict(_choice(*entry) for entry in json.loads(text).items())
         except FileNotFoundError:
             return {}
         except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -63,3 +64,12 @@ class KeptChoices:
     @property
     def _path(self) -> Path:
         return cache_folder() / self._name
+
+
+def _choice(shape: str, algorithm: str | None) -> tuple[Shape, bytes | None]:
+    """As an entry of the file has it. Raises `ValueError` or `TypeError` for what is none."""
+    sizes = Shape(*map(int, shape.split()))
+    chosen = None if algorithm is None else bytes.fromhex(algorithm)
+    if min(sizes) < 1 or (chosen is not None and len(chosen) != ALGORITHM_BYTES):
+        raise ValueError(f"{shape!r} is no product, or its algorithm none")
+    return sizes, chosen

@@ -3,7 +3,8 @@
 torch runs what cuBLAS's heuristic puts first. At some numbers of tokens another is quicker: of an
 8B model's products 4 to 6 % in steps of 640 to 1280 tokens, none at 512 (docs/LOG.md). So before a
 step is captured, what the heuristic names for each of its products is timed on the model's own
-weights. Choices are kept on disk; a start that finds them times nothing.
+weights. Choices are kept on disk; a start that finds them times nothing. Gated products have a
+kernel of ours among the algorithms (gated_product.py), and a `Products` of their own.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ MOST_SPREAD = 1.5  # of the times of one way; above it the device has another's 
 CYCLES_PER_LAUNCH = 30_000
 
 Ways = Sequence[Callable[[], object]]
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class Algorithms(Protocol):
     """What is used of `CublasLt`."""
+
+    num_launches: int  # of a product
 
     def algorithms(self, shape: Shape) -> list[bytes]: ...
     def can_run(self, shape: Shape, algorithm: bytes) -> bool: ...
@@ -41,16 +45,19 @@ class Algorithms(Protocol):
 
 
 class Products:
-    """`linear`, of `sizes` tokens by choice. `time_ways`: seconds of each, for tests another."""
+    """`plain` of x, weight and bias, for `sizes` tokens by choice."""
 
     def __init__(
         self,
         library: Algorithms,
         sizes: Collection[int],
         kept: KeptChoices,
+        plain: Linear = F.linear,
         time_ways: Callable[[Ways, int], list[float]] | None = None,
     ) -> None:
+        """`time_ways`: seconds of each, for tests another."""
         self._library = library
+        self._plain = plain
         self._sizes = frozenset(sizes)
         self._kept = kept
         self._time_ways = time_ways or time_on_device
@@ -61,10 +68,11 @@ class Products:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], new."""
+        """x [T, in] times weight [out, in] transposed, plus bias [out], or what `plain` makes of
+        it: a new tensor."""
         shape = Shape(x.shape[0], *weight.shape)
         if shape.num_tokens not in self._sizes or bias is not None or not _takes(x, weight):
-            return F.linear(x, weight, bias)
+            return self._plain(x, weight, bias)
         if shape not in self._choices and not self._remembers(shape):
             weights = self._open.setdefault(shape, [])
             if len(weights) < MOST_WEIGHTS:
@@ -106,14 +114,15 @@ class Products:
             for weight in weights:
                 self._run(x, weight, algorithm)
 
-        seconds = self._time_ways([partial(run, each) for each in algorithms], len(weights))
+        num_launches = len(weights) * self._library.num_launches
+        seconds = self._time_ways([partial(run, each) for each in algorithms], num_launches)
         times = ", ".join(f"{each * 1e6 / len(weights):.1f}" for each in seconds)
         logger.debug("%s: torch and cuBLAS's algorithms take %s us", shape, times)
         return algorithms[quickest(seconds)]
 
     def _run(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes | None) -> torch.Tensor:
         if algorithm is None:
-            return F.linear(x, weight)
+            return self._plain(x, weight, None)
         return self._library.linear(x, weight, algorithm)
 
 

@@ -18,6 +18,8 @@ import pytest
 from asyncllm.commands import compile_ahead
 from tests.waiting import PATIENCE_SECONDS
 
+SCRIPT = Path("import_walk") / "__main__.py"
+PYCACHE = shutil.ignore_patterns("__pycache__")
 MANY = 3000  # more modules than are compiled while a process ends
 PROGRAM = """
 import ctypes, json, os, sys
@@ -48,7 +50,7 @@ if process is not None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A torch of one file, a module that imports it, and the script, which locks its file."""
-    shutil.copy(compile_ahead.SCRIPT, tmp_path / "import_walk.py")
+    shutil.copytree(compile_ahead.SCRIPT.parent, tmp_path / "import_walk", ignore=PYCACHE)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("X = 1\n")
     (tmp_path / "made_up.py").write_text("import torch\n")
@@ -66,7 +68,7 @@ def start(
     """What a process of its own prints, in an image without bytecode."""
     program = PROGRAM.format(
         folder=str(folder),
-        script=str(folder / "import_walk.py"),
+        script=str(folder / SCRIPT),
         roots=roots,
         cores=cores,
         waits=waits,
@@ -99,7 +101,7 @@ def test_the_first_start_has_modules_compiled_and_the_second_finds_them(folder: 
 
 def test_a_start_that_ended_before_leaves_the_rest_to_the_next(folder: Path) -> None:
     start(folder)
-    (sign,) = (folder / "cache").rglob("import_walk*.pyc")
+    (sign,) = (folder / "cache").rglob("__main__*.pyc")
     sign.unlink()
     assert len(start(folder)) == 2 and sign.exists()
 
@@ -119,7 +121,7 @@ def test_where_nothing_is_compiled(folder: Path) -> None:
 
 def test_where_nothing_may_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of torch, so of the sign that all is compiled: without it every start would look again."""
-    torch, script = folder / "torch" / "__init__.py", folder / "import_walk.py"
+    torch, script = folder / "torch" / "__init__.py", folder / SCRIPT
     spec = importlib.util.spec_from_file_location("torch", torch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(compile_ahead, "SCRIPT", script)
@@ -155,19 +157,3 @@ def test_bytecode_that_is_kept_by_hash_is_left_to_python(tmp_path: Path) -> None
     assert compile_ahead._is_compiled(source)
     source.write_text("XY = 12\n")
     assert not compile_ahead._is_compiled(source)
-
-
-def test_cores_that_a_container_pays_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    monkeypatch.setattr(compile_ahead, "CGROUP", tmp_path)
-    assert compile_ahead.num_cores() == 16
-    quota = tmp_path / "cpu.max"
-    for text, cores in (("max 100000\n", 16), ("350000 100000\n", 3), ("9900000 100000\n", 16)):
-        quota.write_text(text)
-        assert compile_ahead.num_cores() == cores
-    quota.unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    for text, cores in (("-1\n", 16), ("350000\n", 3)):
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(text)
-        assert compile_ahead.num_cores() == cores

@@ -16,72 +16,15 @@ from pathlib import Path
 import pytest
 
 from asyncllm.commands import import_walk
-from asyncllm.commands.import_walk import Walk, Worker, imports_of
+from asyncllm.commands.import_walk.code_imports import imports_of
+from asyncllm.commands.import_walk.share_out import compile_all
+from asyncllm.commands.import_walk.walk import Walk
+from asyncllm.commands.import_walk.worker import Worker
 from tests.waiting import PATIENCE_SECONDS
 
+PYCACHE = shutil.ignore_patterns("__pycache__")
+SIGN = "import_walk/__main__"
 MANY = 3000  # more modules than are compiled while a process is told to end
-
-
-def found(source: str, package: str = "a.b.c") -> list[tuple[bool, str, tuple[str, ...]]]:
-    return list(imports_of(compile(source, "made up", "exec"), package))
-
-
-def test_imports_are_found_in_their_order() -> None:
-    source = "import x.y\nfrom z import p, q as r\ntry:\n    from w import *\nfinally:\n    pass\n"
-    assert found(source) == [
-        (False, "x.y", ()),
-        (False, "z", ("p", "q")),
-        (False, "w", ("*",)),
-    ]
-
-
-def test_relative_imports() -> None:
-    source = "from . import x\nfrom .y import z\nfrom .. import v\nfrom ...w import u\n"
-    assert found(source) == [
-        (False, "a.b.c", ("x",)),
-        (False, "a.b.c.y", ("z",)),
-        (False, "a.b", ("v",)),
-        (False, "a.w", ("u",)),
-    ]
-
-
-def test_functions_come_last_and_classes_run_at_once() -> None:
-    source = "def f():\n    def g():\n        import x\nclass C:\n    import y\nimport z\n"
-    assert found(source) == [(False, "z", ()), (True, "x", ()), (False, "y", ())]
-
-
-def test_imports_of_type_checkers_are_left_out() -> None:
-    source = """
-import typing
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    import a
-else:
-    import b
-if typing.TYPE_CHECKING:
-    import c
-if not TYPE_CHECKING:
-    import d
-if something:
-    import e
-"""
-    names = [name for _, name, _ in found(source)]
-    assert names == ["typing", "typing", "b", "d", "e"]
-
-
-def test_imports_as_a_line() -> None:
-    source = "from . import x\nfrom y import *\nimport z\ndef f():\n    from w import u, v\n"
-    for imports in (found(source), found(source, ""), []):
-        assert import_walk.read_imports(import_walk.written(imports)) == imports
-    assert import_walk.read_imports(import_walk.FAILED) is None
-
-
-def test_many_names_and_constants() -> None:
-    """More than an instruction's own byte can count, as far as a jump can reach."""
-    lines = [f"name_{n} = {n + 0.5}" for n in range(400)]
-    checked = "\n    ".join([*lines, "import a"])
-    source = "\n".join([*lines, f"if TYPE_CHECKING:\n    {checked}", "from b import c"])
-    assert found(source) == [(False, "b", ("c",))]
 
 
 @pytest.fixture
@@ -143,12 +86,13 @@ def test_what_is_imported_first_is_taken_first(modules: Path) -> None:
 def begin(
     folder: Path, cache: Path, asked: list[str], limit: tuple[int, int] | None = None
 ) -> subprocess.Popen[bytes]:
-    """The script, from a file of its own: it locks that. Its input stays open.
+    """The script, from a folder of its own: it locks a file there. Its input stays open.
 
     limit: a resource of `setrlimit`, and how much of it there is.
     """
-    script = folder.parent / "import_walk.py"
-    shutil.copy(import_walk.__file__, script)
+    script = folder.parent / "import_walk" / "__main__.py"
+    source = Path(import_walk.__file__).parent
+    shutil.copytree(source, script.parent, ignore=PYCACHE, dirs_exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", f"pycache_prefix={cache}", str(script), *asked],
         stdin=subprocess.PIPE,
@@ -205,9 +149,10 @@ def test_an_import_finds_what_it_would_have_written(modules: Path, tmp_path: Pat
 
 
 def test_it_leaves_a_sign_when_all_is_compiled(modules: Path, tmp_path: Path) -> None:
+    """And no more: bytecode of its own would be cut by a full disk."""
     cache = tmp_path / "cache"
     end(begin(modules, cache, question(modules)))
-    assert "import_walk" in kept(cache, tmp_path)
+    assert set(kept(cache, tmp_path / "import_walk")) == {"__main__"}
 
 
 def test_it_ends_with_its_input(tmp_path: Path) -> None:
@@ -222,7 +167,7 @@ def test_it_ends_with_its_input(tmp_path: Path) -> None:
     assert process.stderr is not None and process.stderr.read() == b""
     assert process.wait(PATIENCE_SECONDS) == 0
     assert len(kept(cache, folder)) < MANY
-    assert "import_walk" not in kept(cache, tmp_path)
+    assert SIGN not in kept(cache, tmp_path)
 
 
 def test_it_ends_where_nothing_can_be_kept(modules: Path, tmp_path: Path) -> None:
@@ -240,7 +185,7 @@ def test_a_full_disk_leaves_no_bytecode_that_was_cut(modules: Path, tmp_path: Pa
             source.writelines(f"def {name}(x):\n    return x + 1\n" for name in names)
     end(begin(modules, cache, question(modules), (resource.RLIMIT_FSIZE, 2048)))
     assert set(kept(cache, modules)) == {"ours/__init__"}
-    assert "import_walk" not in kept(cache, tmp_path)
+    assert SIGN not in kept(cache, tmp_path)
 
 
 @pytest.fixture
@@ -288,7 +233,7 @@ def test_a_limit_on_processes(modules: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "fork", limited)
     files = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
-        import_walk.compile_all(a_walk(modules), 3)
+        compile_all(a_walk(modules), 3)
     assert os.listdir("/proc/self/fd") == files
     for pid in pids:
         with pytest.raises(ChildProcessError):
@@ -306,8 +251,9 @@ def test_some_folders_may_not_be_written(modules: Path, monkeypatch: pytest.Monk
 
 def test_one_at_a_time(modules: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    (tmp_path / "import_walk.py").touch()
-    with open(tmp_path / "import_walk.py") as script:
+    (tmp_path / "import_walk").mkdir()
+    (tmp_path / "import_walk" / "__main__.py").touch()
+    with open(tmp_path / "import_walk" / "__main__.py") as script:
         fcntl.flock(script, fcntl.LOCK_EX)
         end(begin(modules, cache, question(modules)))
     assert not kept(cache, modules)

@@ -24,6 +24,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct uint4 {
     uint32_t x, y, z, w;
@@ -51,17 +52,24 @@ struct Meeting {
 // An asynchronous copy that comes when it likes, and its signal.
 struct BulkCopy {
     void* to;
-    const void* from;
+    const void* from;  // null: zeros
     int bytes;
     uint64_t* signal;
 };
 
 struct Block {
+    static constexpr size_t ALIGNMENT = 1024;
     int index;
-    std::vector<unsigned char> memory;
-    Meeting whole, first;
+    std::vector<unsigned char> bytes;
+    Meeting whole, first, pair;  // pair: of a pair's first block, for both
     std::vector<BulkCopy> on_the_way;
-    std::vector<Meeting> warps;
+    std::vector<Meeting> warps, warp_groups;  // of 32 threads, of 128
+
+    // At the same place of an aligned address in every block.
+    unsigned char* memory() {
+        const auto beyond = reinterpret_cast<uintptr_t>(bytes.data()) % ALIGNMENT;
+        return bytes.data() + (ALIGNMENT - beyond);
+    }
 };
 
 struct Thread {
@@ -70,12 +78,14 @@ struct Thread {
     Block* block;
     int index;
     std::deque<std::vector<Copy>> groups;  // asked for and not yet copied; the last one is open
+    std::deque<std::function<void()>> products;
 };
 
 inline ucontext_t scheduler;
 inline Thread* current;
 inline int num_blocks, num_threads;
 inline std::vector<Thread*> ready;
+inline std::vector<Block*> blocks_by_index;
 inline size_t num_live, idle_polls;
 inline std::function<void()> body;
 inline std::mt19937 shuffle;
@@ -136,12 +146,15 @@ inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
     body = std::move(kernel);
     shuffle.seed(seed);
     std::vector<std::unique_ptr<Block>> all;
+    blocks_by_index.clear();
     std::vector<std::unique_ptr<Thread>> everyone;
     for (int b = 0; b < blocks; b++) {
         all.push_back(std::make_unique<Block>());
         all.back()->index = b;
-        all.back()->memory.assign(shared_bytes, 0xff);
+        all.back()->bytes.assign(shared_bytes + Block::ALIGNMENT, 0xff);
+        blocks_by_index.push_back(all.back().get());
         all.back()->warps.resize(threads / WARP);
+        all.back()->warp_groups.resize((threads + 127) / 128);
         for (int t = 0; t < threads; t++) {
             everyone.push_back(std::make_unique<Thread>());
             Thread& thread = *everyone.back();
@@ -175,7 +188,7 @@ inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
 inline int thread_index() { return emulator::current->index; }
 inline int block_index() { return emulator::current->block->index; }
 inline int num_blocks() { return emulator::num_blocks; }
-inline unsigned char* shared_memory() { return emulator::current->block->memory.data(); }
+inline unsigned char* shared_memory() { return emulator::current->block->memory(); }
 
 inline void sync_block() {
     emulator::meet(emulator::current->block->whole, emulator::num_threads, emulator::WARP, 0);
@@ -223,23 +236,25 @@ void wait_copies() {
     }
 }
 
-// One thread arrives in a turn; `bytes` that have come before they are expected count as negative.
+// So many threads arrive in a turn; `bytes` that have come before they are expected count as negative.
 using Signal = uint64_t;
 namespace emulator {
 struct SignalState {
-    int16_t parity, is_open;  // is_open: nobody has arrived in this turn
+    int16_t parity;
+    int8_t arrivals, missing;  // of a turn; in this one
     int32_t bytes;
 };
 inline void change(Signal& signal, bool arrives, int bytes) {
     SignalState state;
     std::memcpy(&state, &signal, 8);
-    if (arrives && !state.is_open) {
-        std::fprintf(stderr, "a signal was given twice in a turn\n");
+    if (arrives && state.missing == 0) {
+        std::fprintf(stderr, "a signal was given too often in a turn\n");
         std::_Exit(3);
     }
-    if (arrives) state.is_open = 0;
+    if (arrives) state.missing--;
     state.bytes += bytes;
-    if (!state.is_open && state.bytes == 0) state = {static_cast<int16_t>(!state.parity), 1, 0};
+    if (state.missing == 0 && state.bytes == 0)
+        state = {static_cast<int16_t>(!state.parity), state.arrivals, state.arrivals, 0};
     std::memcpy(&signal, &state, 8);
     idle_polls = 0;
 }
@@ -250,14 +265,19 @@ inline void receive() {
     std::swap(copies[shuffle() % copies.size()], copies.back());
     const BulkCopy copy = copies.back();
     copies.pop_back();
-    std::memcpy(copy.to, copy.from, copy.bytes);
+    if (copy.from)
+        std::memcpy(copy.to, copy.from, copy.bytes);
+    else
+        std::memset(copy.to, 0, copy.bytes);
     change(*copy.signal, false, -copy.bytes);
 }
 }  // namespace emulator
-inline void open_signal(Signal& signal) {
-    const emulator::SignalState state = {0, 1, 0};
+inline void open_signal_of(Signal& signal, int arrivals) {
+    const auto count = static_cast<int8_t>(arrivals);
+    const emulator::SignalState state = {0, count, count, 0};
     std::memcpy(&signal, &state, 8);
 }
+inline void open_signal(Signal& signal) { open_signal_of(signal, 1); }
 inline void show_signals() {}
 inline void arrive(Signal& signal) { emulator::change(signal, true, 0); }
 inline void expect_bytes(Signal& signal, int bytes) { emulator::change(signal, true, bytes); }
@@ -398,4 +418,93 @@ int launch_after(void (*kernel)(Args), const Args& args, int num_blocks, int num
     const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
     emulator::launch(num_blocks, num_threads, shared_bytes, seed, [&] { kernel(args); });
     return 0;
+}
+
+// Pairs of blocks, boxes of matrices and products of tiles: models/cuda/gated/tensor_tiles.cuh.
+namespace emulator {
+template <typename T>
+T& in_block(T& mine, int rank) {
+    Block& block = *blocks_by_index[current->block->index / 2 * 2 + rank];
+    auto* place = reinterpret_cast<unsigned char*>(&mine);
+    return *reinterpret_cast<T*>(block.memory() + (place - current->block->memory()));
+}
+// Where a tile has a number: chunks of 16 bytes are in another order in each of 8 rows.
+inline const uint16_t& number(const void* tile, int row, int column) {
+    if (reinterpret_cast<uintptr_t>(tile) % Block::ALIGNMENT) std::abort();
+    const int byte = row * 128 + ((column * 2) ^ (row % 8 * 16));
+    return *reinterpret_cast<const uint16_t*>(static_cast<const unsigned char*>(tile) + byte);
+}
+}  // namespace emulator
+
+struct Matrix {
+    const uint16_t* base;
+    int64_t rows, columns;
+    int box_rows;
+};
+inline bool describe(Matrix& matrix, const void* base, uint64_t rows, uint64_t columns,
+                     uint32_t box_rows) {
+    matrix = {static_cast<const uint16_t*>(base), static_cast<int64_t>(rows),
+              static_cast<int64_t>(columns), static_cast<int>(box_rows)};
+    return box_rows <= 256 && columns % 8 == 0;
+}
+inline int rank_in_pair() { return block_index() % 2; }
+inline void sync_pair() {
+    emulator::Block& first = *emulator::blocks_by_index[block_index() / 2 * 2];
+    emulator::meet(first.pair, 2 * emulator::num_threads, emulator::WARP, 0);
+}
+inline void arrive_at(Signal& signal, int rank) {
+    emulator::change(emulator::in_block(signal, rank), true, 0);
+}
+inline void copy_box_to(void* to, const Matrix& matrix, int column, int row, Signal& signal, int rank) {
+    auto* tile = &emulator::in_block(*static_cast<unsigned char*>(to), rank);
+    auto& block = *emulator::blocks_by_index[block_index() / 2 * 2 + rank];
+    for (int r = 0; r < matrix.box_rows; r++)
+        for (int c = 0; c < 64; c += 8) {
+            const bool inside = row + r < matrix.rows && column + c < matrix.columns;
+            const uint16_t* from = matrix.base + (row + r) * matrix.columns + column + c;
+            auto* chunk = const_cast<uint16_t*>(&emulator::number(tile, r, c));
+            block.on_the_way.push_back(
+                {chunk, inside ? from : nullptr, 16, &emulator::in_block(signal, rank)});
+        }
+    while (emulator::shuffle() % 64) emulator::receive();
+}
+inline void copy_box(void* to, const Matrix& matrix, int column, int row, Signal& signal) {
+    copy_box_to(to, matrix, column, row, signal, rank_in_pair());
+}
+inline void copy_box_to_both(void* to, const Matrix& matrix, int column, int row, Signal& signal) {
+    for (int rank = 0; rank < 2; rank++) copy_box_to(to, matrix, column, row, signal, rank);
+}
+template <size_t SUMS>
+void multiply_tiles(float (&d)[SUMS], const void* x, const void* weight) {
+    const int lane = thread_index() % 32, first_row = thread_index() % 128 / 32 * 16 + lane / 4;
+    emulator::current->products.push_back([&d, x, weight, lane, first_row] {
+        for (int half = 0; half < 2; half++) {
+            float row[64];
+            for (int k = 0; k < 64; k++)
+                row[k] = bits_to_float(emulator::number(x, first_row + 8 * half, k) << 16);
+            for (size_t i = 0; i < SUMS; i++) {
+                if (i / 2 % 2 != static_cast<size_t>(half)) continue;
+                const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                for (int k = 0; k < 64; k++)
+                    d[i] += row[k] * bits_to_float(emulator::number(weight, column, k) << 16);
+            }
+        }
+    });
+}
+// Four warps multiply together, so what one of them has waited for all have done.
+template <int LATER>
+void wait_products() {
+    auto& products = emulator::current->products;
+    while (products.size() > LATER) products.front()(), products.pop_front();
+    auto& group = emulator::current->block->warp_groups[thread_index() / 128];
+    emulator::meet(group, 128, emulator::WARP, 0);
+}
+template <size_t SUMS>
+void wait_all_products(float (&)[SUMS]) {
+    wait_products<0>();
+}
+template <typename Args>
+int launch_pairs_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_pairs,
+                       int num_threads, int shared_bytes, void* stream) {
+    return launch_after<Args>(kernel, args, 2 * num_pairs, num_threads, shared_bytes, stream);
 }

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
-from asyncllm.models.layers.kept_choices import Choices, KeptChoices
+from asyncllm.models.layers.kept_choices import MOST_BYTES, Choices, KeptChoices
 from asyncllm.models.layers.products import (
     MOST_WEIGHTS,
     ROUNDS,
@@ -27,6 +27,8 @@ SIZES = (4, 8)
 
 class Library:
     """Three algorithms, which multiply as torch does."""
+
+    num_launches = 1
 
     def __init__(self, unknown: Sequence[bytes] = ()) -> None:
         self.unknown = unknown
@@ -67,7 +69,7 @@ def products(library: Library, *seconds: float) -> Products:
             way()
         return list(seconds)
 
-    return Products(library, SIZES, KeptChoices("a card"), time_ways)
+    return Products(library, SIZES, KeptChoices("a card"), time_ways=time_ways)
 
 
 def ran(products: Products, library: Library, x: torch.Tensor, weight: torch.Tensor) -> list[bytes]:
@@ -200,12 +202,31 @@ def test_choices_of_several_models_are_kept_in_one_file() -> None:
     assert KeptChoices("another card").load() == {}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"4 5": null}', '{"4 5 6": 7}', '{"4 5 6": "x"}'])
-def test_a_file_of_something_else_is_nothing(cache: Path, text: str) -> None:
+SOMETHING_ELSE = {
+    "empty": b"",
+    "a list": b"[]",
+    "cut": b"{",
+    "two sizes": b'{"4 5": null}',
+    "no sizes": b'{"4 5 x": null}',
+    "sizes of nothing": b'{"4 5 0": null}',
+    "sizes below nothing": b'{"4 5 -6": null}',
+    "a number": b'{"4 5 6": 7}',
+    "a list of one": b'{"4 5 6": [""]}',
+    "no bytes": b'{"4 5 6": "x"}',
+    "too few bytes": b'{"4 5 6": "%s"}' % (b"0" * (2 * ALGORITHM_BYTES - 2)),
+    "too many bytes": b'{"4 5 6": "%s"}' % (b"0" * (2 * ALGORITHM_BYTES + 2)),
+    "a deep one": b"[" * 100_000,
+    "no text": b"\xff\x00\xfe",
+    "a long one": b'{"4 5 6": null}' + b" " * MOST_BYTES,
+}
+
+
+@pytest.mark.parametrize("name", SOMETHING_ELSE)
+def test_a_file_of_something_else_is_nothing(cache: Path, name: str) -> None:
     kept = KeptChoices("a card")
     kept.save({Shape(4, 5, 6): None})
     (file,) = cache.glob("products-*.json")
-    file.write_text(text)
+    file.write_bytes(SOMETHING_ELSE[name])
     assert kept.load() == {}
     kept.save({Shape(4, 5, 6): ALGORITHMS[0]})
     assert kept.load() == {Shape(4, 5, 6): ALGORITHMS[0]}

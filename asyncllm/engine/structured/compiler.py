@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -22,6 +21,7 @@ from dataclasses import dataclass, replace
 import orjson
 from llguidance import LLExecutor, LLMatcher
 
+from asyncllm.cores import num_cores
 from asyncllm.engine.structured.constraint import GrammarConstraint
 from asyncllm.engine.structured.grammar_text import grammar_text
 from asyncllm.engine.structured.matchers import (
@@ -241,7 +241,7 @@ class GrammarCompiler:
 
 def _num_fill_threads() -> int:
     """Half of the cores: the loop and the device's driver have work at the same time."""
-    return min(max((os.cpu_count() or 1) // 2, 1), MAX_FILL_THREADS)
+    return min(max(num_cores() // 2, 1), MAX_FILL_THREADS)
 
 
 def _look_at(result: asyncio.Future[CompiledGrammar]) -> None:

@@ -1,0 +1,111 @@
+"""silu(gate) * up of many rows in one kernel, and the choice between it and cuBLAS with SwiGLU.
+
+What a product of gate and up writes and a kernel after it reads again is more than all else that
+such a step moves but its weights. The kernel, gated_product.cu, multiplies as quickly as cuBLAS
+does, keeps both in registers and writes their SwiGLU alone. It pays where steps are large; which is
+quicker at how many tokens is measured (products.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from asyncllm.attention import cuda_source
+from asyncllm.attention.cuda_source import Launch
+from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
+from asyncllm.models.layers.products import Algorithms
+
+SOURCE = Path(__file__).parent.parent / "cuda" / "gated_product.cu"
+CAPABILITY = (9, 0)  # whose tensor cores it is written for
+COLUMNS = 64  # of a product's columns a multiple
+FEATURES = 8  # of its outputs
+OURS = b"gated_product.cu".ljust(ALGORITHM_BYTES, b"\0")  # among cuBLAS's algorithms
+
+_pointer, _int32 = ctypes.c_void_p, ctypes.c_int32
+
+
+class Args(ctypes.Structure):
+    """The kernel's `Request`, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("x", "weight", "out")),
+        *((name, _int32) for name in ("rows", "features", "size")),
+    )
+
+
+def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda" or dtype is not torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+class GatedProduct:
+    """The kernel, for products that it `takes`; compiled meanwhile where no start did it before."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._loading: Callable[[], Launch | None] | None = None
+        self._launch: Launch | None = None
+        if supports(device, dtype):
+            function = "asyncllm_gated_product"
+            self._loading = cuda_source.begin_loading_launch(SOURCE, function, CAPABILITY, ())
+            properties = torch.cuda.get_device_properties(device)
+            self._num_blocks = properties.multi_processor_count
+
+    def takes(self, shape: Shape) -> bool:
+        """Waits for the compiler, once."""
+        if self._loading is not None:
+            self._launch, self._loading = self._loading(), None
+        return (
+            self._launch is not None
+            and shape.in_features % COLUMNS == 0
+            and shape.out_features % (2 * FEATURES) == 0
+        )
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [rows, size], weight [2 * features, size], both contiguous -> [rows, features], new.
+
+        Capturable. Raises `RuntimeError` where the device does not take it.
+        """
+        assert self._launch is not None, "called without having been asked"
+        out = x.new_empty((x.shape[0], weight.shape[0] // 2))
+        args = Args(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *out.shape, x.shape[1])
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
+            raise RuntimeError(f"gated_product: CUDA error {error}")
+        return out
+
+
+class GatedAlgorithms:
+    """Our kernel, and cuBLAS's algorithms with SwiGLU behind each, as `Algorithms`."""
+
+    num_launches = 2
+
+    def __init__(
+        self,
+        library: Algorithms,
+        kernel: GatedProduct,
+        swiglu: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """`swiglu`: many_rows.py has it, and its Triton."""
+        self._library = library
+        self._kernel = kernel
+        self._swiglu = swiglu
+
+    def algorithms(self, shape: Shape) -> list[bytes]:
+        ours = [OURS] if self._kernel.takes(shape) else []
+        return [*self._library.algorithms(shape), *ours]
+
+    def can_run(self, shape: Shape, algorithm: bytes) -> bool:
+        if algorithm == OURS:
+            return self._kernel.takes(shape)
+        return self._library.can_run(shape, algorithm)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes) -> torch.Tensor:
+        """silu(gate) * up: [T, size] -> [T, features]."""
+        if algorithm == OURS:
+            return self._kernel(x, weight)
+        return self._swiglu(self._library.linear(x, weight, algorithm))
