@@ -4,6 +4,9 @@ Triton compiles a kernel at its first launch, for a second or so, or finds it in
 that is outside of the GIL. So it happens while FlashInfer is imported and the weights load, a
 variant to a thread. Which variant a launch takes follows from its tensors' types and sizes: only
 what the launch's own code makes of such tensors is sure to be what a step asks for.
+
+To look for its first kernel Triton hashes its own libraries, 300 MB and more, in pieces between
+which it takes the GIL; every thread that comes before the end does so again. So one does it first.
 """
 
 from __future__ import annotations
@@ -35,13 +38,17 @@ class EarlyLaunches:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._hashed: Future[None] | None = None
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="asyncllm-early")
         self._launches: list[Future[None]] = []
 
     def begin(self, launch: Callable[[], object], stream: torch.cuda.Stream | None = None) -> None:
         """Call it in a thread, on this stream, else on the default one."""
-        if self._device.type == "cuda":
-            self._launches.append(self._threads.submit(_run, launch, stream))
+        if self._device.type != "cuda":
+            return
+        if self._hashed is None:
+            self._hashed = self._threads.submit(_hash_compiler)
+        self._launches.append(self._threads.submit(_run, launch, stream, self._hashed))
 
     def begin_sampling(self, kernels: SlotKernels, vocab_size: int, dtype: torch.dtype) -> None:
         """One row, in each way that a step may sample. `dtype`: of the model's logits."""
@@ -153,6 +160,18 @@ class EarlyLaunches:
         return RowMasks(self._zeros(1), self._zeros(1, -(-vocab_size // 32)) - 1)
 
 
-def _run(launch: Callable[[], object], stream: torch.cuda.Stream | None) -> None:
+def _hash_compiler() -> None:
+    """Triton keeps it. Before 3.5 it is elsewhere, and without Triton nobody needs it."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return
+    triton_key()
+
+
+def _run(
+    launch: Callable[[], object], stream: torch.cuda.Stream | None, hashed: Future[None]
+) -> None:
+    hashed.result()
     with torch.inference_mode(), torch.cuda.stream(stream):
         launch()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,6 +32,31 @@ def test_launches_run_side_by_side() -> None:
         early.begin(lambda: both.wait(PATIENCE_SECONDS))
     early.wait()
     assert not [t for t in threading.enumerate() if t.name.startswith("asyncllm-early")]
+
+
+def test_one_thread_hashes_the_compiler_and_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def triton_key() -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        events.append("hashed")
+
+    cache = ModuleType("triton.runtime.cache")
+    monkeypatch.setattr(cache, "triton_key", triton_key, raising=False)
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, cache.__name__, cache)
+    early = EarlyLaunches(CUDA)
+    for _ in range(3):
+        early.begin(lambda: events.append("launched"))
+    assert begun.wait(PATIENCE_SECONDS)
+    go_on.set()
+    early.wait()
+    assert events == ["hashed", *["launched"] * 3]
 
 
 def test_a_launch_is_inference() -> None:
