@@ -109,8 +109,8 @@ class ChunkPolicy:
         return max(1, self._nearest_size(num_tokens, least) - num_decodes)
 
     def _backlog_size(self, chunk: int) -> int:
-        """A fourth more: fewer steps read the weights and the contexts of the decodes."""
-        return self._nearest_size(min(chunk + chunk // 4, self.step_sizes[-1]), 0)
+        """Half more: fewer steps read the weights and the contexts of the decodes."""
+        return self._nearest_size(min(chunk + chunk // 2, self.step_sizes[-1]), 0)
 
     def _nearest_size(self, num_tokens: int, least: int) -> int:
         """`least`: where few sizes are captured, the nearest may leave prompts next to nothing."""

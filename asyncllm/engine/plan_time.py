@@ -16,10 +16,10 @@ from collections import deque
 
 from asyncllm.engine.stats import StepRecord
 
-SHORTEST = 0.9  # of the quickest of the last NUM_STEPS decode steps
+SHORTEST = 0.97  # of the quickest of the last NUM_STEPS decode steps
 NUM_STEPS = 8
 MOST_SECONDS = 0.05
-WAKE_SECONDS = 0.6e-3  # the loop may be at work
+WAKE_SECONDS = 0.4e-3  # the loop may be at work
 FORGET = 0.9  # per step, of the longest time that the host took to plan and launch
 
 

@@ -61,8 +61,8 @@ def test_a_slow_step_does_not_delay_the_next() -> None:
 
 def test_short_steps_are_planned_at_once() -> None:
     plan_time = PlanTime()
-    plan_time.finished(step("decode", 100.0, 0.0006))
-    assert plan_time.seconds_to_wait(100.0006) == 0
+    plan_time.finished(step("decode", 100.0, WAKE_SECONDS))
+    assert plan_time.seconds_to_wait(100.0 + WAKE_SECONDS) == 0
 
 
 def test_a_slow_plan_is_remembered_for_a_while() -> None:

@@ -301,14 +301,14 @@ def test_more_to_end_a_prompt_fills_the_size_above_a_chunk(num_decodes: int, to_
         (4096, [], 512),  # a prompt's own tokens are not known before it is admitted
         (4096, [300], 512),
         (3000, [1000], 512),
-        (4096 - 513, [513], 640),
-        (0, [7000], 640),
+        (4096 - 513, [513], 768),
+        (0, [7000], 768),
     ],
 )
 def test_steps_are_longer_while_a_long_prompt_has_begun_and_much_waits(
     num_startable: int, begun: list[int], num_tokens: int
 ) -> None:
-    policy = ChunkPolicy(512, (256, 512, 640, 768))
+    policy = ChunkPolicy(512, (256, 512, 640, 768, 1024))
     assert policy.room(8, num_startable, begun).num_tokens == num_tokens - 8
     assert policy.room(200, num_startable, begun).num_tokens == 768 - 200, "as long as ever"
     assert ChunkPolicy(512).room(8, num_startable, begun).num_tokens == 512
