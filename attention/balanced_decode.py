@@ -38,6 +38,7 @@ class Args(ctypes.Structure):
         *((name, _int64) for name in ("page_stride", "kv_stride")),
         *((name, _int32) for name in ("rows", "kv_heads", "table_stride")),
         ("scale", _float),
+        ("starts_early", _int32),
     )
 
 
@@ -88,10 +89,20 @@ class BalancedDecode:
         self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
 
     def bind(
-        self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        block_tables: torch.Tensor,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        starts_early: bool = True,
     ) -> AttendRows:
         """q, out [rows, heads, head_dim], contiguous; lengths of 32 bits [rows, 1], of rows that
-        are none's 0, and behind the others. Capturable. The result keeps what it was given."""
+        are none's 0, and behind the others. Capturable. The result keeps what it was given, and
+        belongs to the current stream.
+
+        starts_early: with what the kernel before leaves of the device, before that has ended.
+        """
         num_rows = len(q)
         assert num_rows <= len(self._counts)
         assert q.is_contiguous() and out.is_contiguous() and block_tables.stride(1) == 1
@@ -108,6 +119,7 @@ class BalancedDecode:
             rows=num_rows,
             kv_heads=pages.shape[3],
             table_stride=block_tables.stride(0),
+            starts_early=starts_early,
         )
         stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
 

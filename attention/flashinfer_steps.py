@@ -3,7 +3,9 @@
 FlashInfer's FA3 kernel has one block for each multiprocessor, which takes its work from lists that
 the planner leaves in a workspace: of a plan, a launch knows only where these begin. Planned for the
 same most tokens and rows each time they begin at the same places, so a captured launch does what
-the last plan says. The decodes' kernel (balanced_decode.py) goes by lengths on the device.
+the last plan says. The decodes' kernel (balanced_decode.py) goes by lengths on the device. It is
+launched on a stream of its own, a moment behind FA3: multiprocessors that have no prompt's tiles
+left begin with the decodes' while others still work.
 
 With flashinfer.py, flashinfer_prefill.py and xqa_call.py the adapter to FlashInfer.
 """
@@ -62,6 +64,7 @@ class FlashInferSteps:
         self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
         self._balanced = balanced
         self._rows = _FixedRows(device)
+        self._side = torch.cuda.Stream(device)
         lists = torch.empty(LISTS_BYTES, dtype=torch.uint8, device=device)
         self._turns = Turns(
             [
@@ -85,10 +88,17 @@ class FlashInferSteps:
             return lambda layer: prefill(*self._keys_values[layer.index])
         tables, lengths = decodes.block_tables, decodes.positions + 1  # 0: none's
         rows = slice(len(lengths))
+        main, side = torch.cuda.current_stream(q.device), self._side
+        with torch.cuda.stream(side):
+            # Started early it would come before FA3.
+            decode = self._balanced.bind(q[rows], tables, lengths, out[rows], starts_early=False)
 
         def attend(layer: AttentionLayer) -> None:
-            self._balanced.bind(q[rows], tables, lengths, out[rows])(layer)
+            side.wait_stream(main)
             prefill(*self._keys_values[layer.index])
+            with torch.cuda.stream(side):
+                decode(layer)
+            main.wait_stream(side)
 
         return attend
 

@@ -67,9 +67,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args
 
 }  // namespace
 
-// Returns a cudaError_t. `args` is untyped because a function that names a type of the unnamed
-// namespace is not exported.
-extern "C" int asyncllm_balanced_decode(const void* args, int num_blocks, void* stream) {
-    return launch_after(balanced_decode, *static_cast<const Args*>(args), num_blocks, WARPS * 32,
-                        static_cast<int>(sizeof(Shared)), stream);
+// Returns a cudaError_t. `untyped` because a function that names a type of the unnamed namespace is
+// not exported.
+extern "C" int asyncllm_balanced_decode(const void* untyped, int num_blocks, void* stream) {
+    const Args& args = *static_cast<const Args*>(untyped);
+    return launch_after(balanced_decode, args, num_blocks, WARPS * 32,
+                        static_cast<int>(sizeof(Shared)), stream, args.starts_early);
 }

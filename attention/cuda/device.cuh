@@ -220,9 +220,10 @@ __device__ __forceinline__ float greater(float x, float y) { return fmaxf(x, y);
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 
 // A kernel that waits for the one before it itself (`wait_kernel_before`). Returns a cudaError_t.
+// `early`: it may start before that has ended.
 template <typename Args>
 int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_blocks,
-                 int num_threads, int shared_bytes, void* stream) {
+                 int num_threads, int shared_bytes, void* stream, bool early = true) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
@@ -233,7 +234,7 @@ int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, in
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    attribute.val.programmaticStreamSerializationAllowed = early;
     config.attrs = &attribute;
     config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, args);

@@ -25,6 +25,7 @@ struct Args {
     int64_t page_stride, kv_stride;  // elements
     int32_t rows, kv_heads, table_stride;
     float scale;                // of q times k
+    int32_t starts_early;       // before the kernel before has ended
 };
 
 __device__ __forceinline__ int tiles_of(int length) { return (length + TILE - 1) / TILE; }
