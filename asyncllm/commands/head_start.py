@@ -1,6 +1,6 @@
 """What a command that starts an engine does before torch is imported, in a process that is ours.
 
-Later imports become cheaper: bytecode is kept, other processes make what of it is missing, two
+Later imports become cheaper: bytecode is kept, other processes make what of it is missing, some
 packages are left unopened. And CUDA's context, a third of a second of the driver's time and none of
 Python's, is made by a thread meanwhile. A process has one such context for a device, which torch
 then finds. It is asked for through the driver's C interface, the only one there is by then; what
@@ -21,6 +21,7 @@ from asyncllm.commands.unopened import leave_unopened
 # (transformers 5.17's do).
 UNOPENED: dict[str, tuple[str, dict[str, str]]] = {
     "transformers": ("transformers", {"AddedToken": "tokenization_utils_base"}),
+    "transformers.models": ("transformers", {}),
     "flashinfer": ("flashinfer-python", {}),
 }
 

@@ -1,9 +1,9 @@
 """A package whose modules can be imported before its own `__init__` has run.
 
-transformers' `__init__` reads a table of all its models, FlashInfer's imports all its kernels'
-Python: half a second of a start, for nothing that is served. Their modules do not need it, or only
-a name whose module is known. Who asks for what only `__init__` brings (`from transformers import
-AutoTokenizer`) has it run first, and notices no difference.
+transformers' `__init__` reads a table of all its models, that of its models all their sources,
+FlashInfer's imports all its kernels' Python: a second of a start, for nothing that is served. Their
+modules do not need it, or only a name whose module is known. Who asks for what only `__init__`
+brings (`from transformers import AutoTokenizer`) has it run first, and notices no difference.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ OPENING_SECONDS = 30.0  # longer than any package takes
 
 
 def leave_unopened(package: str, distribution: str, known: Mapping[str, str] | None = None) -> None:
-    """For a process that is ours, and only where the package is neither missing nor imported.
+    """For a process that is ours, and only where the package is neither missing nor imported, and
+    one that it is part of was left unopened too.
 
     distribution: its name where it was installed from, which knows its `__version__`.
     known: names that `__init__` brings, each with the module of the package that it is from: to ask
     for one opens nothing.
     """
-    if package in sys.modules:
+    parent, _, name = package.rpartition(".")
+    if package in sys.modules or (parent and not isinstance(sys.modules.get(parent), _Unopened)):
         return
     spec = importlib.util.find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
@@ -38,6 +40,8 @@ def leave_unopened(package: str, distribution: str, known: Mapping[str, str] | N
         return
     module.__dict__["_known"] = dict(known or {})
     sys.modules[package] = module
+    if parent:
+        setattr(sys.modules[parent], name, module)
 
 
 class _Unopened(ModuleType):

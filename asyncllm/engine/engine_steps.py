@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 
 from asyncllm.engine.constraints import constrain
@@ -34,15 +33,16 @@ from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 
-QUIET_SECONDS = 0.25  # without a request, before what was left for later
-PAUSE_SECONDS = 0.01  # between two parts of it: HTTP gets its turn
+QUIET_SECONDS = 0.25  # without a request, before graphs are captured
+PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
+LONG_QUIET_SECONDS = 2.0  # before what holds the loop for half a second
 TIMER_SECONDS = 1e-3  # that timers count in: what is less is waited for in turns of the loop
 
 
 class EngineSteps:
     """Implements `pipeline.Steps`. Made on the loop that it runs on.
 
-    `later`: work that no start waits for, each part for a moment without requests.
+    `later`: work that no start waits for, after the graphs, each part for seconds of quiet.
     """
 
     def __init__(
@@ -204,24 +204,31 @@ class EngineSteps:
                 self._stat_loggers.remove(stat_logger)
 
     async def idle(self) -> None:
-        """Until a request arrives. After a moment of quiet, what was left for later."""
+        """Until a request arrives. While none does, what was left for later."""
         self._work.clear()
         self.clock.idle()
         self._plan_time.idle()
-        patience = QUIET_SECONDS
-        while not self._live.scheduler.waiting and (self._worker.num_pending_graphs or self._later):
-            await self._work_within(patience)
-            if self._live.scheduler.waiting:
-                return
-            if self._worker.num_pending_graphs:  # first: more requests need them
-                self._worker.capture_one()
-            else:
-                self._later.popleft()()
-            patience = PAUSE_SECONDS
-        if not self._live.scheduler.waiting:
+        if not self._live.scheduler.waiting and await self._stays_quiet():
             await self._work.wait()
 
-    async def _work_within(self, seconds: float) -> None:
-        with suppress(TimeoutError):
+    async def _stays_quiet(self) -> bool:
+        """Until nothing is left for later; false if a request arrives before."""
+        patience = QUIET_SECONDS
+        while self._worker.num_pending_graphs:
+            if not await self._is_quiet_for(patience):
+                return False
+            self._worker.capture_one()
+            patience = PAUSE_SECONDS
+        while self._later:
+            if not await self._is_quiet_for(LONG_QUIET_SECONDS):
+                return False
+            self._later.popleft()()
+        return True
+
+    async def _is_quiet_for(self, seconds: float) -> bool:
+        try:
             async with asyncio.timeout(seconds):
                 await self._work.wait()
+        except TimeoutError:
+            return not self._live.scheduler.waiting
+        return False

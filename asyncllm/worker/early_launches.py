@@ -85,6 +85,11 @@ class EarlyLaunches:
 
         self.begin(launch)
 
+    def wait_for_hash(self) -> None:
+        """Until a launch from another thread does not have to hash the compiler itself."""
+        if self._hashed is not None:
+            self._hashed.result()
+
     def wait(self) -> None:
         """Until all are launched, and the threads gone. Raises what the first one raised."""
         self._threads.shutdown()

@@ -93,6 +93,7 @@ class Worker:
         with self._phase("load"):
             model, loading = self._load_model(ops, early, progress)
         with self._phase("profile"):
+            early.wait_for_hash()
             self.memory = self._plan_memory(model)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages

@@ -54,8 +54,6 @@ class CublasLt:
     Raises `OSError` where the library is not there, `KeyError` for a dtype not in TYPES.
     """
 
-    num_launches = 1
-
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._library = _library()
         self._type = TYPES[dtype]

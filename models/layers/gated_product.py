@@ -82,8 +82,6 @@ class GatedProduct:
 class GatedAlgorithms:
     """Our kernel, and cuBLAS's algorithms with SwiGLU behind each, as `Algorithms`."""
 
-    num_launches = 2
-
     def __init__(
         self,
         library: Algorithms,

@@ -10,6 +10,7 @@ kernel of ours among the algorithms (gated_product.py), and a `Products` of thei
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
@@ -27,8 +28,10 @@ COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as i
 MOST_WEIGHTS = 32
 ROUNDS = 2
 MOST_SPREAD = 1.5  # of the times of one way; above it the device has another's work too
-# Launching waits for nothing meanwhile, so the device must be busy until all is launched: 15 us.
-CYCLES_PER_LAUNCH = 30_000
+# Launching waits for nothing meanwhile, so the device must be busy until all is launched: for as
+# long as that took before, and some more for other threads' Python.
+LAUNCHING_SLACK = 1.5
+CYCLES_PER_SECOND = 2e9  # of a device's clock, at most
 
 Ways = Sequence[Callable[[], object]]
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -36,8 +39,6 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 
 class Algorithms(Protocol):
     """What is used of `CublasLt`."""
-
-    num_launches: int  # of a product
 
     def algorithms(self, shape: Shape) -> list[bytes]: ...
     def can_run(self, shape: Shape, algorithm: bytes) -> bool: ...
@@ -53,7 +54,7 @@ class Products:
         sizes: Collection[int],
         kept: KeptChoices,
         plain: Linear = F.linear,
-        time_ways: Callable[[Ways, int], list[float]] | None = None,
+        time_ways: Callable[[Ways], list[float]] | None = None,
     ) -> None:
         """`time_ways`: seconds of each, for tests another."""
         self._library = library
@@ -114,8 +115,7 @@ class Products:
             for weight in weights:
                 self._run(x, weight, algorithm)
 
-        num_launches = len(weights) * self._library.num_launches
-        seconds = self._time_ways([partial(run, each) for each in algorithms], num_launches)
+        seconds = self._time_ways([partial(run, each) for each in algorithms])
         times = ", ".join(f"{each * 1e6 / len(weights):.1f}" for each in seconds)
         logger.debug("%s: torch and cuBLAS's algorithms take %s us", shape, times)
         return algorithms[quickest(seconds)]
@@ -126,14 +126,18 @@ class Products:
         return self._library.linear(x, weight, algorithm)
 
 
-def time_on_device(ways: Ways, num_launches: int) -> list[float]:
+def time_on_device(ways: Ways) -> list[float]:
     """Seconds of each, the quickest of ROUNDS in which they take turns. On the current stream.
 
-    num_launches: of one way. Raises `RuntimeError` where the device is not theirs alone.
+    Raises `RuntimeError` where the device is not theirs alone.
     """
     for way in ways:
         way()  # loads its kernel
-    torch.cuda._sleep(CYCLES_PER_LAUNCH * num_launches * len(ways) * ROUNDS)
+    start = time.perf_counter()
+    for way in ways:
+        way()
+    launching = (time.perf_counter() - start) * ROUNDS
+    torch.cuda._sleep(int(launching * LAUNCHING_SLACK * CYCLES_PER_SECOND))
     return [least(seconds) for seconds in seconds_by_turns(ways, ROUNDS)]
 
 

@@ -15,6 +15,7 @@ import pytest
 from asyncllm.commands import unopened
 from asyncllm.commands.head_start import UNOPENED
 from asyncllm.commands.unopened import leave_unopened
+from tests.text.tokenizer_folders import byte_level, write_folder
 from tests.waiting import PATIENCE_SECONDS
 
 NAME = "made_up_package"
@@ -111,12 +112,60 @@ def test_what_is_left_as_it_is(package: Path, monkeypatch: pytest.MonkeyPatch) -
     assert importlib.import_module(NAME) is imported and "whole" in vars(imported)
 
 
+def test_a_package_in_a_package(package: Path) -> None:
+    inner = package / "inner"
+    inner.mkdir()
+    (inner / "__init__.py").write_text("whole = 42\n")
+    (inner / "part.py").write_text("half = 21\n")
+    leave_unopened(f"{NAME}.inner", "made-up")
+    assert NAME not in sys.modules  # of which it would have to run the `__init__`
+    leave_unopened(NAME, "made-up")
+    leave_unopened(f"{NAME}.inner", "made-up")
+    made_up = importlib.import_module(NAME)
+    assert importlib.import_module(f"{NAME}.inner.part").half == 21
+    assert "whole" not in vars(made_up) and "whole" not in vars(made_up.inner)
+    assert made_up.inner.whole == 42 and "whole" not in vars(made_up)
+    assert made_up.whole == 42 and made_up.inner.part.half == 21
+
+
 def test_known_names_are_those_of_the_open_package() -> None:
     for package, (_, known) in UNOPENED.items():
         for name, module in known.items():
             opened = importlib.import_module(package)
             source = importlib.import_module(f"{package}.{module}")
             assert getattr(opened, name) is getattr(source, name)
+
+
+def said_by(program: str, *arguments: str) -> object:
+    """Its last line, of JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_familys_tokenizer_does_not_open_all_models(tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_level(), bos="<s>", eos="</s>", model_type="qwen3")
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("PreTrainedTokenizerFast", "Qwen2Tokenizer"))
+    program = """
+import json, sys
+from asyncllm.commands.head_start import take_head_start
+take_head_start("cpu")
+from asyncllm.engine.text.tokenizer import Tokenizer
+tokenizer = Tokenizer.from_folder(sys.argv[1])
+models = sys.modules["transformers.models"]
+before = "_import_structure" in vars(models)
+from transformers import Qwen2Tokenizer
+from transformers.models import Qwen3Config
+same = type(tokenizer._hf) is Qwen2Tokenizer, models.Qwen3Config is Qwen3Config
+print(json.dumps([before, *same]))
+"""
+    assert said_by(program, str(tmp_path)) == [False, True, True]
 
 
 def test_transformers_serves_unopened_and_opens() -> None:
@@ -135,16 +184,9 @@ held = transformers
 from transformers import AutoTokenizer
 print(json.dumps([before, held.AutoConfig.__name__, AutoTokenizer.__module__, held.__version__]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
     import transformers
 
-    assert json.loads(done.stdout.splitlines()[-1]) == [
+    assert said_by(program) == [
         False,
         "AutoConfig",
         "transformers.models.auto.tokenization_auto",

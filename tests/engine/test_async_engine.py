@@ -86,11 +86,11 @@ def test_what_grammars_need_is_made_when_nobody_waits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(input_processor, "Vocabulary", noted)
 
     async def main() -> None:
-        monkeypatch.setattr(engine_steps, "QUIET_SECONDS", PATIENCE_SECONDS)
+        monkeypatch.setattr(engine_steps, "LONG_QUIET_SECONDS", PATIENCE_SECONDS)
         async with small_engine() as engine:
             await engine.generate("Once", GREEDY)
             assert not made
-        monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 0.0)
+        monkeypatch.setattr(engine_steps, "LONG_QUIET_SECONDS", 0.0)
         async with small_engine() as engine:
             await until(lambda: made)
             await engine.generate("Once", GREEDY)

@@ -22,8 +22,6 @@ KernelOf = Callable[[object], GatedProduct]
 
 
 class Library:
-    num_launches = 1
-
     def algorithms(self, shape: Shape) -> list[bytes]:
         return [OTHER]
 

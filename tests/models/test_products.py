@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 from asyncllm.models.layers.kept_choices import MOST_BYTES, Choices, KeptChoices
 from asyncllm.models.layers.products import (
+    CYCLES_PER_SECOND,
     MOST_WEIGHTS,
     ROUNDS,
     Products,
@@ -27,8 +29,6 @@ SIZES = (4, 8)
 
 class Library:
     """Three algorithms, which multiply as torch does."""
-
-    num_launches = 1
 
     def __init__(self, unknown: Sequence[bytes] = ()) -> None:
         self.unknown = unknown
@@ -64,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def products(library: Library, *seconds: float) -> Products:
     """torch takes the first of `seconds`, the algorithms the others."""
 
-    def time_ways(ways: Ways, num_launches: int) -> list[float]:
+    def time_ways(ways: Ways) -> list[float]:
         for way in ways:
             way()
         return list(seconds)
@@ -247,19 +247,29 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
 def test_the_device_is_asked_by_turns_once_each_kernel_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, order = DeviceClock(monkeypatch), []
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("busy"))
+    """And is busy for as long as it takes to launch all of it, and more."""
+    clock, order, host = DeviceClock(monkeypatch), [], [0.0]
+    busy: list[float] = []
+
+    def sleep(cycles: int) -> None:
+        order.append("busy")
+        busy.append(cycles / CYCLES_PER_SECOND)
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: host[0])
 
     def way(name: str, ms: float) -> Callable[[], None]:
         def run() -> None:
+            host[0] += 0.5 if name not in order else 3e-3
             order.append(name)
             clock.ms += ms if "busy" in order else 40.0
 
         return run
 
-    seconds = time_on_device([way("a", 2.0), way("b", 1.0)], 1)
+    seconds = time_on_device([way("a", 2.0), way("b", 1.0)])
     assert seconds == pytest.approx([2e-3, 1e-3])
-    assert order == ["a", "b", "busy", *["a", "b"] * ROUNDS]
+    assert order == ["a", "b", "a", "b", "busy", *["a", "b"] * ROUNDS]
+    assert 2 * 3e-3 * ROUNDS < busy[0] < 2 * 2 * 3e-3 * ROUNDS
 
 
 def test_what_is_measured_beside_anothers_work_is_no_measurement() -> None:

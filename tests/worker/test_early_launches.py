@@ -54,7 +54,9 @@ def test_one_thread_hashes_the_compiler_and_the_others_wait(
     for _ in range(3):
         early.begin(lambda: events.append("launched"))
     assert begun.wait(PATIENCE_SECONDS)
-    go_on.set()
+    threading.Timer(0.05, go_on.set).start()
+    early.wait_for_hash()
+    assert events[0] == "hashed"
     early.wait()
     assert events == ["hashed", *["launched"] * 3]
 

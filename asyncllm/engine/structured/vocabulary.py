@@ -1,8 +1,8 @@
 """The tokenizer as llguidance wants it: each token's bytes, which are special, which end a text.
 
 Made once per engine: the library builds a trie of all tokens, which takes 0.4 s for 128k of them,
-with the GIL held. So it is made in the first quiet moment after the start, or for the first grammar
-if that comes before.
+with the GIL held. So it is made when nobody has asked for anything for a while, or for the first
+grammar if that comes before.
 The bytes are those that the detokenizer shows, so a token may come where its text may.
 """
 
