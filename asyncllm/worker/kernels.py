@@ -80,12 +80,8 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
     from asyncllm.models.layers.cuda_ops import CudaOps, gated_linear
     from asyncllm.models.layers.many_rows import swiglu
 
-    if not sizes:  # of captures: torch's own products
-        return CudaOps(device)
-    try:
-        library = CublasLt(dtype, device)
-    except (OSError, RuntimeError) as error:
-        logger.info("products are left to torch: %s", error)
+    library = _open_library(device, dtype, sizes)
+    if library is None:
         return CudaOps(device)
     gated = GatedAlgorithms(library, GatedProduct(device, dtype), swiglu)
     key = (torch.cuda.get_device_name(device), library.version, dtype)
@@ -94,6 +90,19 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
         Products(library, sizes, KeptChoices(*key)),
         Products(gated, sizes, KeptChoices(*key, "gated"), gated_linear),
     )
+
+
+def _open_library(
+    device: torch.device, dtype: torch.dtype, sizes: Collection[int]
+) -> CublasLt | None:
+    """None, for torch's own products, where nothing is captured or there is none to choose with."""
+    if not sizes:
+        return None
+    try:
+        return CublasLt(dtype, device)
+    except (OSError, RuntimeError) as error:
+        logger.info("products are left to torch: %s", error)
+        return None
 
 
 def make_executor(device: torch.device) -> Executor:
