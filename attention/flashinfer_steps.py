@@ -94,11 +94,11 @@ class FlashInferSteps:
             decode = self._balanced.bind(q[rows], tables, lengths, out[rows], starts_early=False)
 
         def attend(layer: AttentionLayer) -> None:
-            side.wait_stream(main)
+            side.wait_stream(main)  # keys and values are written
             prefill(*self._keys_values[layer.index])
             with torch.cuda.stream(side):
                 decode(layer)
-            main.wait_stream(side)
+            main.wait_stream(side)  # what comes next reads all rows of `out`
 
         return attend
 

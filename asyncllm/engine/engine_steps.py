@@ -182,9 +182,8 @@ class EngineSteps:
         """None where its times cannot be read: if the device is lost, the next step will say so."""
         try:
             step = self.clock.finished(plan)
-        except (
-            Exception
-        ):  # what only watches must end no request, nor reach who asks for a snapshot
+        # What only watches must end no request, nor reach who asks for a snapshot.
+        except Exception:
             logger.exception("the times of step %d cannot be read", plan.step_id)
             return None
         self._plan_time.finished(step)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.models.layers.cublas_lt import CublasLt
-from asyncllm.models.layers.gated_product import GatedAlgorithms, GatedProduct
+from asyncllm.models.layers.gated_product import GatedAlgorithms, GatedProduct, version
 from asyncllm.models.layers.kept_choices import KeptChoices
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.products import Products
@@ -88,7 +88,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
     return CudaOps(
         device,
         Products(library, sizes, KeptChoices(*key)),
-        Products(gated, sizes, KeptChoices(*key, "gated"), gated_linear),
+        Products(gated, sizes, KeptChoices(*key, "gated", version(device, dtype)), gated_linear),
     )
 
 

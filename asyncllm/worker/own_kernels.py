@@ -68,7 +68,7 @@ def own_kernels(config: EngineConfig, model: CausalLM, device: torch.device) -> 
     Without a compiler only what is there already: a start does without the rest.
     """
     capability = torch.cuda.get_device_capability(device)
-    found = _product_kernels(device, getattr(torch, config.dtype))
+    found = _product_kernels(config, device)
     if resolve_backend(config.attention_backend, device) == "flashinfer":
         found += _attention_kernels(config, model, capability)
     if is_measured(config):
@@ -80,14 +80,15 @@ def own_kernels(config: EngineConfig, model: CausalLM, device: torch.device) -> 
     return found
 
 
-def _product_kernels(device: torch.device, dtype: torch.dtype) -> list[OwnKernel]:
+def _product_kernels(config: EngineConfig, device: torch.device) -> list[OwnKernel]:
     # They import Triton, which comes with torch for CUDA alone.
     from asyncllm.attention.programmatic_launch import has_programmatic_launch
     from asyncllm.models.layers import few_rows, gated_product
 
     capability = torch.cuda.get_device_capability(device)
     found = [OwnKernel(few_rows.SOURCE, capability)] if has_programmatic_launch(device) else []
-    if gated_product.supports(device, dtype):
+    is_chosen = not config.enforce_eager  # for captured steps
+    if is_chosen and gated_product.supports(device, getattr(torch, config.dtype)):
         found.append(OwnKernel(gated_product.SOURCE, capability))
     return found
 

@@ -65,9 +65,9 @@ struct Tile {
 };
 
 __device__ __forceinline__ Tile tile_of(const Args& args, int number) {
-    const int height = args.row_tiles / 2;              // in pairs, of a column of tiles
-    const int num = 2 * height + args.row_tiles % 2;    // pairs of two columns
-    const int column = number / num * 2, place = number % num, rank = rank_in_pair();
+    const int height = args.row_tiles / 2;  // in pairs, of a column of tiles; two have `row_tiles`
+    const int column = number / args.row_tiles * 2, place = number % args.row_tiles;
+    const int rank = rank_in_pair();
     if (place < 2 * height)
         return {(place % height * 2 + rank) * ROWS, (column + place / height) * FEATURES, true};
     return {(args.row_tiles - 1) * ROWS, (column + rank) * FEATURES, false};

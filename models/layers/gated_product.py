@@ -9,6 +9,7 @@ quicker at how many tokens is measured (products.py).
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from asyncllm.attention import cuda_source
 from asyncllm.attention.cuda_source import Launch
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 from asyncllm.models.layers.products import Algorithms
+
+logger = logging.getLogger("asyncllm")
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "gated_product.cu"
 CAPABILITY = (9, 0)  # whose tensor cores it is written for
@@ -43,12 +46,25 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) == CAPABILITY
 
 
+def version(device: torch.device, dtype: torch.dtype) -> str:
+    """Of the kernel that a start can use, for what is measured with it; "" where it has none."""
+    if not supports(device, dtype):
+        return ""
+    try:
+        library = cuda_source.path_of(SOURCE, CAPABILITY)
+        return library.stem if library.exists() or cuda_source.find_compiler() else ""
+    except (OSError, RuntimeError):  # no home, not ours to look into
+        return ""
+
+
 class GatedProduct:
     """The kernel, for products that it `takes`; compiled meanwhile where no start did it before."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
         self._loading: Callable[[], Launch | None] | None = None
         self._launch: Launch | None = None
+        self._num_blocks = 0
         if supports(device, dtype):
             function = "asyncllm_gated_product"
             self._loading = cuda_source.begin_loading_launch(SOURCE, function, CAPABILITY, ())
@@ -57,13 +73,24 @@ class GatedProduct:
 
     def takes(self, shape: Shape) -> bool:
         """Waits for the compiler, once."""
-        if self._loading is not None:
-            self._launch, self._loading = self._loading(), None
         return (
-            self._launch is not None
+            self._is_ready()
             and shape.in_features % COLUMNS == 0
             and shape.out_features % (2 * FEATURES) == 0
         )
+
+    def _is_ready(self) -> bool:
+        """Whether it was compiled and runs, which is tried once."""
+        if self._loading is not None:
+            self._launch, self._loading = self._loading(), None
+            if self._launch is not None:
+                tried = torch.ones(2 * FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
+                try:
+                    self(tried, tried)
+                except RuntimeError as error:  # no engine fails to start for a faster kernel
+                    logger.info("gated products are left to cuBLAS: %s", error)
+                    self._launch = None
+        return self._launch is not None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [rows, size], weight [2 * features, size], both contiguous -> [rows, features], new.

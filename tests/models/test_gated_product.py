@@ -53,7 +53,9 @@ def kernel_of(monkeypatch: pytest.MonkeyPatch) -> KernelOf:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
         monkeypatch.setattr(cuda_source, "begin_loading_launch", lambda *args: lambda: launch)
-        return GatedProduct(torch.device("cuda"), torch.bfloat16)
+        kernel = GatedProduct(torch.device("cuda"), torch.bfloat16)
+        kernel._device = torch.device("cpu")  # where it is tried
+        return kernel
 
     return kernel_of
 
@@ -106,10 +108,40 @@ def test_each_way_is_run_and_behind_cublass_comes_swiglu(kernel_of: KernelOf) ->
 
 
 def test_an_error_of_the_launch_is_raised(kernel_of: KernelOf) -> None:
-    kernel = kernel_of(lambda args, num_blocks, stream: 1)
+    errors = iter([0, 1])
+    kernel = kernel_of(lambda args, num_blocks, stream: next(errors))
     assert kernel.takes(SHAPE)
     with pytest.raises(RuntimeError, match="gated_product: CUDA error 1"):
         kernel(torch.ones(4, 64), torch.ones(32, 64))
+
+
+def test_a_kernel_that_does_not_run_here_is_not_used(
+    kernel_of: KernelOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor where a start before has chosen it."""
+    algorithms = GatedAlgorithms(Library(), kernel_of(lambda args, num_blocks, stream: -1), halves)
+    with caplog.at_level("INFO", logger="asyncllm"):
+        assert not algorithms.can_run(SHAPE, OURS)
+    assert algorithms.algorithms(SHAPE) == [OTHER]
+    assert "left to cuBLAS: gated_product: CUDA error -1" in caplog.text
+
+
+def test_what_was_measured_with_another_source_or_without_a_compiler_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda_source, "find_compiler", lambda: None)
+    versions = {gated_product.version(device, torch.bfloat16)}
+    monkeypatch.setattr(cuda_source, "find_compiler", lambda: "/bin/true")
+    versions.add(gated_product.version(device, torch.bfloat16))
+    other = tmp_path / "gated_product.cu"
+    other.write_text("another")
+    monkeypatch.setattr(gated_product, "SOURCE", other)
+    versions.add(gated_product.version(device, torch.bfloat16))
+    assert len(versions) == 3 and "" in versions
+    assert gated_product.version(torch.device("cpu"), torch.bfloat16) == ""
 
 
 def test_our_kernel_can_be_a_kept_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         cuda, "get_device_properties", lambda device: sms(multi_processor_count=card.num_sms)
     )
     # Not installed without CUDA: Triton, which those of products import, and FlashInfer.
-    monkeypatch.setattr(own_kernels, "_product_kernels", lambda device, capability: [])
+    monkeypatch.setattr(own_kernels, "_product_kernels", lambda config, device: [])
     monkeypatch.setattr(own_kernels, "resolve_backend", lambda name, device: _resolved(name))
     monkeypatch.setattr(cuda_source, "find_compiler", lambda: card.compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

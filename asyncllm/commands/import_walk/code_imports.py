@@ -70,9 +70,8 @@ def _instructions(raw: bytes) -> Iterator[tuple[int, int, int]]:
 
 def written(imports: Iterable[Import]) -> str:
     """A line, which `read` reads."""
-    return (
-        "".join(f"{int(flag)} {' '.join((name, *taken))};" for flag, name, taken in imports) + "\n"
-    )
+    words = (f"{int(flag)} {' '.join((name, *taken))};" for flag, name, taken in imports)
+    return "".join(words) + "\n"
 
 
 def read(line: str) -> list[Import]:

@@ -97,6 +97,8 @@ class GrammarCompiler:
                 self._vocabulary = self._vocabulary or self._make_vocabulary()
         except ValueError:  # said to the requests that ask for a grammar
             pass
+        except (KeyboardInterrupt, SystemExit):
+            raise
         except BaseException:  # a panic of the library too, which they meet again
             logger.exception("structured outputs could not be prepared")
 
