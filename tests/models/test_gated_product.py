@@ -17,7 +17,7 @@ from asyncllm.models.layers.gated_product import OURS, Args, GatedAlgorithms, Ga
 from asyncllm.models.layers.kept_choices import KeptChoices
 
 OTHER = b"x" * ALGORITHM_BYTES
-SHAPE = Shape(4, 32, 64)
+SHAPE = Shape(128, 8192, 4096)
 KernelOf = Callable[[object], GatedProduct]
 
 
@@ -64,9 +64,10 @@ def kernel_of(monkeypatch: pytest.MonkeyPatch) -> KernelOf:
     ("shape", "takes"),
     [
         (SHAPE, True),
-        (Shape(1, 28672, 4096), True),
-        (Shape(4, 32, 96), False),
-        (Shape(4, 40, 64), False),
+        (Shape(1, 28672, 4096), False),  # few tokens
+        (Shape(1024, 6144, 1024), False),  # few weights
+        (Shape(128, 28672, 4096 + 32), False),
+        (Shape(128, 28672 + 8, 4096), False),
     ],
 )
 def test_the_kernel_takes_what_its_tiles_divide(
