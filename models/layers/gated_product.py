@@ -26,8 +26,8 @@ SOURCE = Path(__file__).parent.parent / "cuda" / "gated_product.cu"
 CAPABILITY = (9, 0)  # whose tensor cores it is written for
 COLUMNS = 64  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
-# What is less is no work for tiles of 128 tokens: 64 of the 8B take 69 us for cuBLAS's 62, 128 of the
-# 0.6B 11.8 for 7.5. The measurement, which launches one by one, favours one kernel over two there.
+# Less is no work for tiles of 128 tokens: 64 of the 8B take 69 us for cuBLAS's 62, 128 of the 0.6B
+# 11.8 for 7.5. The measurement, which launches one by one, favours one kernel over two there.
 LEAST_TOKENS = 128
 LEAST_WEIGHTS = 1 << 25
 OURS = b"gated_product.cu".ljust(ALGORITHM_BYTES, b"\0")  # among cuBLAS's algorithms
