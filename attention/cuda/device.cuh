@@ -220,10 +220,10 @@ __device__ __forceinline__ float greater(float x, float y) { return fmaxf(x, y);
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 
 // A kernel that waits for the one before it itself (`wait_kernel_before`). Returns a cudaError_t.
-// `early`: it may start before that has ended.
+// `early`: it may start before that has ended. `cluster`: blocks that copy for each other.
 template <typename Args>
 int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_blocks,
-                 int num_threads, int shared_bytes, void* stream, bool early = true) {
+                 int num_threads, int shared_bytes, void* stream, bool early = true, int cluster = 1) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
@@ -232,11 +232,13 @@ int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, in
     config.blockDim = num_threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = early;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = early;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, args);
 }
 

@@ -227,6 +227,6 @@ extern "C" int asyncllm_gated_product(const void* untyped, int num_blocks, void*
     args.row_tiles = tiles_of(request.rows, ROWS);
     args.num_pairs = tiles_of(request.features, 2 * FEATURES) * args.row_tiles;
     const int num_pairs = num_blocks / 2 < args.num_pairs ? num_blocks / 2 : args.num_pairs;
-    return launch_pairs_after(gated_product, args, num_pairs, NUM_THREADS,
-                              sizeof(Shared) + ALIGNMENT, stream);
+    return launch_after(gated_product, args, 2 * num_pairs, NUM_THREADS,
+                        static_cast<int>(sizeof(Shared) + ALIGNMENT), stream, true, 2);
 }

@@ -88,8 +88,3 @@ template <size_t SUMS>
 void wait_all_products(float (&)[SUMS]) {
     wait_products<0>();
 }
-template <typename Args>
-int launch_pairs_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_pairs,
-                       int num_threads, int shared_bytes, void* stream) {
-    return launch_after<Args>(kernel, args, 2 * num_pairs, num_threads, shared_bytes, stream);
-}

@@ -416,7 +416,7 @@ inline uint4 load_transposed(const void* row) {
 // `stream` is the seed of the order in which threads take turns.
 template <typename Args>
 int launch_after(void (*kernel)(Args), const Args& args, int num_blocks, int num_threads,
-                 int shared_bytes, void* stream, bool = true) {
+                 int shared_bytes, void* stream, bool = true, int = 1) {
     const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
     emulator::launch(num_blocks, num_threads, shared_bytes, seed, [&] { kernel(args); });
     return 0;

@@ -132,27 +132,5 @@ __device__ __forceinline__ void wait_all_products(float (&d)[FEATURES]) {
     for (int i = 0; i < FEATURES; i++) asm volatile("" : "+f"(d[i])::"memory");  // not before
 }
 
-// As `launch_after`, of blocks in pairs.
-template <typename Args>
-int launch_pairs_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_pairs,
-                       int num_threads, int shared_bytes, void* stream) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = 2 * num_pairs;
-    config.blockDim = num_threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {2, 1, 1};
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, kernel, args);
-}
-
 }  // namespace
 #endif
