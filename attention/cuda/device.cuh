@@ -64,11 +64,13 @@ __device__ __forceinline__ void wait_copies() {
 }
 
 // A word in shared memory by which some threads tell others of copies. It has turns: one ends when a
-// thread has arrived and the bytes it expects have come.
+// thread, or as many as it was opened for, has arrived and the bytes that are expected have come.
 using Signal = uint64_t;
 
+template <int ARRIVALS = 1>
 __device__ __forceinline__ void open_signal(Signal& signal) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&signal)) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&signal)), "n"(ARRIVALS)
+                 : "memory");
 }
 // Before `sync_block`, after which all may use them.
 __device__ __forceinline__ void show_signals() {

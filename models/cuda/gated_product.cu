@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) gated_product(const __grid_con
     if (thread_index() == 0) {
         for (int i = 0; i < STAGES; i++) {
             open_signal(shared.full[i]);
-            open_signal_of(shared.empty[i], 2 * GROUPS);
+            open_signal<2 * GROUPS>(shared.empty[i]);
         }
         show_signals();
     }

@@ -274,12 +274,11 @@ inline void receive() {
     change(*copy.signal, false, -copy.bytes);
 }
 }  // namespace emulator
-inline void open_signal_of(Signal& signal, int arrivals) {
-    const auto count = static_cast<int8_t>(arrivals);
-    const emulator::SignalState state = {0, count, count, 0};
+template <int ARRIVALS = 1>
+void open_signal(Signal& signal) {
+    const emulator::SignalState state = {0, ARRIVALS, ARRIVALS, 0};
     std::memcpy(&signal, &state, 8);
 }
-inline void open_signal(Signal& signal) { open_signal_of(signal, 1); }
 inline void show_signals() {}
 inline void arrive(Signal& signal) { emulator::change(signal, true, 0); }
 inline void expect_bytes(Signal& signal, int bytes) { emulator::change(signal, true, bytes); }

@@ -51,12 +51,8 @@ __device__ __forceinline__ void sync_pair() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
-// A turn of the signal ends when so many have arrived.
-__device__ __forceinline__ void open_signal_of(Signal& signal, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&signal)), "r"(arrivals)
-                 : "memory");
-}
-// At the signal in the same place of the shared memory of that block of the pair. Says nothing about writes.
+// At the signal in the same place of the shared memory of that block of the pair. Says nothing about
+// writes.
 __device__ __forceinline__ void arrive_at(Signal& signal, int rank) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
