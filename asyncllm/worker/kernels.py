@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.models.layers.cublas_lt import CublasLt
-from asyncllm.models.layers.gated_product import GatedAlgorithms, GatedProduct, version
+from asyncllm.models.layers.gated_product import GatedAlgorithms, GatedProduct, kernel_version
 from asyncllm.models.layers.kept_choices import KeptChoices
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.products import Products
@@ -85,10 +85,11 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
         return CudaOps(device)
     gated = GatedAlgorithms(library, GatedProduct(device, dtype), swiglu)
     key = (torch.cuda.get_device_name(device), library.version, dtype)
+    gated_key = (*key, "gated", kernel_version(device, dtype))
     return CudaOps(
         device,
         Products(library, sizes, KeptChoices(*key)),
-        Products(gated, sizes, KeptChoices(*key, "gated", version(device, dtype)), gated_linear),
+        Products(gated, sizes, KeptChoices(*gated_key), gated_linear),
     )
 
 

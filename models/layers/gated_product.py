@@ -1,9 +1,9 @@
 """silu(gate) * up of many rows in one kernel, and the choice between it and cuBLAS with SwiGLU.
 
-What a product of gate and up writes and a kernel after it reads again is more than all else that
-such a step moves but its weights. The kernel, gated_product.cu, multiplies as quickly as cuBLAS
-does, keeps both in registers and writes their SwiGLU alone. It pays where steps are large; which is
-quicker at how many tokens is measured (products.py).
+What a product of gate and up writes, a kernel after it reads again: 44 MB a layer of an 8B model at
+768 tokens. The kernel here, gated_product.cu, multiplies about as quickly as cuBLAS does, keeps
+both in registers and writes their SwiGLU alone. It pays where steps are large; which is quicker at
+how many tokens is measured (products.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) == CAPABILITY
 
 
-def version(device: torch.device, dtype: torch.dtype) -> str:
+def kernel_version(device: torch.device, dtype: torch.dtype) -> str:
     """Of the kernel that a start can use, for what is measured with it; "" where it has none."""
     if not supports(device, dtype):
         return ""

@@ -134,15 +134,15 @@ def test_what_was_measured_with_another_source_or_without_a_compiler_is_not_aske
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda_source, "find_compiler", lambda: None)
-    versions = {gated_product.version(device, torch.bfloat16)}
+    versions = {gated_product.kernel_version(device, torch.bfloat16)}
     monkeypatch.setattr(cuda_source, "find_compiler", lambda: "/bin/true")
-    versions.add(gated_product.version(device, torch.bfloat16))
+    versions.add(gated_product.kernel_version(device, torch.bfloat16))
     other = tmp_path / "gated_product.cu"
     other.write_text("another")
     monkeypatch.setattr(gated_product, "SOURCE", other)
-    versions.add(gated_product.version(device, torch.bfloat16))
+    versions.add(gated_product.kernel_version(device, torch.bfloat16))
     assert len(versions) == 3 and "" in versions
-    assert gated_product.version(torch.device("cpu"), torch.bfloat16) == ""
+    assert gated_product.kernel_version(torch.device("cpu"), torch.bfloat16) == ""
 
 
 def test_our_kernel_can_be_a_kept_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
