@@ -19,12 +19,12 @@ import torch
 from asyncllm.attention.device_trial import quickest
 from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Trial, Way
-from asyncllm.graphs.pool import Graph, GraphPool
+from asyncllm.graphs.pool import Graph, GraphPool, Outputs
 from asyncllm.types import PADDING_SLOT
 
 logger = logging.getLogger("asyncllm")
 
-Captured = tuple[Graph, tuple[torch.Tensor, ...]]
+Captured = tuple[Graph, Outputs]
 
 
 class DecodeGraphs:
@@ -106,7 +106,7 @@ class DecodeGraphs:
         self.slots[: len(padded)].copy_(uploaded)
         self._held = padded
 
-    def replay(self, padded: np.ndarray) -> tuple[torch.Tensor, ...]:
+    def replay(self, padded: np.ndarray) -> Outputs:
         """Run the step; its outputs have len(padded) rows and hold until the next replay."""
         assert self.holds(padded), "replay with other rows than set_slots was given"
         graph, outputs = self._graphs[len(padded)]

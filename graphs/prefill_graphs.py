@@ -104,9 +104,10 @@ class PrefillGraphs:
             self._whole[size], _ = self._pool.record(partial(self._forward_fresh, tokens))
         self._sizes.add(size)
 
-    def _forward_fresh(self, tokens: TokenBuffers) -> None:
+    def _forward_fresh(self, tokens: TokenBuffers) -> tuple[()]:
         hidden = forward_fresh(self._model, self._attention, tokens, self._cache)
         self._hidden[: len(hidden)].copy_(hidden)
+        return ()
 
     def replay(
         self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from asyncllm.graphs.captured_sizes import CapturedSizes
-from asyncllm.graphs.pool import Graph, GraphPool
+from asyncllm.graphs.pool import Graph, GraphPool, Outputs
 
 # hidden [rows, hidden_size], slots and positions int32 [rows] -> tokens int32 [rows], logits
 Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -35,7 +35,7 @@ class SampleGraphs:
         self._inputs = (hidden, slots, positions)
         self._pool = pool
         self._sizes = CapturedSizes()
-        self._graphs: dict[int, tuple[Graph, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._graphs: dict[int, tuple[Graph, Outputs]] = {}
 
     def capture(self, size: int) -> None:
         """Capture one size on the current stream; largest first saves memory."""

@@ -76,7 +76,7 @@ class WholeGraphs:
         self._graphs[graph].replay()
         return self._hidden[: graph.num_tokens]
 
-    def _forward(self, size: int, way: Way) -> None:
+    def _forward(self, size: int, way: Way) -> tuple[()]:
         tokens = self._buffers.first(size)
         decodes = None
         if way is Way.MIXED:
@@ -84,3 +84,4 @@ class WholeGraphs:
         attend_rows = self._step_attention.bind(decodes, tokens.q, tokens.out)
         hidden = forward(self._model, self._attention, tokens, attend_rows)
         self._hidden[:size].copy_(hidden)
+        return ()

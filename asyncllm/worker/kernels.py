@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.models.layers.cublas_lt import CublasLt
 from asyncllm.models.layers.gated_product import GatedAlgorithms, GatedProduct, kernel_version
 from asyncllm.models.layers.kept_choices import KeptChoices
@@ -88,8 +89,8 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
     gated_key = (*key, "gated", kernel_version(device, dtype))
     return CudaOps(
         device,
-        Products(library, sizes, KeptChoices(*key)),
-        Products(gated, sizes, KeptChoices(*gated_key), gated_linear),
+        Products(library, sizes, KeptChoices(*key), captured_seconds),
+        Products(gated, sizes, KeptChoices(*gated_key), captured_seconds, gated_linear),
     )
 
 

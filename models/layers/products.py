@@ -10,7 +10,6 @@ kernel of ours among the algorithms (gated_product.py), and a `Products` of thei
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
@@ -18,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from asyncllm.attention.device_trial import quickest, seconds_by_turns
+from asyncllm.attention.device_trial import quickest
 from asyncllm.models.layers.cublas_lt import ALIGNMENT_BYTES, Shape
 from asyncllm.models.layers.kept_choices import Choices, KeptChoices
 
@@ -26,13 +25,6 @@ logger = logging.getLogger("asyncllm")
 
 COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as in a step
 MOST_WEIGHTS = 32
-ROUNDS = 2
-MOST_SPREAD = 1.5  # of the times of one way; above it the device has another's work too
-# Launching waits for nothing meanwhile, so the device must be busy until all is launched: for as
-# long as that took before, and some more for other threads' Python.
-LAUNCHING_SLACK = 1.5
-CYCLES_PER_SECOND = 2e9  # of a device's clock, at most
-
 Ways = Sequence[Callable[[], object]]
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -53,15 +45,15 @@ class Products:
         library: Algorithms,
         sizes: Collection[int],
         kept: KeptChoices,
+        time_ways: Callable[[Ways], list[float]],
         plain: Linear = F.linear,
-        time_ways: Callable[[Ways], list[float]] | None = None,
     ) -> None:
-        """`time_ways`: seconds of each, for tests another."""
+        """time_ways: seconds of each. Raises `RuntimeError` where it cannot say."""
         self._library = library
         self._plain = plain
         self._sizes = frozenset(sizes)
         self._kept = kept
-        self._time_ways = time_ways or time_on_device
+        self._time_ways = time_ways
         self._remembered = kept.load()  # of all models, by starts before; not yet asked for
         self._choices: Choices = {}
         self._open: dict[Shape, list[torch.Tensor]] = {}  # still to be chosen -> weights
@@ -126,30 +118,6 @@ class Products:
         if algorithm is None:
             return self._plain(x, weight, None)
         return self._library.linear(x, weight, algorithm)
-
-
-def time_on_device(ways: Ways) -> list[float]:
-    """Seconds of each, the quickest of ROUNDS in which they take turns. On the current stream.
-
-    Raises `RuntimeError` where the device is not theirs alone.
-    """
-    for way in ways:
-        way()  # loads its kernel
-    start = time.perf_counter()
-    for way in ways:
-        way()
-    launching = (time.perf_counter() - start) * ROUNDS
-    torch.cuda._sleep(int(launching * LAUNCHING_SLACK * CYCLES_PER_SECOND))
-    return [least(seconds) for seconds in seconds_by_turns(ways, ROUNDS)]
-
-
-def least(seconds: Sequence[float]) -> float:
-    """Of one way's rounds. Raises `RuntimeError` where they are too different to say anything: what
-    was measured beside another process would be kept for ever."""
-    if max(seconds) > MOST_SPREAD * min(seconds):
-        us = ", ".join(f"{each * 1e6:.0f}" for each in seconds)
-        raise RuntimeError(f"the device has other work: it took {us} us")
-    return min(seconds)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.models.layers.cublas_lt import CublasLt, Shape
 from asyncllm.models.layers.kept_choices import KeptChoices
 from asyncllm.models.layers.products import Products
@@ -54,7 +55,7 @@ def test_a_choice_is_made_kept_and_captured(
     library, kept = CublasLt(torch.bfloat16, CUDA), KeptChoices("this test")
     shape = Shape(768, 4096, 4096)
     x, weight = operands(shape, torch.bfloat16)
-    products = Products(library, [shape.num_tokens], kept)
+    products = Products(library, [shape.num_tokens], kept, captured_seconds)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -69,5 +70,5 @@ def test_a_choice_is_made_kept_and_captured(
         graph.replay()
     stream.synchronize()
     torch.testing.assert_close(captured, -eager, atol=2e-2, rtol=2e-2)
-    again = Products(library, [shape.num_tokens], kept)
+    again = Products(library, [shape.num_tokens], kept, captured_seconds)
     torch.testing.assert_close(again.linear(x, weight), -eager, atol=2e-2, rtol=2e-2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,10 @@ import torch.nn.functional as F
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 from asyncllm.models.layers.kept_choices import MOST_BYTES, Choices, KeptChoices
 from asyncllm.models.layers.products import (
-    CYCLES_PER_SECOND,
     MOST_WEIGHTS,
-    ROUNDS,
     Products,
     Ways,
-    least,
-    time_on_device,
 )
-from tests.device_clock import DeviceClock
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
 SIZES = (4, 8)
@@ -69,7 +63,7 @@ def products(library: Library, *seconds: float) -> Products:
             way()
         return list(seconds)
 
-    return Products(library, SIZES, KeptChoices("a card"), time_ways=time_ways)
+    return Products(library, SIZES, KeptChoices("a card"), time_ways)
 
 
 def ran(products: Products, library: Library, x: torch.Tensor, weight: torch.Tensor) -> list[bytes]:
@@ -242,37 +236,3 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     ours.linear(x, weight)
     ours.choose()
     assert ran(ours, library, x, weight) == [ALGORITHMS[0]]
-
-
-def test_the_device_is_asked_by_turns_once_each_kernel_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And is busy for as long as it takes to launch all of it, and more."""
-    clock, order, host = DeviceClock(monkeypatch), [], [0.0]
-    busy: list[float] = []
-
-    def sleep(cycles: int) -> None:
-        order.append("busy")
-        busy.append(cycles / CYCLES_PER_SECOND)
-
-    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
-    monkeypatch.setattr(time, "perf_counter", lambda: host[0])
-
-    def way(name: str, ms: float) -> Callable[[], None]:
-        def run() -> None:
-            host[0] += 0.5 if name not in order else 3e-3
-            order.append(name)
-            clock.ms += ms if "busy" in order else 40.0
-
-        return run
-
-    seconds = time_on_device([way("a", 2.0), way("b", 1.0)])
-    assert seconds == pytest.approx([2e-3, 1e-3])
-    assert order == ["a", "b", "a", "b", "busy", *["a", "b"] * ROUNDS]
-    assert 2 * 3e-3 * ROUNDS < busy[0] < 2 * 2 * 3e-3 * ROUNDS
-
-
-def test_what_is_measured_beside_anothers_work_is_no_measurement() -> None:
-    assert least([1.2, 1.0, 1.1]) == 1.0
-    with pytest.raises(RuntimeError, match="other work: it took 10, 30 us"):
-        least([1e-5, 3e-5])

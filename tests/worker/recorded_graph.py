@@ -8,11 +8,17 @@ read) is as it was at capture; but how many rows a condition selects may differ.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from asyncllm.graphs.pool import Graph, GraphPool, Outputs
+
+GARBAGE = 77  # a token and a logit
 
 
 class _Recorder(TorchDispatchMode):
@@ -54,3 +60,28 @@ class RecordedGraph:
 
     def pool(self) -> Any:
         return "the pool"
+
+
+class ForgetfulGraph(RecordedGraph):
+    """`others`: outputs that are lost when it runs, as their memory is shared."""
+
+    def __init__(self, others: list[torch.Tensor]) -> None:
+        self._others = others
+
+    def replay(self) -> None:
+        for tensor in self._others:
+            tensor.fill_(GARBAGE)
+        super().replay()
+
+
+class ForgetfulPool(GraphPool):
+    """Of recorded graphs: whichever runs, the outputs of all are lost."""
+
+    def __init__(self, before_capture: Callable[[], None] = lambda: None) -> None:
+        self._outputs: list[torch.Tensor] = []
+        super().__init__(partial(ForgetfulGraph, self._outputs), before_capture)
+
+    def record(self, run: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+        graph, outputs = super().record(run)
+        self._outputs.extend(outputs)
+        return graph, outputs

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ from asyncllm.models.layers.embedding import Embedding
 from asyncllm.worker import kernels, step_captures, worker
 from asyncllm.worker.decode_rows import fill_decodes_torch
 from asyncllm.worker.step_inputs import StepTokens
-from tests.worker.recorded_graph import RecordedGraph
+from tests.worker.recorded_graph import ForgetfulPool, RecordedGraph
 
 ARGS: dict[str, Any] = {
     "num_gpu_blocks_override": 200,
@@ -64,7 +63,7 @@ def _one_thread() -> Iterator[None]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU, of decodes as well."""
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
-    monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
+    monkeypatch.setattr(step_captures, "GraphPool", ForgetfulPool)
 
 
 @pytest.fixture

@@ -1,0 +1,58 @@
+"""Graphs of one pool share the memory of their outputs too."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from asyncllm.graphs.pool import GraphPool
+from asyncllm.graphs.unowned import unowned
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES = (64, 48, 32, 16, 8)
+VOCAB_SIZE = 200_000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32])
+@torch.inference_mode()
+def test_memory_without_a_claim_to_it(dtype: torch.dtype) -> None:
+    owner = torch.arange(3 << 20, device="cuda").view(3, -1).to(dtype)
+    same = unowned(owner)
+    assert same.dtype is dtype and same.data_ptr() == owner.data_ptr()
+    assert torch.equal(same, owner)
+    before = torch.cuda.memory_allocated()
+    del owner
+    assert torch.cuda.memory_allocated() <= before - same.nbytes
+
+
+@torch.inference_mode()
+def test_outputs_of_all_sizes_take_the_place_of_the_largest() -> None:
+    weight = torch.randn(VOCAB_SIZE, device="cuda")
+    rows = torch.randn(SIZES[0], 1, device="cuda")
+
+    def step(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = rows[:size] * weight
+        return logits.argmax(dim=1), logits
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        pool = GraphPool()
+        for size in SIZES:
+            step(size)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        captured = {size: pool.record(partial(step, size)) for size in SIZES}
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of what is no graph's
+        taken = torch.cuda.memory_reserved() - before
+        assert taken < 1.3 * SIZES[0] * VOCAB_SIZE * 4
+        for size in (*SIZES, *reversed(SIZES)):
+            rows.normal_()
+            graph, outputs = captured[size]
+            graph.replay()
+            assert all(map(torch.equal, outputs, step(size)))
