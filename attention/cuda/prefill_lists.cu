@@ -78,7 +78,9 @@ std::vector<int> share_out(const Args& args, const std::vector<Tile>& tiles) {
     return blocks;
 }
 
-void write(const Args& args, const Rows& rows, const std::vector<Tile>& tiles,
+// `args` and `rows` of its own: else each word written might have changed them, and they are loaded
+// again.
+void write(const Args args, const Rows rows, const std::vector<Tile>& tiles,
            const std::vector<int>& blocks) {
     const auto list = [&](int which) { return args.host + which * args.pitch; };
     int32_t* ends = list(BLOCK_ENDS);
