@@ -30,7 +30,7 @@ from asyncllm.attention.fresh_prompt import FreshPrompt
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
+from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way, WriteChanges
 from asyncllm.graphs.token_buffers import TokenBuffers, forward, forward_with
 from asyncllm.models.base import CausalLM
 
@@ -58,6 +58,7 @@ class PrefillGraphs:
         model: CausalLM,
         attention: AttentionBackend,
         cache: KVCache,
+        write_changes: WriteChanges,
         read_decodes: ReadDecodes,
         buffers: TokenBuffers,
         hidden: torch.Tensor,
@@ -69,6 +70,7 @@ class PrefillGraphs:
         self._attention = attention
         self._cache = cache
         self._layers = model.attention_layers
+        self._write_changes = write_changes
         self._read_decodes = read_decodes
         self._buffers = buffers
         self._clear = clear
@@ -105,6 +107,7 @@ class PrefillGraphs:
         self._sizes.add(size)
 
     def _forward_fresh(self, tokens: TokenBuffers) -> tuple[()]:
+        self._write_changes()
         hidden = forward_fresh(self._model, self._attention, tokens, self._cache)
         self._hidden[: len(hidden)].copy_(hidden)
         return ()

@@ -18,6 +18,10 @@ ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
 Clear = Callable[[], None]
 
 
+# The step's changes of slots, which its decodes read: before them.
+WriteChanges = Callable[[], None]
+
+
 class Way(enum.IntEnum):
     PIECES = 0  # attention is launched between them
     FRESH = 1  # one graph of one prompt from its beginning
@@ -28,6 +32,11 @@ class Way(enum.IntEnum):
 class StepGraph(NamedTuple):
     num_tokens: int  # padding included
     way: Way
+
+    @property
+    def writes_changes(self) -> bool:
+        """It begins with the step's changes of slots; if not, they must be written already."""
+        return self.way is not Way.PIECES
 
 
 class StepGraphs(Protocol):

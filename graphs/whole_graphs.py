@@ -14,7 +14,7 @@ import torch
 from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
 from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
+from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way, WriteChanges
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
 from asyncllm.models.base import CausalLM
 
@@ -27,6 +27,7 @@ class WholeGraphs:
         model: CausalLM,
         attention: AttentionBackend,
         step_attention: StepAttention,
+        write_changes: WriteChanges,
         read_decodes: ReadDecodes,
         most_decodes: int,
         buffers: TokenBuffers,
@@ -38,6 +39,7 @@ class WholeGraphs:
         self._model = model
         self._attention = attention
         self._step_attention = step_attention
+        self._write_changes = write_changes
         self._read_decodes = read_decodes
         self._most_decodes = min(most_decodes, step_attention.max_decodes)
         self._buffers = buffers
@@ -77,6 +79,7 @@ class WholeGraphs:
         return self._hidden[: graph.num_tokens]
 
     def _forward(self, size: int, way: Way) -> tuple[()]:
+        self._write_changes()
         tokens = self._buffers.first(size)
         decodes = None
         if way is Way.MIXED:

@@ -1,8 +1,8 @@
 """The forward pass of a step with prefills: captured where a size fits, else eager.
 
 Both ways read the step's arrays from the inbox, or, where there are more tokens than that holds,
-from a copy of their own; a captured step has padding behind its tokens. Nothing here waits for the
-device.
+from a copy of their own; a captured step has padding behind its tokens. Its changes of slots come
+with the inbox too, and are part of most graphs. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from asyncllm.graphs.step_graph import StepGraph, StepGraphs, Way
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
 from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.base import CausalLM
-from asyncllm.worker.decode_rows import FillDecodes
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.inbox import TOKEN_ARRAYS, Inbox
+from asyncllm.worker.kernels import SlotKernels
+from asyncllm.worker.slot_changes import NO_CHANGES, SlotChanges
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepTokens
 
@@ -46,7 +47,7 @@ class MixedForward:
         state: DeviceState,
         inbox: Inbox,
         staging: Staging,
-        fill_decodes: FillDecodes,
+        kernels: SlotKernels,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -54,7 +55,7 @@ class MixedForward:
         self._state = state
         self._inbox = inbox
         self._staging = staging
-        self._fill_decodes = fill_decodes
+        self._kernels = kernels
         self.graphs: StepGraphs | None = None
 
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> StepGraphs:
@@ -79,6 +80,7 @@ class MixedForward:
                 model,
                 attention,
                 self._cache,
+                self._write_changes,
                 self._read_decodes,
                 buffers,
                 hidden,
@@ -89,6 +91,7 @@ class MixedForward:
             model,
             attention,
             step_attention,
+            self._write_changes,
             self._read_decodes,
             most_decodes,
             buffers,
@@ -103,12 +106,17 @@ class MixedForward:
             return None
         return self.graphs.graph_of(len(step.decode_slots), step.prefills)
 
-    def run(self, step: StepTokens, graph: StepGraph | None) -> torch.Tensor:
+    def run(
+        self, step: StepTokens, graph: StepGraph | None, changes: SlotChanges = NO_CHANGES
+    ) -> torch.Tensor:
         """Hidden states [tokens or more, hidden_size], until the next step: decodes, prefills.
 
-        graph: the step's `graph_of`. The inbox has the step's rows afterwards.
+        graph: the step's `graph_of`. changes: as many as the inbox takes; its decodes see them. The
+        inbox has the step's rows afterwards.
         """
-        self._inbox.put(step, None if graph is None else graph.num_tokens)
+        self._inbox.put(step, changes, None if graph is None else graph.num_tokens)
+        if changes is not NO_CHANGES and (graph is None or not graph.writes_changes):
+            self._write_changes()
         num_decodes = len(step.decode_slots)
         if self.graphs is not None and graph is not None:
             return self.graphs.replay(graph, num_decodes, step.max_decode_len, step.prefills)
@@ -119,9 +127,13 @@ class MixedForward:
         attend_rows = self._attention.mixed(decodes, step.prefills, tokens.q, tokens.out)
         return forward(self._model, self._attention, tokens, attend_rows)
 
+    def _write_changes(self) -> None:
+        """Those in the inbox."""
+        self._kernels.write_slots(self._state, self._inbox.records, self._inbox.entries)
+
     def _read_decodes(self, num_rows: int, tokens: TokenBuffers) -> DecodeRows:
         slots = self._inbox.decode_slots[:num_rows]
-        return self._fill_decodes(self._state, slots, tokens, self._cache.block_size)
+        return self._kernels.fill_decodes(self._state, slots, tokens, self._cache.block_size)
 
     def _eager_tokens(self, step: StepTokens) -> TokenBuffers:
         tokens = TokenBuffers.zeros(

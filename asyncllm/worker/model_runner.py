@@ -29,6 +29,7 @@ from asyncllm.worker.mixed_forward import MixedForward, duration_key
 from asyncllm.worker.mixed_logits import MixedLogits
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.slot_changes import NO_CHANGES, SlotChanges
 from asyncllm.worker.slot_sampling import Arrays
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepBuilder, StepInputs, StepTokens, padding_prompt
@@ -71,8 +72,9 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.work = WorkCounts()
         self.mixed_forward = MixedForward(
-            model, attention, cache, state, inbox, self._staging, kernels.fill_decodes
+            model, attention, cache, state, inbox, self._staging, kernels
         )
+        self._inbox = inbox
         self.mixed_logits = MixedLogits(model, sampler, inbox)
         results = ResultBuffers(len(state.positions), device)
         self._sampling = StepSampling(sampler, processors, masks, self._staging, results)
@@ -125,14 +127,15 @@ class ModelRunner:
         padded = graphs.padded_slots(inputs.decode_slots) if graphs is not None else None
         self.work.ran("decode", num_rows, None if padded is None else len(padded))
         if graphs is None or padded is None:
-            tensors = self._upload({**inputs.arrays, "decode_slots": inputs.decode_slots})
+            arrays = {**inputs.arrays, "decode_slots": inputs.decode_slots}
+            tensors = self._upload(arrays, inputs.changes)
             slots = tensors["decode_slots"]
             tokens, logits = self.decode_step(slots, inputs.max_decode_len)
         else:
             arrays = dict(inputs.arrays)
             if not graphs.holds(padded):
                 arrays["decode_slots"] = padded
-            tensors = self._upload(arrays)
+            tensors = self._upload(arrays, inputs.changes)
             if "decode_slots" in tensors:
                 graphs.set_slots(padded, tensors["decode_slots"])
             tokens, logits = (output[:num_rows] for output in graphs.replay(padded))
@@ -171,13 +174,12 @@ class ModelRunner:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         num_padded = None if graph is None else graph.num_tokens
         self.work.ran("mixed", step.num_tokens, num_padded)
-        # Prefills read nothing of the slots: without decodes they need not wait for the changes.
-        if len(step.decode_slots):
-            tensors = self._upload(inputs.arrays)
-            hidden = self.mixed_forward.run(step, graph)
+        if self._inbox.takes(inputs.changes):
+            hidden = self.mixed_forward.run(step, graph, inputs.changes)
+            tensors = self._upload(inputs.arrays)  # which only sampling reads
         else:
+            tensors = self._upload(inputs.arrays, inputs.changes)
             hidden = self.mixed_forward.run(step, graph)
-            tensors = self._upload(inputs.arrays)
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs
@@ -197,11 +199,15 @@ class ModelRunner:
         if tokens is None:
             self._sampler.plain(logits, *self.mixed_logits.rows(1))
 
-    def _upload(self, arrays: Arrays) -> Tensors:
+    def _upload(self, arrays: Arrays, changes: SlotChanges = NO_CHANGES) -> Tensors:
+        """All in one copy; changes of slots, penalties and allowed tokens are written."""
+        if changes.records is not None:
+            arrays = arrays | {"records": changes.records}
+        if changes.entries is not None:
+            arrays = arrays | {"entries": changes.entries}
         tensors = self._staging.upload(arrays)
+        if changes is not NO_CHANGES:
+            self._write_slots(self._state, tensors.get("records"), tensors.get("entries"))
         if tensors:
-            records, entries = tensors.get("slot_inits"), tensors.get("table_entries")
-            if records is not None or entries is not None:
-                self._write_slots(self._state, records, entries)
             self._state.apply(tensors)
         return tensors

@@ -1,8 +1,7 @@
 """A `StepPlan` as arrays: everything that the device must be told for one step, packed on the host.
 
-A step of the same decodes as the one before, with no new page, builds nothing. `slot_inits` and
-`table_entries` are what a `WriteSlots` writes, others are for `DeviceState.apply`; forward pass and
-sampler read the rest.
+A step of the same decodes as the one before, with no new page, builds nothing. Changes are for a
+`WriteSlots`; of the arrays some are for `DeviceState.apply`, sampler and logprobs read the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import DecodeBatch, StepPlan
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
-from asyncllm.worker.slot_changes import pack_entries, pack_inits
+from asyncllm.worker.slot_changes import SlotChanges, pack_changes
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
 
@@ -57,6 +56,7 @@ class StepTokens:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     plan: StepPlan
+    changes: SlotChanges
     arrays: Arrays
     decode_slots: np.ndarray  # int32 [decodes]
     sampled_slots: np.ndarray  # int32 [rows that sample]
@@ -76,10 +76,7 @@ class StepBuilder:
     def build(self, plan: StepPlan) -> StepInputs:
         arrays: Arrays = {}
         if plan.slot_inits:
-            arrays["slot_inits"] = pack_inits(plan.slot_inits)
             self._sampling.init(plan.slot_inits, arrays)
-        if plan.slot_inits or plan.page_appends:
-            arrays["table_entries"] = pack_entries(plan.slot_inits, plan.page_appends)
         slots, features = plan.decodes.slots, self._features_of_decodes(plan)
         max_decode_len = int(plan.decodes.positions.max()) + 1 if len(slots) else 0
         tokens, sampled_slots = None, slots
@@ -95,6 +92,7 @@ class StepBuilder:
             _logprob_ids(wants, arrays)
         return StepInputs(
             plan=plan,
+            changes=pack_changes(plan.slot_inits, plan.page_appends),
             arrays=arrays,
             decode_slots=slots,
             sampled_slots=sampled_slots,

@@ -24,8 +24,9 @@ from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.graphs.step_graph import StepGraph, Way
 from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.layers.embedding import Embedding
-from asyncllm.worker import kernels, step_captures, worker
+from asyncllm.worker import inbox, kernels, step_captures, worker
 from asyncllm.worker.decode_rows import fill_decodes_torch
+from asyncllm.worker.slot_changes import SlotChanges
 from asyncllm.worker.step_inputs import StepTokens
 from tests.worker.recorded_graph import ForgetfulPool, RecordedGraph
 
@@ -169,6 +170,29 @@ def test_graphed_equals_eager(
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
+def test_more_changes_of_slots_than_the_inbox_takes(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence, or six pages, in a step: what is more goes another way, to the same end."""
+    if kind != "eager":
+        request.getfixturevalue(kind)
+    expected = answers(FILTERED, **GRAPHED)
+    monkeypatch.setattr(inbox, "MAX_RECORDS", 1)
+    monkeypatch.setattr(inbox, "MAX_ENTRIES", 6)
+    takes = inbox.Inbox.takes
+    taken: list[bool] = []
+
+    def noted(self: inbox.Inbox, changes: SlotChanges) -> bool:
+        taken.append(takes(self, changes))
+        return taken[-1]
+
+    monkeypatch.setattr(inbox.Inbox, "takes", noted)
+    ours = answers(FILTERED, **GRAPHED)
+    assert {True, False} == set(taken)
+    assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in expected]
+
+
 @pytest.mark.usefixtures("recorded")
 def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
     monkeypatch: pytest.MonkeyPatch, replayed: list[StepGraph]
@@ -295,6 +319,7 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
         model,
         graphs._attention,
         graphs._cache,
+        graphs._write_changes,
         graphs._read_decodes,
         graphs._buffers,
         graphs._hidden,
