@@ -65,7 +65,7 @@ class PrefillGraphs:
         clear: Clear,
         pool: GraphPool,
     ) -> None:
-        """hidden: for the last replay's hidden states, [most tokens, hidden_size]."""
+        """hidden: for the last replay's hidden states, [most tokens or more, hidden_size]."""
         self._model = model
         self._attention = attention
         self._cache = cache
@@ -125,7 +125,7 @@ class PrefillGraphs:
                 decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_decode_len)
             attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
             self._replay_pieces(size, attend_rows)
-        return self._hidden[:size]
+        return self._hidden
 
     def _replay_pieces(self, size: int, attend_rows: AttendRows) -> None:
         *before_attention, last = self._pieces[size]

@@ -53,7 +53,8 @@ class StepGraphs(Protocol):
     def replay(
         self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
     ) -> torch.Tensor:
-        """Run the step whose tokens are there: hidden states [size, hidden_size] until the next.
+        """Run the step whose tokens are there: the buffer of hidden states, [size or more,
+        hidden_size], which holds them until the next.
 
         max_decode_len: the longest context of a decode.
         """

@@ -35,7 +35,7 @@ class WholeGraphs:
         clear: Clear,
         pool: GraphPool,
     ) -> None:
-        """hidden: for the last replay's hidden states, [most tokens, hidden_size]."""
+        """hidden: for the last replay's hidden states, [most tokens or more, hidden_size]."""
         self._model = model
         self._attention = attention
         self._step_attention = step_attention
@@ -76,7 +76,7 @@ class WholeGraphs:
         """As `StepGraphs` says."""
         self._step_attention.prepare(num_decodes, prefills)
         self._graphs[graph].replay()
-        return self._hidden[: graph.num_tokens]
+        return self._hidden
 
     def _forward(self, size: int, way: Way) -> tuple[()]:
         self._write_changes()

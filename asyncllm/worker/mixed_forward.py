@@ -61,20 +61,19 @@ class MixedForward:
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> StepGraphs:
         """Whole ones where attention can be captured, else pieces. None is captured yet.
 
-        hidden: the buffer for the hidden states of the most tokens, [tokens, hidden_size].
+        hidden: the buffer for hidden states [tokens, hidden_size], of all that the inbox takes.
         """
-        max_tokens = len(hidden)
         inbox, layer = self._inbox, self._model.attention_layers[0]
         buffers = TokenBuffers.around(
-            inbox.token_ids[:max_tokens],
-            inbox.positions[:max_tokens],
-            inbox.prompt_lens[:max_tokens],
-            inbox.write_slots[:max_tokens],
+            inbox.token_ids,
+            inbox.positions,
+            inbox.prompt_lens,
+            inbox.write_slots,
             layer,
             self._cache.layers[0].dtype,
         )
         model, attention = self._model, self._attention
-        step_attention = attention.step_attention(max_tokens)
+        step_attention = attention.step_attention(len(inbox.token_ids))
         if step_attention is None:
             return PrefillGraphs(
                 model,

@@ -138,8 +138,8 @@ class ModelRunner:
             tensors = self._upload(arrays, inputs.changes)
             if "decode_slots" in tensors:
                 graphs.set_slots(padded, tensors["decode_slots"])
-            tokens, logits = (output[:num_rows] for output in graphs.replay(padded))
-            slots = graphs.slots[:num_rows]
+            tokens, logits = graphs.replay(padded)
+            slots = graphs.slots
         return Forwarded(logits, slots, None, tokens, tensors, [])
 
     def decode_step(
@@ -185,9 +185,8 @@ class ModelRunner:
             for wanted in inputs.prompt_logprobs
             for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
         ]
-        num_rows = step.num_samples
-        tokens, logits = self.mixed_logits.of(hidden, num_rows)
-        slots, positions = self.mixed_logits.rows(num_rows)
+        tokens, logits = self.mixed_logits.of(hidden, step.num_samples)
+        slots, positions = self._inbox.sample_slots, self._inbox.sample_positions
         return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
 
     def run_padding(self, num_tokens: int) -> None:
@@ -197,7 +196,8 @@ class ModelRunner:
         hidden = self.mixed_forward.run(step, self.mixed_forward.graph_of(step))
         tokens, logits = self.mixed_logits.of(hidden, 1)
         if tokens is None:
-            self._sampler.plain(logits, *self.mixed_logits.rows(1))
+            inbox = self._inbox
+            self._sampler.plain(logits, inbox.sample_slots[:1], inbox.sample_positions[:1])
 
     def _upload(self, arrays: Arrays, changes: SlotChanges = NO_CHANGES) -> Tensors:
         """All in one copy; changes of slots, penalties and allowed tokens are written."""

@@ -20,10 +20,11 @@ class ResultBuffers:
         self._pinned = device.type == "cuda"
         self._free: list[torch.Tensor] = []
 
-    def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
-        """Enqueue the copy of `tokens` int32 [rows]; call the result once, after the step's end."""
+    def fetch(self, tokens: torch.Tensor, num_rows: int) -> Callable[[], list[int]]:
+        """Enqueue the copy of `tokens`, int32; call the result once, after the step's end. What is
+        behind the first `num_rows` is padding."""
         if not self._pinned:
-            return tokens.tolist
+            return tokens[:num_rows].tolist
         buffer = self._free.pop() if self._free else self._allocate()
         host = buffer[: len(tokens)]
         host.copy_(tokens, non_blocking=True)
@@ -31,7 +32,7 @@ class ResultBuffers:
         def read() -> list[int]:
             token_ids: list[int] = host.tolist()
             self._free.append(buffer)
-            return token_ids
+            return token_ids[:num_rows]
 
         return read
 
