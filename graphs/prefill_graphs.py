@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import (
@@ -113,7 +114,7 @@ class PrefillGraphs:
         return ()
 
     def replay(
-        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+        self, graph: StepGraph, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> torch.Tensor:
         """As `StepGraphs` says."""
         size = graph.num_tokens
@@ -121,8 +122,9 @@ class PrefillGraphs:
             self._whole[size].replay()
         else:
             tokens, decodes = self._buffers.first(size), None
-            if num_decodes:
-                decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_decode_len)
+            if num_decodes := len(decode_positions):
+                max_len = int(decode_positions.max()) + 1
+                decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_len)
             attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
             self._replay_pieces(size, attend_rows)
         return self._hidden

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import DecodeRows, PrefillRows
@@ -51,11 +52,11 @@ class StepGraphs(Protocol):
         ...
 
     def replay(
-        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+        self, graph: StepGraph, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> torch.Tensor:
         """Run the step whose tokens are there: the buffer of hidden states, [size or more,
         hidden_size], which holds them until the next.
 
-        max_decode_len: the longest context of a decode.
+        decode_positions: int32 [decodes].
         """
         ...

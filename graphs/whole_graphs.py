@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
@@ -71,10 +72,10 @@ class WholeGraphs:
         self._sizes.add(size)
 
     def replay(
-        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+        self, graph: StepGraph, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> torch.Tensor:
         """As `StepGraphs` says."""
-        self._step_attention.prepare(num_decodes, prefills)
+        self._step_attention.prepare(len(decode_positions), prefills)
         self._graphs[graph].replay()
         return self._hidden
 

@@ -116,13 +116,12 @@ class MixedForward:
         self._inbox.put(step, changes, None if graph is None else graph.num_tokens)
         if changes is not NO_CHANGES and (graph is None or not graph.writes_changes):
             self._write_changes()
-        num_decodes = len(step.decode_slots)
         if self.graphs is not None and graph is not None:
-            return self.graphs.replay(graph, num_decodes, step.max_decode_len, step.prefills)
+            return self.graphs.replay(graph, step.decode_positions, step.prefills)
         tokens, decodes = self._eager_tokens(step), None
-        if num_decodes:
-            decodes = self._read_decodes(num_decodes, tokens)
-            decodes = replace(decodes, max_len=step.max_decode_len)
+        if num_decodes := len(step.decode_slots):
+            max_len = int(step.decode_positions.max()) + 1
+            decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_len)
         attend_rows = self._attention.mixed(decodes, step.prefills, tokens.q, tokens.out)
         return forward(self._model, self._attention, tokens, attend_rows)
 

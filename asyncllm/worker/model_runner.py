@@ -88,7 +88,7 @@ class ModelRunner:
         graph, size = None, 0
         if inputs.tokens is not None:
             graph = self.mixed_forward.graph_of(inputs.tokens)
-            size = duration_key(plan.num_tokens, graph)
+            size = duration_key(inputs.tokens.num_tokens, graph)
         if not plan.needs_host:
             return self._executor.submit(
                 lambda: self._sampling.run(inputs, self._forward(inputs, graph)), size
@@ -115,9 +115,10 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded | None:
         """None for swaps alone."""
         plan = inputs.plan
-        self._cache.swap_out(plan.swap_out)
-        self._cache.copy_pages(plan.page_copies)
-        self._cache.swap_in(plan.swap_in)
+        if plan.swap_out or plan.page_copies or plan.swap_in:  # as in few steps
+            self._cache.swap_out(plan.swap_out)
+            self._cache.copy_pages(plan.page_copies)
+            self._cache.swap_in(plan.swap_in)
         if inputs.tokens is not None:
             return self._mixed_step(inputs, inputs.tokens, graph)
         return self._decode_only(inputs) if plan.decodes else None
@@ -130,7 +131,8 @@ class ModelRunner:
             arrays = {**inputs.arrays, "decode_slots": inputs.decode_slots}
             tensors = self._upload(arrays, inputs.changes)
             slots = tensors["decode_slots"]
-            tokens, logits = self.decode_step(slots, inputs.max_decode_len)
+            max_len = int(inputs.plan.decodes.positions.max()) + 1
+            tokens, logits = self.decode_step(slots, max_len)
         else:
             arrays = dict(inputs.arrays)
             if not graphs.holds(padded):

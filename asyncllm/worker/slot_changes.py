@@ -92,12 +92,14 @@ def _record(init: SlotInit) -> bytes:
 
 def pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
     """Of block tables: slots, indices, pages, int32 [3, entries]."""
-    slots = [init.slot for init in inits for _ in init.block_ids]
-    indices = [i for init in inits for i in range(len(init.block_ids))]
-    pages = [page for init in inits for page in init.block_ids]
-    slots += [append.slot for append in appends]
-    indices += [append.block_index for append in appends]
-    pages += [append.block_id for append in appends]
+    slots = [append.slot for append in appends]
+    indices = [append.block_index for append in appends]
+    pages = [append.block_id for append in appends]
+    for init in inits:
+        num_pages = len(init.block_ids)
+        slots += [init.slot] * num_pages
+        indices += range(num_pages)
+        pages += init.block_ids
     return np.array((slots, indices, pages), np.int32)
 
 

@@ -267,7 +267,7 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     ids = np.arange(start + 1, start + num_tokens + 1)
     step = StepTokens(
         decode_slots=np.zeros(0, np.int32),
-        max_decode_len=0,
+        decode_positions=np.zeros(0, np.int32),
         tokens=np.stack((positions, np.full(num_tokens, 9), ids)).astype(np.int32),
         write_slots=slots,
         samples=np.zeros((3, 0), np.int32),
