@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
@@ -28,7 +29,8 @@ from asyncllm.worker import inbox, kernels, step_captures, worker
 from asyncllm.worker.decode_rows import fill_decodes_torch
 from asyncllm.worker.slot_changes import SlotChanges
 from asyncllm.worker.step_inputs import StepTokens
-from tests.worker.recorded_graph import ForgetfulPool, RecordedGraph
+from tests.engine.builders import finish, make_request, make_scheduler
+from tests.worker.recorded_graph import ForgetfulGraph, ForgetfulPool, RecordedGraph
 
 ARGS: dict[str, Any] = {
     "num_gpu_blocks_override": 200,
@@ -307,6 +309,46 @@ def test_a_step_that_attention_does_not_take_is_eager(
     run_rows(graphed, 3, 0, 1, 1, 1, 1, 1)  # a row too many
     run_rows(graphed, 3, 0, 9, 8)  # a token too many
     assert len(replayed) == 1
+
+
+class Launched(TorchDispatchMode):
+    """torch's operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("whole")
+@torch.inference_mode()
+def test_a_captured_step_with_prompts_is_one_copy_and_two_replays(
+    graphed: worker.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences take slots, one goes on to a new page; what attention prepares is not counted."""
+    runner = graphed.runner
+    scheduler = make_scheduler(100, 16, max_num_seqs=4, max_num_batched_tokens=16)
+    launched = Launched()
+    monkeypatch.setattr(TokenAttention, "prepare", lambda *args: None)
+    monkeypatch.setattr(ForgetfulGraph, "replay", lambda self: launched.names.append("replay"))
+    for number, prompt in enumerate((range(11, 27), range(5, 8))):
+        scheduler.add(make_request(number, prompt, max_tokens=9))
+        plan = scheduler.plan()
+        assert plan is not None
+        inputs = runner._builder.build(plan)
+        assert inputs.tokens is not None
+        graph = runner.mixed_forward.graph_of(inputs.tokens)
+        assert graph is not None
+        launched.names.clear()
+        with launched:
+            runner._sampling.run(inputs, runner._forward(inputs, graph))
+        # The last is the CPU's way to fetch the tokens.
+        assert launched.names == ["aten.copy_.default", "replay", "replay", "aten.slice.Tensor"]
+        finish(scheduler, plan)
+    assert plan.slot_inits and plan.page_appends and plan.decodes
 
 
 @pytest.mark.usefixtures("recorded")
