@@ -40,7 +40,7 @@ class StepTokens:
     decode_slots: np.ndarray  # int32 [D]
     decode_positions: np.ndarray  # int32 [D]
     tokens: np.ndarray  # int32 [3, P]: positions, lengths of their prompts, ids
-    write_slots: np.ndarray  # int64 [P]: flat KV positions
+    write_slots: np.ndarray  # int32 [P]: flat KV positions
     samples: np.ndarray  # int32 [3, R]: which of the D + P tokens; slots; new tokens' positions
     prefills: PrefillRows
 
@@ -143,7 +143,8 @@ class StepBuilder:
         positions += np.arange(len(token_ids), dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
         blocks += tokens[2]
-        write_slots = np.multiply(prefills.pages[blocks], self._block_size, dtype=np.int64)
+        write_slots = prefills.pages.take(blocks)
+        write_slots *= self._block_size
         write_slots += offsets
         tokens[2] = np.fromiter(token_ids, np.int32, len(token_ids))
         return StepTokens(
@@ -205,7 +206,7 @@ def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
         decode_slots=zeros[:0],
         decode_positions=zeros[:0],
         tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
-        write_slots=zeros.astype(np.int64),
+        write_slots=zeros,
         samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
         prefills=PrefillRows(
             query_indptr=np.array([0, num_tokens], np.int32),

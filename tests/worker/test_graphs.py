@@ -265,7 +265,7 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     ends, num_rows = np.cumsum([0, *lens], dtype=np.int32), len(lens)
     pages = np.arange(page, page + num_rows, dtype=np.int32)
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
-    slots = pages.repeat(lens).astype(np.int64) * 16 + positions
+    slots = pages.repeat(lens) * 16 + positions
     ids = np.arange(start + 1, start + num_tokens + 1)
     step = StepTokens(
         decode_slots=np.zeros(0, np.int32),
