@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncllm.cache_folder import cache_folder
 from asyncllm.config import EngineConfig
+
+logger = logging.getLogger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +61,20 @@ def print_compiled() -> Iterator[list[TritonKernel]]:
 def write_list(config: EngineConfig, kernels: list[TritonKernel]) -> None:
     path = _path(config)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(kernel) for kernel in dict.fromkeys(kernels)]))
+    path.write_bytes(msgspec.json.encode(list(dict.fromkeys(kernels))))
 
 
 def read_list(config: EngineConfig) -> list[TritonKernel] | None:
-    """What `write_list` was given for such a start; None where no build has been here."""
+    """What `write_list` was given for such a start; None where no build has been here, or what it
+    left is no list any more."""
     path = _path(config)
     if not path.exists():
         return None
-    return [TritonKernel(**kernel) for kernel in json.loads(path.read_text())]
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[TritonKernel])
+    except msgspec.DecodeError as error:
+        logger.warning("%s is no list of kernels: %s", path, error)
+        return None
 
 
 def _path(config: EngineConfig) -> Path:

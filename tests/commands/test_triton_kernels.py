@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.commands import kernels
+from asyncllm.commands import kernels, triton_kernels
 from asyncllm.commands.triton_kernels import TritonKernel, print_compiled, read_list, write_list
 from asyncllm.config import EngineConfig
 from asyncllm.engine_args import EngineArgs
@@ -69,6 +69,16 @@ def test_a_list_is_of_one_kind_of_start(config: EngineConfig, tmp_path: Path) ->
     assert read_list(config) == [found]
     assert read_list(replace(config, max_num_seqs=3)) == [found]  # the same kernels
     assert read_list(replace(config, dtype="float16")) is None
+
+
+@pytest.mark.parametrize("left", [b"", b'[{"name": "pi', b'[{"name": 1}]', b"\xff"])
+def test_a_list_that_was_damaged_is_none(
+    config: EngineConfig, left: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_list(config, [])
+    triton_kernels._path(config).write_bytes(left)
+    assert read_list(config) is None
+    assert "is no list of kernels" in caplog.text
 
 
 def test_what_is_printed(
