@@ -16,7 +16,7 @@ from asyncllm.graphs.token_buffers import TokenBuffers
 ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
 # Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
 # that writes must go to the padding page.
-Clear = Callable[[], None]
+Clear = Callable[[], object]
 
 
 # The step's changes of slots, which its decodes read: before them.

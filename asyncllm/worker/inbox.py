@@ -1,9 +1,10 @@
-"""All that a mixed step tells the device, always at the same addresses, where graphs look for it.
+"""What steps tell the device, always at the same addresses, where graphs look for it.
 
-One copy brings it, on CUDA from pinned buffers that take turns. What is beyond the step's rows and
-changes of slots is 0: the padding slot, which may be written so. Of the arrays of tokens, what the
-decodes have is for `FillDecodes` to fill, and beyond the step's tokens `write_slots` is 0, the
-padding page; the rest is stale, which is harmless.
+One copy brings a step's, on CUDA from pinned buffers that take turns; a step of the same decodes as
+the last one, with no new page, needs none. What is beyond the step's rows and changes of slots is
+0: the padding slot, which may be written so. Of the arrays of tokens, what the decodes have is for
+`FillDecodes` to fill, and beyond the step's tokens `write_slots` is 0, the padding page; the rest
+is stale, which is harmless.
 """
 
 from __future__ import annotations
@@ -38,22 +39,31 @@ class Inbox:
         self.records, self.entries = ours.records, ours.entries
         self.positions, self.prompt_lens, self.token_ids = ours.tokens
         self.write_slots = ours.write_slots
+        self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
+
+    def holds(self, decode_slots: np.ndarray) -> bool:
+        """Whether these are the decodes of the last step, so that nothing needs to be brought."""
+        held = self._decode_slots
+        return decode_slots is held or (held is not None and np.array_equal(decode_slots, held))
 
     def takes(self, changes: SlotChanges) -> bool:
         """Whether there are places for all of them."""
         return changes.num_records <= MAX_RECORDS and changes.num_entries <= MAX_ENTRIES
 
+    def put_decodes(self, slots: np.ndarray, changes: SlotChanges) -> None:
+        """Of a step of decodes alone."""
+        self._decode_slots = slots
+        with self._turns as buffer:
+            buffer.begin(slots, changes)
+            self._head.copy_(buffer.head_tensor, non_blocking=True)
+
     def put(self, step: StepTokens, changes: SlotChanges, num_tokens: int | None) -> None:
         """num_tokens: of the graph that will read it; None: it reads no tokens."""
+        self._decode_slots = step.decode_slots
         first = len(step.decode_slots)
         with self._turns as buffer:
-            buffer.head[:] = 0
-            buffer.rows[0, :first] = step.decode_slots
+            buffer.begin(step.decode_slots, changes)
             buffer.rows[1:, : step.num_samples] = step.samples
-            if changes.records is not None:
-                buffer.records[: len(changes.records)] = changes.records
-            if changes.entries is not None:
-                buffer.entries[:, : changes.num_entries] = changes.entries
             if num_tokens is None:
                 self._head.copy_(buffer.head_tensor, non_blocking=True)
                 return
@@ -66,6 +76,7 @@ class Inbox:
     def clear(self) -> None:
         """Nothing of the last step is there: no decodes, no changes, and all that is written goes
         to the padding page."""
+        self._decode_slots = None
         self._device.zero_()
 
     @property
@@ -111,3 +122,12 @@ class _Buffer(NamedTuple):
     entries: np.ndarray
     tokens: np.ndarray
     write_slots: np.ndarray
+
+    def begin(self, decode_slots: np.ndarray, changes: SlotChanges) -> None:
+        """And of the head nothing else."""
+        self.head[:] = 0
+        self.rows[0, : len(decode_slots)] = decode_slots
+        if changes.records is not None:
+            self.records[: len(changes.records)] = changes.records
+        if changes.entries is not None:
+            self.entries[:, : changes.num_entries] = changes.entries

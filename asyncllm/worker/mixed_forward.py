@@ -19,10 +19,11 @@ from asyncllm.graphs.step_graph import StepGraph, StepGraphs, Way
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
 from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.base import CausalLM
+from asyncllm.worker.decode_rows import FillDecodes
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.inbox import TOKEN_ARRAYS, Inbox
-from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.slot_changes import NO_CHANGES, SlotChanges
+from asyncllm.worker.slot_writer import SlotWriter
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepTokens
 
@@ -47,7 +48,8 @@ class MixedForward:
         state: DeviceState,
         inbox: Inbox,
         staging: Staging,
-        kernels: SlotKernels,
+        slot_writer: SlotWriter,
+        fill_decodes: FillDecodes,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -55,7 +57,8 @@ class MixedForward:
         self._state = state
         self._inbox = inbox
         self._staging = staging
-        self._kernels = kernels
+        self._slot_writer = slot_writer
+        self._fill_decodes = fill_decodes
         self.graphs: StepGraphs | None = None
 
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> StepGraphs:
@@ -79,7 +82,7 @@ class MixedForward:
                 model,
                 attention,
                 self._cache,
-                self._write_changes,
+                self._slot_writer.launch,
                 self._read_decodes,
                 buffers,
                 hidden,
@@ -90,7 +93,7 @@ class MixedForward:
             model,
             attention,
             step_attention,
-            self._write_changes,
+            self._slot_writer.launch,
             self._read_decodes,
             most_decodes,
             buffers,
@@ -115,7 +118,7 @@ class MixedForward:
         """
         self._inbox.put(step, changes, None if graph is None else graph.num_tokens)
         if changes is not NO_CHANGES and (graph is None or not graph.writes_changes):
-            self._write_changes()
+            self._slot_writer.write()
         if self.graphs is not None and graph is not None:
             return self.graphs.replay(graph, step.decode_positions, step.prefills)
         tokens, decodes = self._eager_tokens(step), None
@@ -125,13 +128,9 @@ class MixedForward:
         attend_rows = self._attention.mixed(decodes, step.prefills, tokens.q, tokens.out)
         return forward(self._model, self._attention, tokens, attend_rows)
 
-    def _write_changes(self) -> None:
-        """Those in the inbox."""
-        self._kernels.write_slots(self._state, self._inbox.records, self._inbox.entries)
-
     def _read_decodes(self, num_rows: int, tokens: TokenBuffers) -> DecodeRows:
         slots = self._inbox.decode_slots[:num_rows]
-        return self._kernels.fill_decodes(self._state, slots, tokens, self._cache.block_size)
+        return self._fill_decodes(self._state, slots, tokens, self._cache.block_size)
 
     def _eager_tokens(self, step: StepTokens) -> TokenBuffers:
         tokens = TokenBuffers.zeros(

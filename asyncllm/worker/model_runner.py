@@ -31,6 +31,7 @@ from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.slot_changes import NO_CHANGES, SlotChanges
 from asyncllm.worker.slot_sampling import Arrays
+from asyncllm.worker.slot_writer import SlotWriter
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepBuilder, StepInputs, StepTokens, padding_prompt
 from asyncllm.worker.step_results import prompt_logprobs_of
@@ -71,10 +72,18 @@ class ModelRunner:
         self._staging = Staging(device)
         self.graphs: DecodeGraphs | None = None
         self.work = WorkCounts()
+        self.inbox = inbox
+        self.slot_writer = SlotWriter(state, inbox, kernels.write_slots)
         self.mixed_forward = MixedForward(
-            model, attention, cache, state, inbox, self._staging, kernels
+            model,
+            attention,
+            cache,
+            state,
+            inbox,
+            self._staging,
+            self.slot_writer,
+            kernels.fill_decodes,
         )
-        self._inbox = inbox
         self.mixed_logits = MixedLogits(model, sampler, inbox)
         results = ResultBuffers(len(state.positions), device)
         self._sampling = StepSampling(sampler, processors, masks, self._staging, results)
@@ -124,25 +133,24 @@ class ModelRunner:
         return self._decode_only(inputs) if plan.decodes else None
 
     def _decode_only(self, inputs: StepInputs) -> Forwarded:
-        graphs, num_rows = self.graphs, len(inputs.decode_slots)
-        padded = graphs.padded_slots(inputs.decode_slots) if graphs is not None else None
-        self.work.ran("decode", num_rows, None if padded is None else len(padded))
-        if graphs is None or padded is None:
-            arrays = {**inputs.arrays, "decode_slots": inputs.decode_slots}
-            tensors = self._upload(arrays, inputs.changes)
-            slots = tensors["decode_slots"]
-            max_len = int(inputs.plan.decodes.positions.max()) + 1
-            tokens, logits = self.decode_step(slots, max_len)
+        graphs, inbox, changes = self.graphs, self.inbox, inputs.changes
+        if inbox.takes(changes):
+            tensors = self._upload(inputs.arrays)
         else:
-            arrays = dict(inputs.arrays)
-            if not graphs.holds(padded):
-                arrays["decode_slots"] = padded
-            tensors = self._upload(arrays, inputs.changes)
-            if "decode_slots" in tensors:
-                graphs.set_slots(padded, tensors["decode_slots"])
-            tokens, logits = graphs.replay(padded)
-            slots = graphs.slots
-        return Forwarded(logits, slots, None, tokens, tensors, [])
+            tensors, changes = self._upload(inputs.arrays, changes), NO_CHANGES
+        if changes is not NO_CHANGES or not inbox.holds(inputs.decode_slots):
+            inbox.put_decodes(inputs.decode_slots, changes)
+        if changes is not NO_CHANGES:
+            self.slot_writer.write()
+        num_rows = len(inputs.decode_slots)
+        size = None if graphs is None else graphs.fitting(num_rows)
+        self.work.ran("decode", num_rows, size)
+        if graphs is None or size is None:
+            max_len = int(inputs.plan.decodes.positions.max()) + 1
+            tokens, logits = self.decode_step(inbox.decode_slots[:num_rows], max_len)
+        else:
+            tokens, logits = graphs.replay(size)
+        return Forwarded(logits, inbox.decode_slots, None, tokens, tensors, [])
 
     def decode_step(
         self,
@@ -176,7 +184,7 @@ class ModelRunner:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         num_padded = None if graph is None else graph.num_tokens
         self.work.ran("mixed", step.num_tokens, num_padded)
-        if self._inbox.takes(inputs.changes):
+        if self.inbox.takes(inputs.changes):
             hidden = self.mixed_forward.run(step, graph, inputs.changes)
             tensors = self._upload(inputs.arrays)  # which only sampling reads
         else:
@@ -188,7 +196,7 @@ class ModelRunner:
             for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
         ]
         tokens, logits = self.mixed_logits.of(hidden, step.num_samples)
-        slots, positions = self._inbox.sample_slots, self._inbox.sample_positions
+        slots, positions = self.inbox.sample_slots, self.inbox.sample_positions
         return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
 
     def run_padding(self, num_tokens: int) -> None:
@@ -198,7 +206,7 @@ class ModelRunner:
         hidden = self.mixed_forward.run(step, self.mixed_forward.graph_of(step))
         tokens, logits = self.mixed_logits.of(hidden, 1)
         if tokens is None:
-            inbox = self._inbox
+            inbox = self.inbox
             self._sampler.plain(logits, inbox.sample_slots[:1], inbox.sample_positions[:1])
 
     def _upload(self, arrays: Arrays, changes: SlotChanges = NO_CHANGES) -> Tensors:

@@ -70,10 +70,10 @@ class StepCaptures:
     def decodes(self, others: list[Way], trial: DecodeTrial) -> None:
         """`others`: ways to run a step besides the layers, which `trial` times."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
-        decode = DecodeGraphs(
-            runner.decode_step, sizes[-1], self._pool, self._device, others, trial
-        )
+        slots, clear = runner.inbox.decode_slots, runner.inbox.clear
+        decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, trial)
         self._capture(decode.capture, sizes, "decode")
+        runner.slot_writer.capture(self._pool)
         runner.graphs = decode
 
     def capture_one(self) -> None:

@@ -351,6 +351,36 @@ def test_a_captured_step_with_prompts_is_one_copy_and_two_replays(
     assert plan.slot_inits and plan.page_appends and plan.decodes
 
 
+@pytest.mark.usefixtures("whole")
+@torch.inference_mode()
+def test_captured_decodes_are_told_what_changed(
+    graphed: worker.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing; who decodes; new pages, too."""
+    runner, launched = graphed.runner, Launched()
+    scheduler = make_scheduler(100, 16, max_num_seqs=4, max_num_batched_tokens=16)
+    monkeypatch.setattr(ForgetfulGraph, "replay", lambda self: launched.names.append("replay"))
+    for number, prompt in enumerate((range(11, 18), range(5, 8))):
+        scheduler.add(make_request(number, prompt, max_tokens=20))
+    found = []
+    while plan := scheduler.plan():
+        inputs = runner._builder.build(plan)
+        launched.names.clear()
+        if inputs.tokens is None:
+            with launched:
+                runner._sampling.run(inputs, runner._forward(inputs, None))
+            assert launched.names.pop() == "aten.slice.Tensor"
+            found.append((len(plan.decodes), len(plan.page_appends), tuple(launched.names)))
+        finish(scheduler, plan)
+    copy, replay = "aten.copy_.default", "replay"
+    assert set(found) == {
+        (2, 0, (copy, replay)),
+        (2, 0, (replay,)),
+        (2, 1, (copy, replay, replay)),
+    }
+    assert found.count((2, 0, (copy, replay))) == 1
+
+
 @pytest.mark.usefixtures("recorded")
 def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> None:
     graphs = graphed.runner.mixed_forward.graphs
@@ -419,13 +449,13 @@ def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:
             raise MemoryError
         return (slots + 1,)
 
-    graphs = DecodeGraphs(step, 4, GraphPool(RecordedGraph), torch.device("cpu"))
+    slots = torch.zeros(4, dtype=torch.int32)
+    graphs = DecodeGraphs(step, slots, slots.zero_, GraphPool(RecordedGraph))
     with pytest.raises(MemoryError):
         graphs.capture(4)
     assert RecordedGraph.open == 0 and gc.isenabled()
-    assert graphs.padded_slots(np.array([5], np.int32)) is None
+    assert graphs.fitting(1) is None
     graphs.capture(4)
-    padded = graphs.padded_slots(np.array([5], np.int32))
-    assert padded is not None
-    graphs.set_slots(padded, torch.from_numpy(padded))
-    assert graphs.replay(padded)[0].tolist() == [6, 1, 1, 1]
+    slots[0] = 5
+    assert graphs.fitting(1) == 4
+    assert graphs.replay(4)[0].tolist() == [6, 1, 1, 1]
