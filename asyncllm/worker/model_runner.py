@@ -133,7 +133,20 @@ class ModelRunner:
         return self._decode_only(inputs) if plan.decodes else None
 
     def _decode_only(self, inputs: StepInputs) -> Forwarded:
-        graphs, inbox, changes = self.graphs, self.inbox, inputs.changes
+        tensors = self._tell_decodes(inputs)
+        graphs, slots, num_rows = self.graphs, self.inbox.decode_slots, len(inputs.decode_slots)
+        size = None if graphs is None else graphs.fitting(num_rows)
+        self.work.ran("decode", num_rows, size)
+        if graphs is None or size is None:
+            max_len = int(inputs.plan.decodes.positions.max()) + 1
+            tokens, logits = self.decode_step(slots[:num_rows], max_len)
+        else:
+            tokens, logits = graphs.replay(size)
+        return Forwarded(logits, slots, None, tokens, tensors, [])
+
+    def _tell_decodes(self, inputs: StepInputs) -> Tensors:
+        """Which slots decode, if not those of the last step; how slots change."""
+        inbox, changes = self.inbox, inputs.changes
         if inbox.takes(changes):
             tensors = self._upload(inputs.arrays)
         else:
@@ -142,15 +155,7 @@ class ModelRunner:
             inbox.put_decodes(inputs.decode_slots, changes)
         if changes is not NO_CHANGES:
             self.slot_writer.write()
-        num_rows = len(inputs.decode_slots)
-        size = None if graphs is None else graphs.fitting(num_rows)
-        self.work.ran("decode", num_rows, size)
-        if graphs is None or size is None:
-            max_len = int(inputs.plan.decodes.positions.max()) + 1
-            tokens, logits = self.decode_step(inbox.decode_slots[:num_rows], max_len)
-        else:
-            tokens, logits = graphs.replay(size)
-        return Forwarded(logits, inbox.decode_slots, None, tokens, tensors, [])
+        return tensors
 
     def decode_step(
         self,
