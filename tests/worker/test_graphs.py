@@ -172,16 +172,21 @@ def test_graphed_equals_eager(
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
 
 
+@pytest.mark.parametrize(("records", "entries"), [(1, 6), (0, 0)])
 @pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
 def test_more_changes_of_slots_than_the_inbox_takes(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    records: int,
+    entries: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One sequence, or six pages, in a step: what is more goes another way, to the same end."""
+    """What is more goes another way, to the same end."""
     if kind != "eager":
         request.getfixturevalue(kind)
     expected = answers(FILTERED, **GRAPHED)
-    monkeypatch.setattr(inbox, "MAX_RECORDS", 1)
-    monkeypatch.setattr(inbox, "MAX_ENTRIES", 6)
+    monkeypatch.setattr(inbox, "MAX_RECORDS", records)
+    monkeypatch.setattr(inbox, "MAX_ENTRIES", entries)
     takes = inbox.Inbox.takes
     taken: list[bool] = []
 
