@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import (
@@ -30,7 +31,7 @@ from asyncllm.attention.fresh_prompt import FreshPrompt
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
+from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way, WriteChanges
 from asyncllm.graphs.token_buffers import TokenBuffers, forward, forward_with
 from asyncllm.models.base import CausalLM
 
@@ -58,17 +59,19 @@ class PrefillGraphs:
         model: CausalLM,
         attention: AttentionBackend,
         cache: KVCache,
+        write_changes: WriteChanges,
         read_decodes: ReadDecodes,
         buffers: TokenBuffers,
         hidden: torch.Tensor,
         clear: Clear,
         pool: GraphPool,
     ) -> None:
-        """hidden: for the last replay's hidden states, [most tokens, hidden_size]."""
+        """hidden: for the last replay's hidden states, [most tokens or more, hidden_size]."""
         self._model = model
         self._attention = attention
         self._cache = cache
         self._layers = model.attention_layers
+        self._write_changes = write_changes
         self._read_decodes = read_decodes
         self._buffers = buffers
         self._clear = clear
@@ -105,12 +108,13 @@ class PrefillGraphs:
         self._sizes.add(size)
 
     def _forward_fresh(self, tokens: TokenBuffers) -> tuple[()]:
+        self._write_changes()
         hidden = forward_fresh(self._model, self._attention, tokens, self._cache)
         self._hidden[: len(hidden)].copy_(hidden)
         return ()
 
     def replay(
-        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+        self, graph: StepGraph, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> torch.Tensor:
         """As `StepGraphs` says."""
         size = graph.num_tokens
@@ -118,11 +122,12 @@ class PrefillGraphs:
             self._whole[size].replay()
         else:
             tokens, decodes = self._buffers.first(size), None
-            if num_decodes:
-                decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_decode_len)
+            if num_decodes := len(decode_positions):
+                max_len = int(decode_positions.max()) + 1
+                decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_len)
             attend_rows = self._attention.mixed(decodes, prefills, tokens.q, tokens.out)
             self._replay_pieces(size, attend_rows)
-        return self._hidden[:size]
+        return self._hidden
 
     def _replay_pieces(self, size: int, attend_rows: AttendRows) -> None:
         *before_attention, last = self._pieces[size]

@@ -1,8 +1,9 @@
 """Captured: logits and plain sampling of the rows of a mixed step, by their number.
 
-Their hidden states are gathered into one buffer, whatever kind of step they come from; slots and
-positions are where the step's arrays always are. Rows beyond the step's are padding: slot 0. As of
-`DecodeGraphs`, outputs hold until the pool's next replay.
+Hidden states are where captured steps leave them; which rows sample, their slots and positions are
+where the step's arrays always are. So nothing is brought, but for an eager step, whose rows' hidden
+states are copied there. Rows beyond the step's are padding: slot 0. As of `DecodeGraphs`, outputs
+hold until the pool's next replay.
 """
 
 from __future__ import annotations
@@ -26,33 +27,46 @@ class SampleGraphs:
         self,
         sample: Sample,
         hidden: torch.Tensor,
+        rows: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
         pool: GraphPool,
     ) -> None:
-        """hidden: [most rows, hidden_size], the buffer; slots, positions: int32 [most rows]."""
+        """hidden: of a captured step's tokens, [as many as rows, or more, hidden_size]. rows: which
+        of them sample; slots, positions: of what follows them; int32 [most rows]."""
         self._sample = sample
-        self._inputs = (hidden, slots, positions)
+        self._hidden = hidden
+        self._inputs = (rows, slots, positions)
         self._pool = pool
         self._sizes = CapturedSizes()
         self._graphs: dict[int, tuple[Graph, Outputs]] = {}
 
     def capture(self, size: int) -> None:
         """Capture one size on the current stream; largest first saves memory."""
-        hidden, slots, positions = (tensor[:size] for tensor in self._inputs)
-        slots.zero_()  # those of the last step
-        self._graphs[size] = self._pool.record(partial(self._sample, hidden, slots, positions))
+        inputs = [tensor[:size] for tensor in self._inputs]
+        for tensor in inputs:
+            tensor.zero_()  # those of the last step
+        self._graphs[size] = self._pool.record(partial(self._gather_and_sample, *inputs))
         self._sizes.add(size)
 
-    def takes(self, num_rows: int) -> bool:
-        return self._sizes.fitting(num_rows) is not None
+    def replay(self, hidden: torch.Tensor, num_rows: int) -> Outputs | None:
+        """Tokens int32 [rows or more] and logits [rows or more, V] of the step's rows; None: it has
+        no graph of as many.
 
-    def replay(self, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens int32 [rows] and logits [rows, V] of hidden[rows], as many as it `takes`."""
-        num_rows = len(rows)
+        hidden: of the step's tokens, the buffer that graphs read or, of an eager step, another.
+        """
         size = self._sizes.fitting(num_rows)
-        assert size is not None, "more rows than it takes"
-        torch.index_select(hidden, 0, rows, out=self._inputs[0][:num_rows])
-        graph, (tokens, logits) = self._graphs[size]
+        if size is None:
+            return None
+        if hidden is not self._hidden:
+            rows = self._inputs[0][:num_rows]
+            torch.index_select(hidden, 0, rows, out=self._hidden[:num_rows])
+            torch.arange(num_rows, out=rows)
+        graph, outputs = self._graphs[size]
         graph.replay()
-        return tokens[:num_rows], logits[:num_rows]
+        return outputs
+
+    def _gather_and_sample(
+        self, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> Outputs:
+        return self._sample(self._hidden.index_select(0, rows), slots, positions)

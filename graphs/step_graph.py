@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import DecodeRows, PrefillRows
@@ -15,7 +16,11 @@ from asyncllm.graphs.token_buffers import TokenBuffers
 ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
 # Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
 # that writes must go to the padding page.
-Clear = Callable[[], None]
+Clear = Callable[[], object]
+
+
+# The step's changes of slots, which its decodes read: before them.
+WriteChanges = Callable[[], None]
 
 
 class Way(enum.IntEnum):
@@ -28,6 +33,11 @@ class Way(enum.IntEnum):
 class StepGraph(NamedTuple):
     num_tokens: int  # padding included
     way: Way
+
+    @property
+    def writes_changes(self) -> bool:
+        """It begins with the step's changes of slots; if not, they must be written already."""
+        return self.way is not Way.PIECES
 
 
 class StepGraphs(Protocol):
@@ -42,10 +52,11 @@ class StepGraphs(Protocol):
         ...
 
     def replay(
-        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+        self, graph: StepGraph, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> torch.Tensor:
-        """Run the step whose tokens are there: hidden states [size, hidden_size] until the next.
+        """Run the step whose tokens are there: the buffer of hidden states, [size or more,
+        hidden_size], which holds them until the next.
 
-        max_decode_len: the longest context of a decode.
+        decode_positions: int32 [decodes].
         """
         ...

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
 from asyncllm.graphs.captured_sizes import CapturedSizes
 from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way
+from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way, WriteChanges
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
 from asyncllm.models.base import CausalLM
 
@@ -27,6 +28,7 @@ class WholeGraphs:
         model: CausalLM,
         attention: AttentionBackend,
         step_attention: StepAttention,
+        write_changes: WriteChanges,
         read_decodes: ReadDecodes,
         most_decodes: int,
         buffers: TokenBuffers,
@@ -34,10 +36,11 @@ class WholeGraphs:
         clear: Clear,
         pool: GraphPool,
     ) -> None:
-        """hidden: for the last replay's hidden states, [most tokens, hidden_size]."""
+        """hidden: for the last replay's hidden states, [most tokens or more, hidden_size]."""
         self._model = model
         self._attention = attention
         self._step_attention = step_attention
+        self._write_changes = write_changes
         self._read_decodes = read_decodes
         self._most_decodes = min(most_decodes, step_attention.max_decodes)
         self._buffers = buffers
@@ -69,14 +72,15 @@ class WholeGraphs:
         self._sizes.add(size)
 
     def replay(
-        self, graph: StepGraph, num_decodes: int, max_decode_len: int, prefills: PrefillRows
+        self, graph: StepGraph, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> torch.Tensor:
         """As `StepGraphs` says."""
-        self._step_attention.prepare(num_decodes, prefills)
+        self._step_attention.prepare(len(decode_positions), prefills)
         self._graphs[graph].replay()
-        return self._hidden[: graph.num_tokens]
+        return self._hidden
 
     def _forward(self, size: int, way: Way) -> tuple[()]:
+        self._write_changes()
         tokens = self._buffers.first(size)
         decodes = None
         if way is Way.MIXED:

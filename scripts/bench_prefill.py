@@ -38,9 +38,9 @@ def time_step(worker: Worker, num_tokens: int, num_decodes: int) -> tuple[float,
     position = np.arange(num_prefill, dtype=np.int32)
     step = StepTokens(
         decode_slots=np.arange(1, num_decodes + 1, dtype=np.int32),
-        max_decode_len=CONTEXT + 1,
+        decode_positions=np.full(num_decodes, CONTEXT, np.int32),
         tokens=np.stack((position, position, position)),
-        write_slots=position.astype(np.int64) + 16,
+        write_slots=position + 16,
         samples=np.zeros((3, 0), np.int32),
         prefills=PrefillRows(
             np.array([0, num_prefill], np.int32),

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncllm.config import EngineConfig
@@ -131,7 +130,8 @@ class Bench:
             raise SystemExit("no persistent decode for this model on this device")
         self._persistent = PersistentDecode(model, cache, launch, num_blocks_on(device))
         step = partial(runner.decode_step, forward=self._persistent.forward)
-        graphs = DecodeGraphs(step, max(batches), GraphPool(), device)
+        inbox = runner.inbox
+        graphs = DecodeGraphs(step, inbox.decode_slots, inbox.clear, GraphPool())
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for batch in batches:
@@ -147,27 +147,32 @@ class Bench:
         """Of the step that `decode` times, [batch, V]."""
         graphs = self._runner.graphs
         assert graphs is not None
-        padded = graphs.padded_slots(np.arange(1, batch + 1, dtype=np.int32))
-        assert padded is not None
-        graphs.set_slots(padded, torch.from_numpy(padded).cuda())
+        size = self._take_slots(graphs, batch)
         self._state.positions[1:].fill_(self._context - 1)
         self._state.last_tokens[1:].fill_(1)
-        return graphs.replay(padded)[1].clone()
+        return graphs.replay(size)[1].clone()
+
+    @staticmethod
+    def _take_slots(graphs: DecodeGraphs, batch: int) -> int:
+        """The next replays' rows; how many they are with padding."""
+        size = graphs.fitting(batch)
+        assert size is not None
+        graphs.slots.zero_()
+        graphs.slots[:batch] = torch.arange(1, batch + 1)
+        return size
 
     def decode(
         self, batch: int, bandwidth: float, kernels: bool, step: str = "decode"
     ) -> dict[str, Any]:
         graphs = self._runner.graphs
         assert graphs is not None
-        padded = graphs.padded_slots(np.arange(1, batch + 1, dtype=np.int32))
-        assert padded is not None
-        graphs.set_slots(padded, torch.from_numpy(padded).cuda())
+        size = self._take_slots(graphs, batch)
 
         def prepare() -> None:
             self._state.positions[1:].fill_(self._context - 1)  # the new token is the last seen
 
         def work() -> None:
-            graphs.replay(padded)
+            graphs.replay(size)
 
         ms = time_ms(work, prepare)
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)

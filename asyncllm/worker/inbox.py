@@ -1,7 +1,8 @@
-"""A mixed step's arrays on the device, always at the same addresses, where graphs look for them.
+"""What steps tell the device, always at the same addresses, where graphs look for it.
 
-One copy brings them, on CUDA from pinned buffers that take turns. Of the arrays of rows what is
-beyond the step's is 0: the padding slot. Of the arrays of tokens, what the decodes have is for
+One copy brings a step's, on CUDA from pinned buffers that take turns; a step of the same decodes as
+the last one, with no new page, needs none. What is beyond the step's rows and changes of slots is
+0: the padding slot, which may be written so. Of the arrays of tokens, what the decodes have is for
 `FillDecodes` to fill, and beyond the step's tokens `write_slots` is 0, the padding page; the rest
 is stale, which is harmless.
 """
@@ -14,11 +15,14 @@ import numpy as np
 import torch
 
 from asyncllm.attention.turns import Turns
+from asyncllm.worker.slot_changes import RECORD_WORDS, SlotChanges
 from asyncllm.worker.staging import NUM_BUFFERS
 from asyncllm.worker.step_inputs import StepTokens
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
 TOKEN_ARRAYS = ("positions", "prompt_lens", "token_ids")  # and write_slots, of 64 bits
+# Places for changes of slots, all written whether full or not: of sequences, of pages. Even, too.
+MAX_RECORDS, MAX_ENTRIES = 128, 2048
 
 
 class Inbox:
@@ -27,53 +31,103 @@ class Inbox:
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
-        num_words = len(ROW_ARRAYS) * max_rows + (len(TOKEN_ARRAYS) + 2) * max_tokens
-        self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._turns = Turns([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
-        rows, tokens, self.write_slots = self._split(self._device)
-        self._rows_on_device = rows
-        self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = rows
-        self.positions, self.prompt_lens, self.token_ids = tokens
+        ours = self._split(self._device)
+        self._head = ours.head
+        self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows
+        self.records, self.entries = ours.records, ours.entries
+        self.positions, self.prompt_lens, self.token_ids = ours.tokens
+        self.write_slots = ours.write_slots
+        self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
 
-    def put(self, step: StepTokens, num_tokens: int | None) -> None:
-        """num_tokens: of the graph that will read it; None: it reads no tokens."""
+    def holds(self, decode_slots: np.ndarray) -> bool:
+        """Whether these are the decodes of the last step, so that nothing needs to be brought."""
+        held = self._decode_slots
+        return decode_slots is held or (held is not None and np.array_equal(decode_slots, held))
+
+    def takes(self, changes: SlotChanges) -> bool:
+        """Whether there are places for all of them."""
+        return changes.num_records <= MAX_RECORDS and changes.num_entries <= MAX_ENTRIES
+
+    def put_decodes(self, slots: np.ndarray, changes: SlotChanges) -> None:
+        """Of a step of decodes alone."""
+        self._decode_slots = slots
         with self._turns as buffer:
-            buffer.rows[:] = 0
-            buffer.rows[0, : len(step.decode_slots)] = step.decode_slots
+            buffer.begin(slots, changes)
+            self._head.copy_(buffer.head_tensor, non_blocking=True)
+
+    def put(self, step: StepTokens, changes: SlotChanges, num_tokens: int | None) -> None:
+        """num_tokens: of the graph that will read it; None: it reads no tokens."""
+        self._decode_slots = step.decode_slots
+        first = len(step.decode_slots)
+        with self._turns as buffer:
+            buffer.begin(step.decode_slots, changes)
             buffer.rows[1:, : step.num_samples] = step.samples
             if num_tokens is None:
-                self._rows_on_device.copy_(buffer.rows_tensor, non_blocking=True)
+                self._head.copy_(buffer.head_tensor, non_blocking=True)
                 return
-            first, end = len(step.decode_slots), step.num_tokens
+            end = step.num_tokens
             buffer.tokens[:, first:end] = step.tokens
             buffer.write_slots[first:end] = step.write_slots
             buffer.write_slots[end:num_tokens] = 0
             self._device.copy_(buffer.tensor, non_blocking=True)
 
     def clear(self) -> None:
-        """Nothing of the last step is there: no decodes, and all that is written goes to the
-        padding page."""
+        """Nothing of the last step is there: no decodes, no changes, and all that is written goes
+        to the padding page."""
+        self._decode_slots = None
         self._device.zero_()
 
-    def _split(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of rows int32 [4, max_rows], of tokens int32 [3, max_tokens], and write_slots."""
-        num_rows, num_tokens = self._max_rows, self._max_tokens
-        sizes = (len(ROW_ARRAYS) * num_rows, len(TOKEN_ARRAYS) * num_tokens, 2 * num_tokens)
-        rows, tokens, write_slots = memory.split(sizes)
-        rows, tokens = rows.view(-1, num_rows), tokens.view(len(TOKEN_ARRAYS), num_tokens)
-        return rows, tokens, write_slots.view(torch.int64)
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Words of rows, records, entries; of tokens, write_slots."""
+        head = len(ROW_ARRAYS) * self._max_rows, MAX_RECORDS * RECORD_WORDS, 3 * MAX_ENTRIES
+        return *head, len(TOKEN_ARRAYS) * self._max_tokens, 2 * self._max_tokens
+
+    def _split(self, memory: torch.Tensor) -> _Parts:
+        rows, records, entries, tokens, write_slots = memory.split(self._sizes)
+        return _Parts(
+            memory[: sum(self._sizes[:3])],
+            rows.view(len(ROW_ARRAYS), self._max_rows),
+            records.view(MAX_RECORDS, RECORD_WORDS),
+            entries.view(3, MAX_ENTRIES),
+            tokens.view(len(TOKEN_ARRAYS), self._max_tokens),
+            write_slots.view(torch.int64),
+        )
 
     def _new_buffer(self) -> _Buffer:
         tensor = torch.zeros(len(self._device), dtype=torch.int32, pin_memory=self._device.is_cuda)
-        rows, tokens, write_slots = self._split(tensor)
-        return _Buffer(tensor, rows, rows.numpy(), tokens.numpy(), write_slots.numpy())
+        parts = self._split(tensor)
+        return _Buffer(tensor, parts.head, *(part.numpy() for part in parts))
+
+
+class _Parts(NamedTuple):
+    head: torch.Tensor  # rows, records and entries: what steps bring that bring no tokens
+    rows: torch.Tensor  # [4, max_rows]
+    records: torch.Tensor
+    entries: torch.Tensor
+    tokens: torch.Tensor  # [3, max_tokens]
+    write_slots: torch.Tensor
 
 
 class _Buffer(NamedTuple):
     """The host's, whole and in its parts."""
 
     tensor: torch.Tensor
-    rows_tensor: torch.Tensor
+    head_tensor: torch.Tensor
+    head: np.ndarray
     rows: np.ndarray
+    records: np.ndarray
+    entries: np.ndarray
     tokens: np.ndarray
     write_slots: np.ndarray
+
+    def begin(self, decode_slots: np.ndarray, changes: SlotChanges) -> None:
+        """And of the head nothing else."""
+        self.head[:] = 0
+        self.rows[0, : len(decode_slots)] = decode_slots
+        if changes.records is not None:
+            self.records[: len(changes.records)] = changes.records
+        if changes.entries is not None:
+            self.entries[:, : changes.num_entries] = changes.entries

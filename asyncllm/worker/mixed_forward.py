@@ -1,8 +1,8 @@
 """The forward pass of a step with prefills: captured where a size fits, else eager.
 
 Both ways read the step's arrays from the inbox, or, where there are more tokens than that holds,
-from a copy of their own; a captured step has padding behind its tokens. Nothing here waits for the
-device.
+from a copy of their own; a captured step has padding behind its tokens. Its changes of slots come
+with the inbox too, and are part of most graphs. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from asyncllm.models.base import CausalLM
 from asyncllm.worker.decode_rows import FillDecodes
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.inbox import TOKEN_ARRAYS, Inbox
+from asyncllm.worker.slot_changes import NO_CHANGES, SlotChanges
+from asyncllm.worker.slot_writer import SlotWriter
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepTokens
 
@@ -46,6 +48,7 @@ class MixedForward:
         state: DeviceState,
         inbox: Inbox,
         staging: Staging,
+        slot_writer: SlotWriter,
         fill_decodes: FillDecodes,
     ) -> None:
         self._model = model
@@ -54,31 +57,32 @@ class MixedForward:
         self._state = state
         self._inbox = inbox
         self._staging = staging
+        self._slot_writer = slot_writer
         self._fill_decodes = fill_decodes
         self.graphs: StepGraphs | None = None
 
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> StepGraphs:
         """Whole ones where attention can be captured, else pieces. None is captured yet.
 
-        hidden: the buffer for the hidden states of the most tokens, [tokens, hidden_size].
+        hidden: the buffer for hidden states [tokens, hidden_size], of all that the inbox takes.
         """
-        max_tokens = len(hidden)
         inbox, layer = self._inbox, self._model.attention_layers[0]
         buffers = TokenBuffers.around(
-            inbox.token_ids[:max_tokens],
-            inbox.positions[:max_tokens],
-            inbox.prompt_lens[:max_tokens],
-            inbox.write_slots[:max_tokens],
+            inbox.token_ids,
+            inbox.positions,
+            inbox.prompt_lens,
+            inbox.write_slots,
             layer,
             self._cache.layers[0].dtype,
         )
         model, attention = self._model, self._attention
-        step_attention = attention.step_attention(max_tokens)
+        step_attention = attention.step_attention(len(inbox.token_ids))
         if step_attention is None:
             return PrefillGraphs(
                 model,
                 attention,
                 self._cache,
+                self._slot_writer.launch,
                 self._read_decodes,
                 buffers,
                 hidden,
@@ -89,6 +93,7 @@ class MixedForward:
             model,
             attention,
             step_attention,
+            self._slot_writer.launch,
             self._read_decodes,
             most_decodes,
             buffers,
@@ -103,19 +108,23 @@ class MixedForward:
             return None
         return self.graphs.graph_of(len(step.decode_slots), step.prefills)
 
-    def run(self, step: StepTokens, graph: StepGraph | None) -> torch.Tensor:
+    def run(
+        self, step: StepTokens, graph: StepGraph | None, changes: SlotChanges = NO_CHANGES
+    ) -> torch.Tensor:
         """Hidden states [tokens or more, hidden_size], until the next step: decodes, prefills.
 
-        graph: the step's `graph_of`. The inbox has the step's rows afterwards.
+        graph: the step's `graph_of`. changes: as many as the inbox takes; its decodes see them. The
+        inbox has the step's rows afterwards.
         """
-        self._inbox.put(step, None if graph is None else graph.num_tokens)
-        num_decodes = len(step.decode_slots)
+        self._inbox.put(step, changes, None if graph is None else graph.num_tokens)
+        if changes is not NO_CHANGES and (graph is None or not graph.writes_changes):
+            self._slot_writer.write()
         if self.graphs is not None and graph is not None:
-            return self.graphs.replay(graph, num_decodes, step.max_decode_len, step.prefills)
+            return self.graphs.replay(graph, step.decode_positions, step.prefills)
         tokens, decodes = self._eager_tokens(step), None
-        if num_decodes:
-            decodes = self._read_decodes(num_decodes, tokens)
-            decodes = replace(decodes, max_len=step.max_decode_len)
+        if num_decodes := len(step.decode_slots):
+            max_len = int(step.decode_positions.max()) + 1
+            decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_len)
         attend_rows = self._attention.mixed(decodes, step.prefills, tokens.q, tokens.out)
         return forward(self._model, self._attention, tokens, attend_rows)
 

@@ -24,8 +24,10 @@ class MixedLogits:
         self._inbox = inbox
         self.graphs: SampleGraphs | None = None
 
-    def make_graphs(self, buffer: torch.Tensor, pool: GraphPool) -> SampleGraphs:
-        """buffer: for hidden states of the most rows [rows, hidden_size]. None is captured yet."""
+    def make_graphs(self, hidden: torch.Tensor, pool: GraphPool) -> SampleGraphs:
+        """hidden: where captured steps leave hidden states, and as many as there may be rows. None
+        is captured yet."""
+        inbox = self._inbox
 
         def sample(
             hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
@@ -33,21 +35,20 @@ class MixedLogits:
             logits = self._model.compute_logits(hidden)
             return self._sampler.plain(logits, slots, positions), logits
 
-        return SampleGraphs(sample, buffer, *self.rows(len(buffer)), pool)
+        rows = (inbox.sample_tokens, inbox.sample_slots, inbox.sample_positions)
+        return SampleGraphs(sample, hidden, *rows, pool)
 
     def of(self, hidden: torch.Tensor, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """[rows, V] of the step in the inbox; before them tokens int32 [rows] if sampled already.
+        Of both there may be more, which are padding.
 
         hidden: of the step's tokens, [tokens or more, hidden_size].
         """
+        if not num_rows:  # no prefill reached its last chunk
+            return self._inbox.sample_tokens[:0], hidden[:0]
+        outputs = None if self.graphs is None else self.graphs.replay(hidden, num_rows)
+        if outputs is not None:
+            tokens, logits = outputs
+            return tokens, logits
         rows = self._inbox.sample_tokens[:num_rows]
-        if num_rows and self.graphs is not None and self.graphs.takes(num_rows):
-            return self.graphs.replay(hidden, rows)
-        # Where no prefill reached its last chunk, there is nothing to sample.
-        tokens = None if num_rows else rows
-        return tokens, self._model.compute_logits(hidden[rows])
-
-    def rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots and positions int32 [rows] of the samples of the step in the inbox."""
-        inbox = self._inbox
-        return inbox.sample_slots[:num_rows], inbox.sample_positions[:num_rows]
+        return None, self._model.compute_logits(hidden[rows])

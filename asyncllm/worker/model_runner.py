@@ -29,7 +29,9 @@ from asyncllm.worker.mixed_forward import MixedForward, duration_key
 from asyncllm.worker.mixed_logits import MixedLogits
 from asyncllm.worker.result_buffers import ResultBuffers
 from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.slot_changes import NO_CHANGES, SlotChanges
 from asyncllm.worker.slot_sampling import Arrays
+from asyncllm.worker.slot_writer import SlotWriter
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepBuilder, StepInputs, StepTokens, padding_prompt
 from asyncllm.worker.step_results import prompt_logprobs_of
@@ -70,8 +72,17 @@ class ModelRunner:
         self._staging = Staging(device)
         self.graphs: DecodeGraphs | None = None
         self.work = WorkCounts()
+        self.inbox = inbox
+        self.slot_writer = SlotWriter(state, inbox, kernels.write_slots)
         self.mixed_forward = MixedForward(
-            model, attention, cache, state, inbox, self._staging, kernels.fill_decodes
+            model,
+            attention,
+            cache,
+            state,
+            inbox,
+            self._staging,
+            self.slot_writer,
+            kernels.fill_decodes,
         )
         self.mixed_logits = MixedLogits(model, sampler, inbox)
         results = ResultBuffers(len(state.positions), device)
@@ -86,7 +97,7 @@ class ModelRunner:
         graph, size = None, 0
         if inputs.tokens is not None:
             graph = self.mixed_forward.graph_of(inputs.tokens)
-            size = duration_key(plan.num_tokens, graph)
+            size = duration_key(inputs.tokens.num_tokens, graph)
         if not plan.needs_host:
             return self._executor.submit(
                 lambda: self._sampling.run(inputs, self._forward(inputs, graph)), size
@@ -113,31 +124,38 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded | None:
         """None for swaps alone."""
         plan = inputs.plan
-        self._cache.swap_out(plan.swap_out)
-        self._cache.copy_pages(plan.page_copies)
-        self._cache.swap_in(plan.swap_in)
+        if plan.swap_out or plan.page_copies or plan.swap_in:  # as in few steps
+            self._cache.swap_out(plan.swap_out)
+            self._cache.copy_pages(plan.page_copies)
+            self._cache.swap_in(plan.swap_in)
         if inputs.tokens is not None:
             return self._mixed_step(inputs, inputs.tokens, graph)
         return self._decode_only(inputs) if plan.decodes else None
 
     def _decode_only(self, inputs: StepInputs) -> Forwarded:
-        graphs, num_rows = self.graphs, len(inputs.decode_slots)
-        padded = graphs.padded_slots(inputs.decode_slots) if graphs is not None else None
-        self.work.ran("decode", num_rows, None if padded is None else len(padded))
-        if graphs is None or padded is None:
-            tensors = self._upload({**inputs.arrays, "decode_slots": inputs.decode_slots})
-            slots = tensors["decode_slots"]
-            tokens, logits = self.decode_step(slots, inputs.max_decode_len)
+        tensors = self._tell_decodes(inputs)
+        graphs, slots, num_rows = self.graphs, self.inbox.decode_slots, len(inputs.decode_slots)
+        size = None if graphs is None else graphs.fitting(num_rows)
+        self.work.ran("decode", num_rows, size)
+        if graphs is None or size is None:
+            max_len = int(inputs.plan.decodes.positions.max()) + 1
+            tokens, logits = self.decode_step(slots[:num_rows], max_len)
         else:
-            arrays = dict(inputs.arrays)
-            if not graphs.holds(padded):
-                arrays["decode_slots"] = padded
-            tensors = self._upload(arrays)
-            if "decode_slots" in tensors:
-                graphs.set_slots(padded, tensors["decode_slots"])
-            tokens, logits = (output[:num_rows] for output in graphs.replay(padded))
-            slots = graphs.slots[:num_rows]
+            tokens, logits = graphs.replay(size)
         return Forwarded(logits, slots, None, tokens, tensors, [])
+
+    def _tell_decodes(self, inputs: StepInputs) -> Tensors:
+        """Which slots decode, if not those of the last step; how slots change."""
+        inbox, changes = self.inbox, inputs.changes
+        if inbox.takes(changes):
+            tensors = self._upload(inputs.arrays)
+        else:
+            tensors, changes = self._upload(inputs.arrays, changes), NO_CHANGES
+        if changes is not NO_CHANGES or not inbox.holds(inputs.decode_slots):
+            inbox.put_decodes(inputs.decode_slots, changes)
+        if changes is not NO_CHANGES:
+            self.slot_writer.write()
+        return tensors
 
     def decode_step(
         self,
@@ -171,21 +189,19 @@ class ModelRunner:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         num_padded = None if graph is None else graph.num_tokens
         self.work.ran("mixed", step.num_tokens, num_padded)
-        # Prefills read nothing of the slots: without decodes they need not wait for the changes.
-        if len(step.decode_slots):
-            tensors = self._upload(inputs.arrays)
-            hidden = self.mixed_forward.run(step, graph)
+        if self.inbox.takes(inputs.changes):
+            hidden = self.mixed_forward.run(step, graph, inputs.changes)
+            tensors = self._upload(inputs.arrays)  # which only sampling reads
         else:
+            tensors = self._upload(inputs.arrays, inputs.changes)
             hidden = self.mixed_forward.run(step, graph)
-            tensors = self._upload(inputs.arrays)
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs
             for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
         ]
-        num_rows = step.num_samples
-        tokens, logits = self.mixed_logits.of(hidden, num_rows)
-        slots, positions = self.mixed_logits.rows(num_rows)
+        tokens, logits = self.mixed_logits.of(hidden, step.num_samples)
+        slots, positions = self.inbox.sample_slots, self.inbox.sample_positions
         return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
 
     def run_padding(self, num_tokens: int) -> None:
@@ -195,13 +211,18 @@ class ModelRunner:
         hidden = self.mixed_forward.run(step, self.mixed_forward.graph_of(step))
         tokens, logits = self.mixed_logits.of(hidden, 1)
         if tokens is None:
-            self._sampler.plain(logits, *self.mixed_logits.rows(1))
+            inbox = self.inbox
+            self._sampler.plain(logits, inbox.sample_slots[:1], inbox.sample_positions[:1])
 
-    def _upload(self, arrays: Arrays) -> Tensors:
+    def _upload(self, arrays: Arrays, changes: SlotChanges = NO_CHANGES) -> Tensors:
+        """All in one copy; changes of slots, penalties and allowed tokens are written."""
+        if changes.records is not None:
+            arrays = arrays | {"records": changes.records}
+        if changes.entries is not None:
+            arrays = arrays | {"entries": changes.entries}
         tensors = self._staging.upload(arrays)
+        if changes is not NO_CHANGES:
+            self._write_slots(self._state, tensors.get("records"), tensors.get("entries"))
         if tensors:
-            records, entries = tensors.get("slot_inits"), tensors.get("table_entries")
-            if records is not None or entries is not None:
-                self._write_slots(self._state, records, entries)
             self._state.apply(tensors)
         return tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,8 +33,35 @@ RECORD_WORDS = SLOT_INIT.itemsize // 4
 _RECORD = struct.Struct(f"=q{len(INTS)}i{len(FLOAT_PARAMS)}fi")  # the same: numpy takes longer
 assert SLOT_INIT.itemsize == _RECORD.size and _RECORD.size % 8 == 0
 
-# (state, records int32 [n, RECORD_WORDS] or None, entries int32 [3, m] or None); only enqueues
+# (state, records int32 [n, RECORD_WORDS] or None, entries int32 [3, m] or None); only enqueues, and
+# may be captured. A record or an entry of zeros says of the padding slot what it has anyway.
 WriteSlots = Callable[[DeviceState, torch.Tensor | None, torch.Tensor | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChanges:
+    """A step's, on the host; None: it has none of these."""
+
+    records: np.ndarray | None = None  # int32 [n, RECORD_WORDS]
+    entries: np.ndarray | None = None  # int32 [3, m]
+
+    @property
+    def num_records(self) -> int:
+        return 0 if self.records is None else len(self.records)
+
+    @property
+    def num_entries(self) -> int:
+        return 0 if self.entries is None else self.entries.shape[1]
+
+
+NO_CHANGES = SlotChanges()
+
+
+def pack_changes(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> SlotChanges:
+    """NO_CHANGES where there are none."""
+    if not inits and not appends:
+        return NO_CHANGES
+    return SlotChanges(pack_inits(inits) if inits else None, pack_entries(inits, appends))
 
 
 def pack_inits(inits: Sequence[SlotInit]) -> np.ndarray:
@@ -64,12 +92,14 @@ def _record(init: SlotInit) -> bytes:
 
 def pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
     """Of block tables: slots, indices, pages, int32 [3, entries]."""
-    slots = [init.slot for init in inits for _ in init.block_ids]
-    indices = [i for init in inits for i in range(len(init.block_ids))]
-    pages = [page for init in inits for page in init.block_ids]
-    slots += [append.slot for append in appends]
-    indices += [append.block_index for append in appends]
-    pages += [append.block_id for append in appends]
+    slots = [append.slot for append in appends]
+    indices = [append.block_index for append in appends]
+    pages = [append.block_id for append in appends]
+    for init in inits:
+        num_pages = len(init.block_ids)
+        slots += [init.slot] * num_pages
+        indices += range(num_pages)
+        pages += init.block_ids
     return np.array((slots, indices, pages), np.int32)
 
 

@@ -71,6 +71,8 @@ class SlotSampling:
         """Sequences take slots: remember what they need, pack what is not in their records."""
         for init in inits:
             self._remember(init)
+        if not self._special and not self._restricted:  # as in most batches
+            return
         special = [(i, self._special[i.slot]) for i in inits if i.slot in self._special]
         penalised = [i for i, features in special if features & Feature.PENALTY]
         if penalised:
@@ -97,15 +99,16 @@ class SlotSampling:
             features |= Feature.MASK
         if request.batch_processors or params.logits_processors:
             features |= Feature.PROCESS
-        self._memory.pop(init.slot, None)
-        self._special.pop(init.slot, None)
+        if init.slot in self._special:
+            del self._special[init.slot]
+            self._memory.pop(init.slot, None)
+            self._features[init.slot] = PLAINEST
         is_edited = params.logit_bias or params.min_tokens or request.bad_words_ids
         if is_edited or init.seq.forcer is not None:
             features |= Feature.EDIT
             self._memory[init.slot] = _SlotMemory.of(init.seq)
-        self._features[init.slot] = features
         if features:
-            self._special[init.slot] = features
+            self._special[init.slot] = self._features[init.slot] = features
 
     def add_logit_edits(self, slots: np.ndarray, arrays: Arrays) -> None:
         """(row, token, value to add) for bias, bad words and stop tokens before min_tokens.

@@ -58,13 +58,10 @@ class StepCaptures:
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
         if not sizes:
             return
-        hidden_size = config.model.hf_config.hidden_size
-        of_tokens, of_rows = (
-            torch.zeros(number, hidden_size, dtype=dtype, device=self._device)
-            for number in (sizes[-1], most_rows)
-        )
-        graphs = runner.mixed_forward.make_graphs(of_tokens, config.max_num_seqs, self._pool)
-        samples = runner.mixed_logits.make_graphs(of_rows, self._pool)
+        shape = max(sizes[-1], most_rows), config.model.hf_config.hidden_size
+        hidden = torch.zeros(shape, dtype=dtype, device=self._device)
+        graphs = runner.mixed_forward.make_graphs(hidden, config.max_num_seqs, self._pool)
+        samples = runner.mixed_logits.make_graphs(hidden, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
         for size in first_sizes(config.cuda_graph_sizes):
             samples.capture(size)
@@ -73,10 +70,10 @@ class StepCaptures:
     def decodes(self, others: list[Way], trial: DecodeTrial) -> None:
         """`others`: ways to run a step besides the layers, which `trial` times."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
-        decode = DecodeGraphs(
-            runner.decode_step, sizes[-1], self._pool, self._device, others, trial
-        )
+        slots, clear = runner.inbox.decode_slots, runner.inbox.clear
+        decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, trial)
         self._capture(decode.capture, sizes, "decode")
+        runner.slot_writer.capture(self._pool)
         runner.graphs = decode
 
     def capture_one(self) -> None:

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
-from asyncllm.types import PADDING_SLOT, StepCost
+from asyncllm.types import StepCost
 from asyncllm.worker.model_runner import ModelRunner
 
 # At a time, one after the other: the host's share hides behind the device's. That of a long step
@@ -71,9 +70,9 @@ def _timed(step: Callable[[], object], num_steps: int, stream: torch.cuda.Stream
 def _bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object]:
     """The smallest decode step: a graph's replay where there is one."""
     graphs = runner.graphs
-    padded = graphs.padded_slots(np.full(1, PADDING_SLOT, np.int32)) if graphs is not None else None
-    if graphs is None or padded is None:
+    size = None if graphs is None else graphs.fitting(1)
+    if graphs is None or size is None:
         slots = torch.zeros(1, dtype=torch.int32, device=device)
         return partial(runner.decode_step, slots, 1)
-    graphs.set_slots(padded, torch.zeros(len(padded), dtype=torch.int32, device=device))
-    return partial(graphs.replay, padded)
+    runner.inbox.clear()
+    return partial(graphs.replay, size)

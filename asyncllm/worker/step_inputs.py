@@ -1,8 +1,7 @@
 """A `StepPlan` as arrays: everything that the device must be told for one step, packed on the host.
 
-A step of the same decodes as the one before, with no new page, builds nothing. `slot_inits` and
-`table_entries` are what a `WriteSlots` writes, others are for `DeviceState.apply`; forward pass and
-sampler read the rest.
+A step of the same decodes as the one before, with no new page, builds nothing. Changes are for a
+`WriteSlots`; of the arrays some are for `DeviceState.apply`, sampler and logprobs read the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from asyncllm.attention.base import PrefillRows
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import DecodeBatch, StepPlan
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
-from asyncllm.worker.slot_changes import pack_entries, pack_inits
+from asyncllm.worker.slot_changes import SlotChanges, pack_changes
 from asyncllm.worker.slot_sampling import Arrays, Feature, SlotSampling, int32
 
 
@@ -39,9 +38,9 @@ class StepTokens:
     """The tokens of a step with prefills, D decodes and P tokens of prompts, and its R samples."""
 
     decode_slots: np.ndarray  # int32 [D]
-    max_decode_len: int  # the longest context of a decode
+    decode_positions: np.ndarray  # int32 [D]
     tokens: np.ndarray  # int32 [3, P]: positions, lengths of their prompts, ids
-    write_slots: np.ndarray  # int64 [P]: flat KV positions
+    write_slots: np.ndarray  # int32 [P]: flat KV positions
     samples: np.ndarray  # int32 [3, R]: which of the D + P tokens; slots; new tokens' positions
     prefills: PrefillRows
 
@@ -57,10 +56,10 @@ class StepTokens:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     plan: StepPlan
+    changes: SlotChanges
     arrays: Arrays
     decode_slots: np.ndarray  # int32 [decodes]
     sampled_slots: np.ndarray  # int32 [rows that sample]
-    max_decode_len: int
     tokens: StepTokens | None  # of a step with prefills
     features: Feature
     wants_logprobs: tuple[SamplingParams, ...]  # of the sampled rows; empty: no row wants any
@@ -76,17 +75,15 @@ class StepBuilder:
     def build(self, plan: StepPlan) -> StepInputs:
         arrays: Arrays = {}
         if plan.slot_inits:
-            arrays["slot_inits"] = pack_inits(plan.slot_inits)
             self._sampling.init(plan.slot_inits, arrays)
-        if plan.slot_inits or plan.page_appends:
-            arrays["table_entries"] = pack_entries(plan.slot_inits, plan.page_appends)
-        slots, features = plan.decodes.slots, self._features_of_decodes(plan)
-        max_decode_len = int(plan.decodes.positions.max()) + 1 if len(slots) else 0
-        tokens, sampled_slots = None, slots
+        tokens = None
         if plan.prefills:
-            tokens = self._tokens(plan, max_decode_len)
+            tokens = self._tokens(plan)
             sampled_slots = tokens.samples[1]
             features = self._sampling.features(sampled_slots)
+        else:
+            sampled_slots = plan.decodes.slots
+            features = self._features_of_decodes(sampled_slots)
         if features and features & Feature.EDIT and not plan.needs_host:
             self._sampling.add_logit_edits(sampled_slots, arrays)
         wants: tuple[SamplingParams, ...] = ()
@@ -95,10 +92,10 @@ class StepBuilder:
             _logprob_ids(wants, arrays)
         return StepInputs(
             plan=plan,
+            changes=pack_changes(plan.slot_inits, plan.page_appends),
             arrays=arrays,
-            decode_slots=slots,
+            decode_slots=plan.decodes.slots,
             sampled_slots=sampled_slots,
-            max_decode_len=max_decode_len,
             tokens=tokens,
             features=features,
             wants_logprobs=wants,
@@ -112,48 +109,50 @@ class StepBuilder:
             self._sampling.add_logit_edits(inputs.sampled_slots, arrays)
         return arrays
 
-    def _features_of_decodes(self, plan: StepPlan) -> Feature:
+    def _features_of_decodes(self, slots: np.ndarray) -> Feature:
         """Known already where the same sequences decode: their array of slots is the same too."""
-        slots = plan.decodes.slots
         if slots is not self._decode_slots:
             self._decode_slots, self._decode_features = slots, self._sampling.features(slots)
         return self._decode_features
 
-    def _tokens(self, plan: StepPlan, max_decode_len: int) -> StepTokens:
+    def _tokens(self, plan: StepPlan) -> StepTokens:
         """Lists first, then few arrays: to a hundred tokens a call of numpy costs more than its
         work."""
-        num_decodes = len(plan.decodes)
+        decodes, num_decodes = plan.decodes, len(plan.decodes.slots)
         token_ids: list[int] = []
         pages: list[int] = []
-        query_indptr, page_indptr = [0], [0]
-        of_rows: list[tuple[int, int, int, int, int]] = []
+        # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
+        # the step, their prompt's length, their row's first page. Before all rows: beginnings.
+        of_rows = [(0,) * 7]
         samples: list[tuple[int, int, int]] = []
         for row in plan.prefills:
-            num_tokens, first = len(row.token_ids), len(token_ids)
-            kv_len, prompt_len = row.start + num_tokens, row.seq.num_prompt_tokens
-            of_rows.append((num_tokens, kv_len, row.start - first, prompt_len, len(pages)))
+            first, first_page, start = len(token_ids), len(pages), row.start
             token_ids += row.token_ids
             pages += row.block_ids
-            query_indptr.append(len(token_ids))
-            page_indptr.append(len(pages))
-            samples += [(num_decodes + len(token_ids) - 1, s.slot, kv_len) for s in row.samples]
-        columns = np.array(of_rows, np.int32).T
-        indptrs = np.array((query_indptr, page_indptr), np.int32)
-        prefills = PrefillRows(indptrs[0], columns[1].copy(), indptrs[1], int32(pages))
-        tokens = columns[2:].repeat(columns[0], axis=1)  # of each: shift, prompt's length, page
+            end = len(token_ids)
+            kv_len, prompt_len = start + end - first, len(row.seq.request.prompt_token_ids)
+            of_rows.append(
+                (end, len(pages), kv_len, end - first, start - first, prompt_len, first_page)
+            )
+            if row.samples:
+                samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
+        columns = np.array([*zip(*of_rows, strict=True)], np.int32)
+        prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], int32(pages))
+        tokens = columns[4:, 1:].repeat(columns[3, 1:], axis=1)
         positions = tokens[0]
         positions += np.arange(len(token_ids), dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
         blocks += tokens[2]
-        write_slots = np.multiply(prefills.pages[blocks], self._block_size, dtype=np.int64)
+        write_slots = prefills.pages.take(blocks)
+        write_slots *= self._block_size
         write_slots += offsets
         tokens[2] = np.fromiter(token_ids, np.int32, len(token_ids))
         return StepTokens(
-            decode_slots=plan.decodes.slots,
-            max_decode_len=max_decode_len,
+            decode_slots=decodes.slots,
+            decode_positions=decodes.positions,
             tokens=tokens,
             write_slots=write_slots,
-            samples=_samples(plan.decodes, samples),
+            samples=_samples(decodes, samples),
             prefills=prefills,
         )
 
@@ -161,9 +160,9 @@ class StepBuilder:
 def _samples(decodes: DecodeBatch, of_prefills: list[tuple[int, int, int]]) -> np.ndarray:
     """int32 [3, R], as `StepTokens` has them."""
     last = np.array(of_prefills, np.int32).reshape(-1, 3).T
-    if not decodes:
+    num_decodes = len(decodes.slots)
+    if not num_decodes:
         return last
-    num_decodes = len(decodes)
     samples = np.empty((3, num_decodes + len(of_prefills)), np.int32)
     samples[0, :num_decodes] = np.arange(num_decodes)
     samples[1, :num_decodes] = decodes.slots
@@ -205,9 +204,9 @@ def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
     zeros = np.zeros(num_tokens, np.int32)
     return StepTokens(
         decode_slots=zeros[:0],
-        max_decode_len=0,
+        decode_positions=zeros[:0],
         tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
-        write_slots=zeros.astype(np.int64),
+        write_slots=zeros,
         samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
         prefills=PrefillRows(
             query_indptr=np.array([0, num_tokens], np.int32),

@@ -26,15 +26,15 @@ PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
 class Sampled:
     """What a step's forward pass and sampling gave, on the device."""
 
-    tokens: torch.Tensor  # int32 [rows]
-    logits: torch.Tensor  # [rows, V], raw
+    tokens: torch.Tensor  # int32 [rows or more]
+    logits: torch.Tensor  # [rows, V], raw; more where no logprobs are wanted
     logprob_ids: torch.Tensor | None  # int32 [rows, ids]: named for logprobs
     prompt_logprobs: SequenceOf[LogprobTensors]  # the pieces of all rows that want them, in order
     failures: dict[int, Exception]  # of logits processors, by row
 
 
 def fetch(inputs: StepInputs, sampled: Sampled, buffers: ResultBuffers) -> Collect:
-    token_ids = buffers.fetch(sampled.tokens)
+    token_ids = buffers.fetch(sampled.tokens, len(inputs.sampled_slots))
     logprobs = None
     if inputs.wants_logprobs:
         num_top = max(

@@ -6,7 +6,7 @@ graph; else all rows of the step are sampled in full, and what a graph sampled i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,7 +24,8 @@ from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What the forward pass leaves for sampling, on the device."""
+    """What the forward pass leaves for sampling, on the device. More rows than the step's are
+    padding, behind them."""
 
     logits: torch.Tensor  # [rows, V], raw
     slots: torch.Tensor  # int32 [rows]
@@ -32,6 +33,16 @@ class Forwarded:
     tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
     tensors: dict[str, torch.Tensor]  # the step's uploaded arrays
     prompt_logprobs: list[LogprobTensors]
+
+    def first(self, num_rows: int) -> Forwarded:
+        """The step's rows alone."""
+        return replace(
+            self,
+            logits=self.logits[:num_rows],
+            slots=self.slots[:num_rows],
+            positions=None if self.positions is None else self.positions[:num_rows],
+            tokens=None if self.tokens is None else self.tokens[:num_rows],
+        )
 
 
 class StepSampling:
@@ -62,12 +73,16 @@ class StepSampling:
         its forward pass is launched."""
         if forwarded is None:
             return lambda: StepResult([])
+        num_rows = len(inputs.sampled_slots)
+        # Of most steps nothing is wanted but tokens that are sampled already.
+        if inputs.features or len(masks.rows) or forwarded.tokens is None:
+            forwarded = forwarded.first(num_rows)
         tokens = forwarded.tokens
         failures: dict[int, Exception] = {}
         row_masks = None
         if len(masks.rows):
-            row_masks = self._masks.upload(masks.rows, len(forwarded.slots))
-        if inputs.features & ~PLAIN:
+            row_masks = self._masks.upload(masks.rows, num_rows)
+        if inputs.features and inputs.features & ~PLAIN:
             tokens, failures = self._in_full(inputs, forwarded, later, row_masks)
         elif tokens is None or row_masks is not None:
             tokens = self._sampler.plain(

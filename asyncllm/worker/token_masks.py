@@ -55,7 +55,7 @@ class TokenMaskBuffer:
         self._on_device = self._host
         if on_gpu:
             self._stream = torch.cuda.Stream(self._device)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.Event(self._device)
             # Memory of the stream that writes it: what the step's own stream has just let go of may
             # still be read there.
             with torch.cuda.stream(self._stream):
@@ -73,10 +73,10 @@ class TokenMaskBuffer:
         of_row[rows] = np.arange(len(rows), dtype=np.int32)
         if on_device is not host:  # the CPU reads them where they are
             num_words = host.num_header + len(rows) * self._num_words
-            with torch.cuda.stream(self._stream):
+            with self._stream:
                 on_device.words[:num_words].copy_(host.words[:num_words], non_blocking=True)
                 self._copied.record()
-            torch.cuda.current_stream().wait_event(self._copied)  # sampling reads them
+            self._copied.wait()  # the current stream, whose sampling reads them
         return RowMasks(on_device.of_row[:num_rows], on_device.bits[: len(rows)])
 
 

@@ -18,7 +18,7 @@ def test_a_buffer_waits_for_the_copies_out_of_it_and_for_no_others(
     class Event:
         numbers = itertools.count()
 
-        def __init__(self) -> None:
+        def __init__(self, device: torch.device) -> None:
             self.number = next(self.numbers)
 
         def synchronize(self) -> None:
@@ -27,7 +27,7 @@ def test_a_buffer_waits_for_the_copies_out_of_it_and_for_no_others(
         def record(self) -> None:
             seen.append(("record", self.number))
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "Event", Event)
     turns = Turns([0, 1, 2], torch.device("cuda"))
     for _ in range(5):
         with turns as buffer:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
@@ -172,18 +173,20 @@ def test_slots_are_written_as_by_the_reference() -> None:
         for name in SLOT_INIT.names or ():
             values = rng.integers(-(1 << 31), 1 << 31, num_records)
             records[name] = values * (1 << 31) + 7 if name == "seed" else values
-        records["slot"] = rng.permutation(200)[:num_records]
-        places = rng.permutation(200 * 9)[:num_entries]
+        records["slot"] = 1 + rng.permutation(199)[:num_records]
+        places = 9 + rng.permutation(199 * 9)[:num_entries]
         entries = np.stack([places // 9, places % 9, rng.integers(1, 99, num_entries)])
         packed = torch.from_numpy(records.view(np.int32).reshape(num_records, RECORD_WORDS))
         changes = (packed.to(device), torch.from_numpy(entries.astype(np.int32)).to(device))
-        states = []
-        for write in (write_slots_torch, write_slots_triton):
-            state = DeviceState(200, 9, 10, device)
-            write(state, *(tensor if tensor.numel() else None for tensor in changes))
-            states.append(state)
-        for name in ("last_tokens", "positions", "prompt_lens", "top_ks", "seeds"):
-            assert torch.equal(*(getattr(state, name) for state in states)), name
-        assert torch.equal(*(state.float_params for state in states))
-        assert torch.equal(*(state.block_tables for state in states))
-        assert num_entries == 0 or states[0].block_tables.any()
+        some = tuple(tensor if tensor.numel() else None for tensor in changes)
+        padded = (pad(changes[0], (0, 0, 0, 90)), pad(changes[1], (0, 700)))  # as the inbox has it
+        expected, *states = (DeviceState(200, 9, 10, device) for _ in range(3))
+        write_slots_torch(expected, *some)
+        write_slots_triton(states[0], *some)
+        write_slots_triton(states[1], *padded)
+        for state in states:
+            for name in ("last_tokens", "positions", "prompt_lens", "top_ks", "seeds"):
+                assert torch.equal(getattr(state, name), getattr(expected, name)), name
+            assert torch.equal(state.float_params, expected.float_params)
+            assert torch.equal(state.block_tables, expected.block_tables)
+        assert num_entries == 0 or expected.block_tables.any()

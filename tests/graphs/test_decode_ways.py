@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Way
 from asyncllm.graphs.pool import GraphPool
 from tests.worker.recorded_graph import RecordedGraph
 
-CPU = torch.device("cpu")
 Times = dict[int, list[float]]  # size -> seconds, the layers' first
 
 
@@ -49,12 +47,17 @@ def timed(times: Times) -> Callable[[torch.Tensor, Sequence[Callable[[], None]]]
     return trial
 
 
+def slots(number: int) -> tuple[torch.Tensor, Callable[[], object]]:
+    """So many, and what clears them."""
+    tensor = torch.zeros(number, dtype=torch.int32)
+    return tensor, tensor.zero_
+
+
 def run(graphs: DecodeGraphs, size: int) -> int:
     """What the way of this size adds to a slot."""
-    padded = graphs.padded_slots(np.arange(1, size + 1, dtype=np.int32))
-    assert padded is not None and len(padded) == size
-    graphs.set_slots(padded, torch.from_numpy(padded))
-    (output,) = graphs.replay(padded)
+    assert graphs.fitting(size) == size
+    graphs.slots[:size] = torch.arange(1, size + 1)
+    (output,) = graphs.replay(size)
     assert (output - graphs.slots[:size]).unique().numel() == 1
     return int(output[0]) - 1
 
@@ -64,9 +67,8 @@ def test_each_size_has_its_quickest(caplog: pytest.LogCaptureFixture) -> None:
     times = {1: [0.3, 0.2], 2: [0.2, 0.3, 0.4], 4: [0.5, 0.4, 0.3]}
     graphs = DecodeGraphs(
         plus(100, sizes["layers"]),
-        8,
+        *slots(8),
         GraphPool(RecordedGraph),
-        CPU,
         [
             Way("few", plus(200, sizes["few"]), range(1, 5)),
             Way("even", plus(300, sizes["even"]), range(2, 7, 2)),
@@ -96,7 +98,7 @@ def test_who_was_timed_and_not_kept_is_gone() -> None:
         return graph
 
     way = Way("other", plus(2, []), range(1, 9))
-    graphs = DecodeGraphs(plus(1, []), 4, GraphPool(make_graph), CPU, [way], timed({4: [1, 2]}))
+    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(make_graph), [way], timed({4: [1, 2]}))
     graphs.capture(4)
     layers, other = made
     assert layers() is not None and other() is None
@@ -111,7 +113,7 @@ def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixt
         raise RuntimeError("CUDA error 720")
 
     way = Way("broken", broken, range(1, 9))
-    graphs = DecodeGraphs(plus(1, []), 4, GraphPool(RecordedGraph), CPU, [way])
+    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), [way])
     for size in (4, 2):
         graphs.capture(size)
     assert graphs.ways == {LAYERS: [2, 4]} and calls == 1

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
@@ -24,10 +25,12 @@ from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.graphs.step_graph import StepGraph, Way
 from asyncllm.graphs.whole_graphs import WholeGraphs
 from asyncllm.models.layers.embedding import Embedding
-from asyncllm.worker import kernels, step_captures, worker
+from asyncllm.worker import inbox, kernels, step_captures, worker
 from asyncllm.worker.decode_rows import fill_decodes_torch
+from asyncllm.worker.slot_changes import SlotChanges
 from asyncllm.worker.step_inputs import StepTokens
-from tests.worker.recorded_graph import ForgetfulPool, RecordedGraph
+from tests.engine.builders import finish, make_request, make_scheduler
+from tests.worker.recorded_graph import ForgetfulGraph, ForgetfulPool, RecordedGraph
 
 ARGS: dict[str, Any] = {
     "num_gpu_blocks_override": 200,
@@ -169,6 +172,34 @@ def test_graphed_equals_eager(
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
 
 
+@pytest.mark.parametrize(("records", "entries"), [(1, 6), (0, 0)])
+@pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
+def test_more_changes_of_slots_than_the_inbox_takes(
+    kind: str,
+    records: int,
+    entries: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is more goes another way, to the same end."""
+    if kind != "eager":
+        request.getfixturevalue(kind)
+    expected = answers(FILTERED, **GRAPHED)
+    monkeypatch.setattr(inbox, "MAX_RECORDS", records)
+    monkeypatch.setattr(inbox, "MAX_ENTRIES", entries)
+    takes = inbox.Inbox.takes
+    taken: list[bool] = []
+
+    def noted(self: inbox.Inbox, changes: SlotChanges) -> bool:
+        taken.append(takes(self, changes))
+        return taken[-1]
+
+    monkeypatch.setattr(inbox.Inbox, "takes", noted)
+    ours = answers(FILTERED, **GRAPHED)
+    assert {True, False} == set(taken)
+    assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in expected]
+
+
 @pytest.mark.usefixtures("recorded")
 def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
     monkeypatch: pytest.MonkeyPatch, replayed: list[StepGraph]
@@ -239,11 +270,11 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     ends, num_rows = np.cumsum([0, *lens], dtype=np.int32), len(lens)
     pages = np.arange(page, page + num_rows, dtype=np.int32)
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
-    slots = pages.repeat(lens).astype(np.int64) * 16 + positions
+    slots = pages.repeat(lens) * 16 + positions
     ids = np.arange(start + 1, start + num_tokens + 1)
     step = StepTokens(
         decode_slots=np.zeros(0, np.int32),
-        max_decode_len=0,
+        decode_positions=np.zeros(0, np.int32),
         tokens=np.stack((positions, np.full(num_tokens, 9), ids)).astype(np.int32),
         write_slots=slots,
         samples=np.zeros((3, 0), np.int32),
@@ -285,6 +316,76 @@ def test_a_step_that_attention_does_not_take_is_eager(
     assert len(replayed) == 1
 
 
+class Launched(TorchDispatchMode):
+    """torch's operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("whole")
+@torch.inference_mode()
+def test_a_captured_step_with_prompts_is_one_copy_and_two_replays(
+    graphed: worker.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences take slots, one goes on to a new page; what attention prepares is not counted."""
+    runner = graphed.runner
+    scheduler = make_scheduler(100, 16, max_num_seqs=4, max_num_batched_tokens=16)
+    launched = Launched()
+    monkeypatch.setattr(TokenAttention, "prepare", lambda *args: None)
+    monkeypatch.setattr(ForgetfulGraph, "replay", lambda self: launched.names.append("replay"))
+    for number, prompt in enumerate((range(11, 27), range(5, 8))):
+        scheduler.add(make_request(number, prompt, max_tokens=9))
+        plan = scheduler.plan()
+        assert plan is not None
+        inputs = runner._builder.build(plan)
+        assert inputs.tokens is not None
+        graph = runner.mixed_forward.graph_of(inputs.tokens)
+        assert graph is not None
+        launched.names.clear()
+        with launched:
+            runner._sampling.run(inputs, runner._forward(inputs, graph))
+        # The last is the CPU's way to fetch the tokens.
+        assert launched.names == ["aten.copy_.default", "replay", "replay", "aten.slice.Tensor"]
+        finish(scheduler, plan)
+    assert plan.slot_inits and plan.page_appends and plan.decodes
+
+
+@pytest.mark.usefixtures("whole")
+@torch.inference_mode()
+def test_captured_decodes_are_told_what_changed(
+    graphed: worker.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing; who decodes; new pages, too."""
+    runner, launched = graphed.runner, Launched()
+    scheduler = make_scheduler(100, 16, max_num_seqs=4, max_num_batched_tokens=16)
+    monkeypatch.setattr(ForgetfulGraph, "replay", lambda self: launched.names.append("replay"))
+    for number, prompt in enumerate((range(11, 18), range(5, 8))):
+        scheduler.add(make_request(number, prompt, max_tokens=20))
+    found = []
+    while plan := scheduler.plan():
+        inputs = runner._builder.build(plan)
+        launched.names.clear()
+        if inputs.tokens is None:
+            with launched:
+                runner._sampling.run(inputs, runner._forward(inputs, None))
+            assert launched.names.pop() == "aten.slice.Tensor"
+            found.append((len(plan.decodes), len(plan.page_appends), tuple(launched.names)))
+        finish(scheduler, plan)
+    copy, replay = "aten.copy_.default", "replay"
+    assert set(found) == {
+        (2, 0, (copy, replay)),
+        (2, 0, (replay,)),
+        (2, 1, (copy, replay, replay)),
+    }
+    assert found.count((2, 0, (copy, replay))) == 1
+
+
 @pytest.mark.usefixtures("recorded")
 def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> None:
     graphs = graphed.runner.mixed_forward.graphs
@@ -295,6 +396,7 @@ def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> No
         model,
         graphs._attention,
         graphs._cache,
+        graphs._write_changes,
         graphs._read_decodes,
         graphs._buffers,
         graphs._hidden,
@@ -352,13 +454,13 @@ def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:
             raise MemoryError
         return (slots + 1,)
 
-    graphs = DecodeGraphs(step, 4, GraphPool(RecordedGraph), torch.device("cpu"))
+    slots = torch.zeros(4, dtype=torch.int32)
+    graphs = DecodeGraphs(step, slots, slots.zero_, GraphPool(RecordedGraph))
     with pytest.raises(MemoryError):
         graphs.capture(4)
     assert RecordedGraph.open == 0 and gc.isenabled()
-    assert graphs.padded_slots(np.array([5], np.int32)) is None
+    assert graphs.fitting(1) is None
     graphs.capture(4)
-    padded = graphs.padded_slots(np.array([5], np.int32))
-    assert padded is not None
-    graphs.set_slots(padded, torch.from_numpy(padded))
-    assert graphs.replay(padded)[0].tolist() == [6, 1, 1, 1]
+    slots[0] = 5
+    assert graphs.fitting(1) == 4
+    assert graphs.replay(4)[0].tolist() == [6, 1, 1, 1]

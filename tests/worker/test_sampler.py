@@ -61,8 +61,9 @@ class Rig:
         inputs = self.builder.build(plan)
         later = self.builder.build_sampling(inputs) if plan.needs_host else {}
         tensors = Staging(CPU).upload({**inputs.arrays, **later})
-        records, entries = tensors.get("slot_inits"), tensors.get("table_entries")
-        write_slots_torch(self.state, records, entries)
+        packed = inputs.changes.records, inputs.changes.entries
+        changes = (None if array is None else torch.from_numpy(array.copy()) for array in packed)
+        write_slots_torch(self.state, *changes)
         self.state.apply(tensors)
         self.inits = ()
         slots = torch.tensor([s.slot for s in self.seqs])

@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
+from asyncllm.worker.slot_changes import NO_CHANGES
 from asyncllm.worker.step_inputs import StepBuilder, StepInputs
 from tests.engine.builders import make_request, make_scheduler
 
@@ -18,8 +19,8 @@ MAX_SEQS = 6
 
 def as_dict(inputs: StepInputs) -> dict[str, Any]:
     """In a form that compares."""
-    values = asdict(inputs) | inputs.arrays
-    del values["arrays"], values["plan"]
+    values = asdict(inputs) | inputs.arrays | asdict(inputs.changes)
+    del values["arrays"], values["plan"], values["changes"]
     if inputs.tokens is not None:
         values |= asdict(inputs.tokens) | asdict(inputs.tokens.prefills)
         del values["tokens"], values["prefills"]
@@ -78,6 +79,5 @@ def test_the_same_decodes_build_no_array() -> None:
         slots.append(inputs.decode_slots)
         scheduler.finish_step(plan, StepResult([7] * len(plan.sampled)))
         if not plan.prefills and not plan.page_appends:
-            assert not inputs.arrays
-            assert inputs.max_decode_len == next(iter(plan.decodes)).position + 1
+            assert not inputs.arrays and inputs.changes is NO_CHANGES
     assert all(array is slots[1] for array in slots[2:]), "slots[0]: the prefill's"
