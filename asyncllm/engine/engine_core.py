@@ -96,6 +96,8 @@ class EngineCore:
         )
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
+        if self.live.has_request(request_id):
+            raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         request.batch_processors = self._processors_for(params)
         self.live.add(request, sink, text_sink)
         self.steps.wake()
@@ -118,8 +120,6 @@ class EngineCore:
     def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        if self.live.has_request(request_id):
-            raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         self.live.admission.check_room(request_id, num_tokens)
 
     def abort(self, request_id: str, cause: AbortCause = "application") -> None:

@@ -73,7 +73,7 @@ class LiveRequests:
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
         self.admission.enter(request)
         params = request.sampling_params
-        if params.num_sequences > params.n:
+        if len(request.sequences) > params.n:
             sink, text_sink = BestAnswers(params, sink).receive, None
         self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)

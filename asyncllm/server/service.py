@@ -24,6 +24,7 @@ from asyncllm.server.call import Call
 from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError
 from asyncllm.server.generation import Consumer, Generation
+from asyncllm.server.known_params import KnownParams
 from asyncllm.server.logprobs import TokenNames
 from asyncllm.server.off_loop import LARGE_BODY_BYTES, OffLoop
 from asyncllm.server.protocol import GenerationRequest
@@ -52,6 +53,7 @@ class Service:
         self.model_names = engine.config.served_model_names
         self.frames = FrameQueue()
         self.off_loop = OffLoop()
+        self.known_completions = KnownParams()
         self.draining = False
         self.call_observers: list[CallObserver] = []
         self._live: set[Generation] = set()

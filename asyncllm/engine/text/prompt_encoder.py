@@ -19,10 +19,9 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def text(self, parsed: ParsedPrompt) -> str | None:
-        """The prompt's text, chat messages rendered; None where it came as bare ids."""
-        if parsed.messages is None:
-            return parsed.text
+    def rendered(self, parsed: ParsedPrompt) -> str:
+        """The text of a prompt of chat messages."""
+        assert parsed.messages is not None
         return self.tokenizer_for(parsed.param).render_chat(parsed.messages)
 
     def token_ids(
