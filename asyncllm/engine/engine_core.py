@@ -96,8 +96,6 @@ class EngineCore:
         )
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
-        if self.live.has_request(request_id):
-            raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         request.batch_processors = self._processors_for(params)
         self.live.add(request, sink, text_sink)
         self.steps.wake()

@@ -49,7 +49,7 @@ _INDECISIVE = frozenset((
 _decisive = attrgetter(
     *(name for name in CompletionRequest.__struct_fields__ if name not in _INDECISIVE)
 )
-MAX_CHOICES = 1024  # of one call: prompts times n, or best_of
+MAX_CHOICES = 1024  # of one call: prompts times n, or best_of; of one prompt MAX_N are fewer
 MAX_STREAMED_ECHO_ENTRIES = 2**14  # log-probabilities of a prompt, in the first events of a stream
 
 
@@ -92,16 +92,20 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         shows_cached=service.args.enable_prompt_tokens_details,
         client_name=partial(client_name, request),
     )
-    if call.num_sequences > MAX_CHOICES:
-        prompts, each = len(call.prompts), call.params.num_sequences
-        name = "n" if call.params.best_of is None else "best_of"
-        raise bad_request(
-            f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
-        )
-    if len(call.prompts) > 1:  # of one alone the engine sees it
-        assert params.max_tokens is not None, "completions have a default"
-        check_output_logprobs(params, params.max_tokens, len(call.prompts))
+    if len(call.prompts) > 1:  # one alone is held to MAX_N, and by the engine
+        _check_together(call)
     return call
+
+
+def _check_together(call: Call) -> None:
+    """What all prompts of a call may ask for together."""
+    prompts, params = len(call.prompts), call.params
+    if call.num_sequences > MAX_CHOICES:
+        name = "n" if params.best_of is None else "best_of"
+        what = f"{prompts} prompts with {name}={params.num_sequences}"
+        raise bad_request(f"{what}, at most {MAX_CHOICES} choices", name)
+    assert params.max_tokens is not None, "completions have a default"
+    check_output_logprobs(params, params.max_tokens, prompts)
 
 
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:

@@ -58,7 +58,8 @@ def completion_prompts(request: CompletionRequest) -> list[PromptInput]:
     if len(kinds) > 1:
         raise bad_request("prompt must not mix strings, token ids and lists", "prompt")
     if kinds == {int}:
-        return [cast(list[int], prompt)]
+        ids: Any = prompt
+        return [ids]
     if len(prompt) > MAX_PROMPTS:
         raise bad_request(f"{len(prompt)} prompts, at most {MAX_PROMPTS} in one call", "prompt")
     if kinds == {str}:
