@@ -169,5 +169,6 @@ class AttentionBackend(Protocol):
         ...
 
     def step_attention(self, max_tokens: int) -> StepAttention | None:
-        """For graphs of whole mixed steps of at most so many tokens; None: it has none."""
+        """For graphs of whole mixed steps of at most so many tokens, on the current stream; None:
+        it has none."""
         ...

@@ -1,7 +1,8 @@
 """Attention by FlashInfer (FA3 on Hopper or FA2 for prefills, XQA) and our own kernels.
 
-With xqa_call.py, flashinfer_prefill.py and flashinfer_steps.py the adapter to FlashInfer's
-attention: whatever it renames breaks in these four and nowhere else (0.6.12).
+With xqa_call.py, flashinfer_prefill.py, flashinfer_steps.py, flashinfer_plans.py and
+prefill_lists.py the adapter to FlashInfer's attention: whatever it renames breaks in these six and
+nowhere else (0.6.12).
 
   decode   one row: one kernel of ours with all from the projection on (fused_decode.py).
            Beyond, balanced_decode.py where it can be, else XQA, and triton_decode.py on cards and
@@ -16,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from asyncllm.attention import prefill_lists
 from asyncllm.attention.balanced_decode import MAX_ROWS, BalancedDecode, begin_loading
 from asyncllm.attention.base import (
     Attend,
@@ -124,7 +126,10 @@ class FlashInferAttention:
         balanced = self._get_balanced()
         if balanced is None or not supports(self._layers, self._workspace.device):
             return None
-        return FlashInferSteps(self._layers[0], self._cache, self._workspace, balanced, max_tokens)
+        lists = prefill_lists.load(self._workspace.device)
+        return FlashInferSteps(
+            self._layers[0], self._cache, self._workspace, balanced, max_tokens, lists
+        )
 
     def _bind_decode(
         self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor

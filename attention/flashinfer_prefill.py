@@ -11,7 +11,8 @@ is called with the arguments that the wrapper would pass; with any other, the wr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,7 +125,6 @@ class PrefillModule:
         if lists is None:
             lists = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._workspaces = (workspace, lists)
-        self._pinned = torch.empty(len(lists), dtype=torch.uint8, pin_memory=True)
         self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
         self._info: Any = None
         self._rows: Rows | None = None
@@ -140,6 +140,18 @@ class PrefillModule:
             is_captured, layer.head_dim, layer.head_dim, True, _window_left(layer),  # causal
             *([-1, False, 0] if self._backend == "fa2" else []),  # splits KV as it likes
         )  # fmt: skip
+
+    def follow(self, places: tuple[int, ...], pages: torch.Tensor) -> None:
+        """No plan of its own: FA3 by lists that are made elsewhere, at these `places`.
+
+        pages: int32, those of the rows that the lists are of. It reads nothing else of the rows.
+        """
+        assert self._backend == "fa3"
+        self._info, self._rows = places, Rows(*(pages for _ in fields(Rows)))
+
+    @cached_property
+    def _pinned(self) -> torch.Tensor:
+        return torch.empty(len(self._workspaces[1]), dtype=torch.uint8, pin_memory=True)
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -118,8 +118,6 @@ class EngineCore:
     def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        if self.live.has_request(request_id):
-            raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         self.live.admission.check_room(request_id, num_tokens)
 
     def abort(self, request_id: str, cause: AbortCause = "application") -> None:

@@ -93,8 +93,9 @@ class InputProcessor:
         Large texts and grammars are for threads: the libraries drop the GIL.
         """
         parsed = parse_prompt(prompt)
-        text = self._encoder.text(parsed)
-        if _num_chars_to_encode(parsed, text, params) >= LARGE_TEXT_CHARS:
+        text = parsed.text if parsed.messages is None else self._encoder.rendered(parsed)
+        has_text = parsed.token_ids is None or params.bad_words
+        if has_text and _num_chars_to_encode(parsed, text, params) >= LARGE_TEXT_CHARS:
             encoded = await asyncio.get_running_loop().run_in_executor(
                 self._executor(), self._encode, parsed, text, params
             )
@@ -108,7 +109,8 @@ class InputProcessor:
         request.sequences = [
             self._sequence(request, index, grammar) for index in range(params.num_sequences)
         ]
-        self._limit_thinking(request)
+        if params.thinking_token_budget is not None:
+            self._limit_thinking(request, params.thinking_token_budget)
         return request
 
     def close(self) -> None:
@@ -142,20 +144,21 @@ class InputProcessor:
         parsed, ids = encoded.parsed, encoded.token_ids
         max_tokens = self._limits.max_tokens(len(ids), params, parsed)
         self._limits.check(params, len(ids), max_tokens)
-        self._check_thinking(params)
         salt = parsed.cache_salt if cache_salt is None else cache_salt
+        has_key = salt is not None or self._rope_window is not None
         stop_token_ids = self._stop_token_ids(params)
+        chooses = params.best_of is not None or params.use_beam_search
         return Request(
             request_id=request_id,
             prompt=encoded.text,
             prompt_token_ids=ids,
-            sampling_params=self._with_scores(params, len(stop_token_ids)),
+            sampling_params=self._with_scores(params, len(stop_token_ids)) if chooses else params,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
             bad_words_ids=encoded.bad_words,
-            cache_key=self._cache_key(salt, len(ids)),
+            cache_key=self._cache_key(salt, len(ids)) if has_key else b"",
             num_shown_logprobs=params.logprobs,
         )
 
@@ -170,18 +173,13 @@ class InputProcessor:
             constraint=None if grammar is None else grammar.constraint(params.ignore_eos),
         )
 
-    def _check_thinking(self, params: SamplingParams) -> None:
-        if params.thinking_token_budget is not None and self._reasoning is None:
+    def _limit_thinking(self, request: Request, budget: int) -> None:
+        if self._reasoning is None:
             raise InvalidRequestError(
                 "thinking_token_budget: it is not known how this model marks its reasoning",
                 "thinking_token_budget",
             )
-
-    def _limit_thinking(self, request: Request) -> None:
-        budget, ids = request.sampling_params.thinking_token_budget, request.prompt_token_ids
-        if budget is None:
-            return
-        assert self._reasoning is not None, "checked"
+        ids = request.prompt_token_ids
         num_open = self._reasoning.num_open(ids)
         for seq in request.sequences:
             seq.forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)

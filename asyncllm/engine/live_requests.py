@@ -71,16 +71,16 @@ class LiveRequests:
         self._rendering: set[asyncio.Task[None]] = set()  # beams, on their way to their sinks
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
+        """Raises `InvalidRequestError` for the id of one that is live."""
+        name = request.request_id
+        if self.outputs.has_request(name):
+            raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
         self.admission.enter(request)
         params = request.sampling_params
-        if params.num_sequences > params.n:
+        if len(request.sequences) > params.n:
             sink, text_sink = BestAnswers(params, sink).receive, None
         self.outputs.add(request, sink, text_sink)
         self.scheduler.add(request)
-
-    def has_request(self, request_id: str) -> bool:
-        """Whether that one is live: its id is taken."""
-        return self.outputs.has_request(request_id)
 
     def planned(self, plan: StepPlan) -> None:
         """Those whose first step this is wait no more."""

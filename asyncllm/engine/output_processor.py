@@ -81,7 +81,8 @@ class OutputProcessor:
         """
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         owner, states = new_states(request, sink, text_sink, self._tokenizer)
-        self._sequences |= {state.seq.seq_id: state for state in states}
+        for state in states:
+            self._sequences[state.seq.seq_id] = state
         self._requests[request.request_id] = owner
 
     def process(

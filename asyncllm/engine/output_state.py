@@ -196,14 +196,14 @@ def _new_state(
 ) -> SequenceState:
     params = seq.request.sampling_params
     text = sequence_text(seq.request, tokenizer, stops)
-    wanted = params.repetition_detection
+    num_logprobs, wanted = params.num_logprobs, params.repetition_detection
     return SequenceState(
         seq,
         owner,
         text,
         text.push_plain,
-        params.num_logprobs,
-        cumulative_logprob=None if params.num_logprobs is None else 0.0,
+        num_logprobs,
+        cumulative_logprob=None if num_logprobs is None else 0.0,
         repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
     )
 

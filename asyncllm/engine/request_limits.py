@@ -54,7 +54,8 @@ class RequestLimits:
                 f"got {params.min_tokens}",
                 "min_tokens",
             )
-        self._check_logprobs(params, num_prompt)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self._check_logprobs(params, num_prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             if ids := getattr(params, name):
                 self._encoder.check_ids(ids, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from aiohttp import web
@@ -10,6 +11,7 @@ from aiohttp import web
 from asyncllm.engine.logprob_limits import check_output_logprobs
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import SYSTEM_FINGERPRINT, Call, new_id
 from asyncllm.server.client_fields import sent
@@ -38,7 +40,16 @@ from asyncllm.server.sliced_json import sliced_json
 from asyncllm.server.sse import SSEStream
 from asyncllm.server.stream import ChoiceFrames, StreamedAnswer
 
-MAX_CHOICES = 1024  # of one call: prompts times n, or best_of
+# What has no share in the sampling parameters, and may be long or another in each request.
+_INDECISIVE = frozenset((
+    "prompt", "model", "cache_salt", "priority",
+    "user", "metadata", "request_id", "session_id", "service_tier", "stream_interval",
+    "return_token_offsets", "media_io_kwargs", "return_mm_kwargs", "routed_experts_prompt_start",
+))  # fmt: skip
+_decisive = attrgetter(
+    *(name for name in CompletionRequest.__struct_fields__ if name not in _INDECISIVE)
+)
+MAX_CHOICES = 1024  # of one call: prompts times n, or best_of; of one prompt MAX_N are fewer
 MAX_STREAMED_ECHO_ENTRIES = 2**14  # log-probabilities of a prompt, in the first events of a stream
 
 
@@ -68,9 +79,7 @@ def _streamed(
 
 def _call(request: CompletionRequest, service: Service) -> Call:
     service.check_model(request.model)
-    given = sent(request)
-    refuse_unsupported(request, given, service.args)
-    params = completion_params(request, given, service.engine.input_processor)
+    params = service.known_completions.of(_decisive(request), partial(_params, request, service))
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
@@ -83,16 +92,26 @@ def _call(request: CompletionRequest, service: Service) -> Call:
         shows_cached=service.args.enable_prompt_tokens_details,
         client_name=partial(client_name, request),
     )
-    if call.num_sequences > MAX_CHOICES:
-        prompts, each = len(call.prompts), call.params.num_sequences
-        name = "n" if call.params.best_of is None else "best_of"
-        raise bad_request(
-            f"{prompts} prompts with {name}={each}, at most {MAX_CHOICES} choices", name
-        )
-    if len(call.prompts) > 1:  # of one alone the engine sees it
-        assert params.max_tokens is not None, "completions have a default"
-        check_output_logprobs(params, params.max_tokens, len(call.prompts))
+    if len(call.prompts) > 1:  # one alone is held to MAX_N, and by the engine
+        _check_together(call)
     return call
+
+
+def _check_together(call: Call) -> None:
+    """What all prompts of a call may ask for together."""
+    prompts, params = len(call.prompts), call.params
+    if call.num_sequences > MAX_CHOICES:
+        name = "n" if params.best_of is None else "best_of"
+        what = f"{prompts} prompts with {name}={params.num_sequences}"
+        raise bad_request(f"{what}, at most {MAX_CHOICES} choices", name)
+    assert params.max_tokens is not None, "completions have a default"
+    check_output_logprobs(params, params.max_tokens, prompts)
+
+
+def _params(request: CompletionRequest, service: Service) -> SamplingParams:
+    given = sent(request)
+    refuse_unsupported(request, given, service.args)
+    return completion_params(request, given, service.engine.input_processor)
 
 
 class CompletionView:

@@ -69,7 +69,7 @@ class Generation:
         self._num_open = len(call.prompts)
         self._live: set[str] = set()
         self._is_over = False  # aborted: the engine's last words find nobody
-        self._ended = asyncio.Event()  # the consumer has heard its last
+        self._ended: asyncio.Future[None] | None = None  # of who waits for it
 
     @property
     def consumer(self) -> Consumer:
@@ -81,32 +81,31 @@ class Generation:
     async def submit(self) -> None:
         """Queue every prompt. Raises what the engine raises; `abort` then clears the rest."""
         call = self.call
-        for index, request_id in enumerate(call.request_ids):
+        for index, prompt in enumerate(call.prompts):
             if index and index % PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
+            request_id = f"{call.id}-{index}"
             self._live.add(request_id)
             try:
-                await self._add(request_id, index)
+                await self._engine.add_request(
+                    request_id,
+                    prompt,
+                    call.params,
+                    partial(self._receive, request_id, index),
+                    text_sink=None if call.wants_outputs else self._text_sink(index),
+                    priority=call.priority,
+                    cache_salt=call.cache_salt,
+                )
             except InvalidRequestError as error:
                 if (error.param or "").startswith(PARAM):  # others are named by who catches them
                     raise self._named(error) from error
                 raise
 
-    async def _add(self, request_id: str, index: int) -> None:
-        call = self.call
-        await self._engine.add_request(
-            request_id,
-            call.prompts[index],
-            call.params,
-            partial(self._receive, request_id, index),
-            text_sink=None if call.wants_outputs else self._text_sink(index),
-            priority=call.priority,
-            cache_salt=call.cache_salt,
-        )
-
     async def wait(self) -> None:
         """Until the last token. Raises the `ApiError` that ended the answer."""
-        await self._ended.wait()
+        if self._num_open and self.error is None:
+            self._ended = asyncio.get_running_loop().create_future()
+            await self._ended
         if self.error is not None:
             raise self.error
 
@@ -121,7 +120,7 @@ class Generation:
         if not self._is_over and self.error is None and self._num_open:
             self.error = error
             self.abort_cause = cause
-            self._ended.set()
+            self._end_wait()
             try:
                 self.consumer.fail(error)
             except Exception:  # whatever it is, the engine's step must not see it
@@ -140,9 +139,14 @@ class Generation:
                 self._num_open -= 1
                 if not self._num_open:
                     self.consumer.finish()
-                    self._ended.set()
+                    self._end_wait()
         except Exception as error:
             self.fail(as_api_error(error))
+
+    def _end_wait(self) -> None:
+        """The consumer has heard its last."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
 
     def _told(self, error: Exception) -> ApiError:
         """What ended a request that was taken, in the client's words."""

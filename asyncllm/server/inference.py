@@ -113,7 +113,7 @@ def _call(request: GenerateRequest, service: Service) -> Call:
     return Call(
         id=new_id("generate"),
         model=service.model_names[0],
-        prompts=[{"prompt_token_ids": request.token_ids}],
+        prompts=[request.token_ids],
         params=params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,

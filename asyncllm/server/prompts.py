@@ -58,12 +58,13 @@ def completion_prompts(request: CompletionRequest) -> list[PromptInput]:
     if len(kinds) > 1:
         raise bad_request("prompt must not mix strings, token ids and lists", "prompt")
     if kinds == {int}:
-        return [{"prompt_token_ids": cast(list[int], prompt)}]
+        ids: Any = prompt
+        return [ids]
     if len(prompt) > MAX_PROMPTS:
         raise bad_request(f"{len(prompt)} prompts, at most {MAX_PROMPTS} in one call", "prompt")
     if kinds == {str}:
         return [_text_prompt(request, text) for text in cast(list[str], prompt)]
-    return [{"prompt_token_ids": ids} for ids in cast(list[list[int]], prompt)]
+    return list(cast(list[list[int]], prompt))
 
 
 def _text_prompt(request: CompletionRequest, text: str) -> PromptInput:

@@ -14,7 +14,7 @@ import msgspec
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # padding against a listener on the wire: TLS hides it

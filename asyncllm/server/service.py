@@ -24,6 +24,7 @@ from asyncllm.server.call import Call
 from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError
 from asyncllm.server.generation import Consumer, Generation
+from asyncllm.server.known_params import KnownParams
 from asyncllm.server.logprobs import TokenNames
 from asyncllm.server.off_loop import LARGE_BODY_BYTES, OffLoop
 from asyncllm.server.protocol import GenerationRequest
@@ -52,11 +53,11 @@ class Service:
         self.model_names = engine.config.served_model_names
         self.frames = FrameQueue()
         self.off_loop = OffLoop()
+        self.known_completions = KnownParams()
         self.draining = False
         self.call_observers: list[CallObserver] = []
         self._live: set[Generation] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._emptied = asyncio.Event()
 
     @cached_property
     def answer_format(self) -> ModelFormat | None:
@@ -96,7 +97,9 @@ class Service:
 
     async def idle(self) -> None:
         """Until no answer is in progress."""
-        await self._idle.wait()
+        while self._live:
+            self._emptied.clear()
+            await self._emptied.wait()
 
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a name that is not served; none at all means the first."""
@@ -124,14 +127,13 @@ class Service:
             observer.begin(call)
         generation = Generation(self.engine, call, make_consumer)
         self._live.add(generation)
-        self._idle.clear()
         return generation
 
     def end(self, generation: Generation) -> None:
         """Abort what has not finished."""
         self._live.discard(generation)
         if not self._live:
-            self._idle.set()
+            self._emptied.set()
         generation.abort()
         for observer in self.call_observers:
             observer.end(generation.call)

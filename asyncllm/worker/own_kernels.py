@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from asyncllm.attention import balanced_decode, cuda_source
+from asyncllm.attention import balanced_decode, cuda_source, prefill_lists
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import resolve_backend
 from asyncllm.config import EngineConfig
@@ -111,4 +111,8 @@ def _attention_kernels(
     if not all(balanced_decode.supports(layer, cache) for layer in layers):
         return []
     flags = balanced_decode.definitions(layers[0], config.block_size)
-    return [OwnKernel(balanced_decode.SOURCE, capability, flags)]
+    found = [OwnKernel(balanced_decode.SOURCE, capability, flags)]
+    is_captured = not config.enforce_eager and config.prefill_graph_sizes
+    if is_captured and capability == prefill_lists.CAPABILITY:
+        found.append(OwnKernel(prefill_lists.SOURCE, capability))
+    return found

@@ -244,6 +244,14 @@ int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, in
     return cudaLaunchKernelEx(&config, kernel, args);
 }
 
+// To the device: of `num_rows` rows, `pitch` bytes apart here and there, the first `width` bytes each.
+// From pinned memory, which is read later. Returns a cudaError_t.
+inline int copy_columns(void* to, const void* from, size_t pitch, size_t width, size_t num_rows,
+                        void* stream) {
+    return cudaMemcpy2DAsync(to, pitch, from, pitch, width, num_rows, cudaMemcpyHostToDevice,
+                             static_cast<cudaStream_t>(stream));
+}
+
 }  // namespace
 #endif
 

@@ -421,4 +421,10 @@ int launch_after(void (*kernel)(Args), const Args& args, int num_blocks, int num
     return 0;
 }
 
+inline int copy_columns(void* to, const void* from, size_t pitch, size_t width, size_t num_rows, void*) {
+    for (size_t at = 0; at < num_rows * pitch; at += pitch)
+        memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, width);
+    return 0;
+}
+
 #include "emulated_tiles.h"

@@ -83,6 +83,6 @@ def test_what_a_failed_step_could_not_tell_ends_with_its_error(max_tokens: int) 
 def test_the_id_of_what_is_not_told_yet_is_taken() -> None:
     rig = Rig(max_tokens=1)
     rig.take(7)
-    assert rig.live.has_request("r1") and "r1" not in scheduled_requests(rig.live.scheduler)
+    assert rig.live.outputs.has_request("r1") and "r1" not in scheduled_requests(rig.live.scheduler)
     rig.live.tell()
-    assert not rig.live.has_request("r1")
+    assert not rig.live.outputs.has_request("r1")

@@ -70,9 +70,16 @@ def random_step(rng: random.Random, num_decodes: int, num_prefills: int) -> Step
 
 
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 2, 64)])
+@pytest.mark.parametrize("plans_itself", [True, False])
 @torch.inference_mode()
-def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> None:
+def test_one_captured_launch_serves_all_steps(
+    heads: tuple[int, int, int], plans_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncllm.attention import prefill_lists
     from asyncllm.attention.flashinfer import FlashInferAttention
+
+    if not plans_itself:
+        monkeypatch.setattr(prefill_lists, "load", lambda device: None)
 
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
@@ -84,8 +91,6 @@ def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> No
         layer.normal_()
     layers = [AttentionLayer(i, num_heads, num_kv_heads, head_dim, head_dim**-0.5) for i in (0, 1)]
     attention = FlashInferAttention(cache, layers)
-    ours = attention.step_attention(SIZE)
-    assert ours is not None
     q = torch.randn(SIZE, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros_like(q)
     fixed = DecodeRows(
@@ -95,6 +100,9 @@ def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> No
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        ours = attention.step_attention(SIZE)
+        assert ours is not None
+        assert isinstance(ours._planner, prefill_lists.PrefillLists) == plans_itself
         graphs = {}
         for decodes in (fixed, None):
             for capture in (False, True):

@@ -218,11 +218,10 @@ class FakeEngine:
             self._record(IterationStats(finished=[_finished_stats(request, "abort")]))
 
     def _tokenise(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if "prompt_token_ids" in prompt:
-            ids = prompt["prompt_token_ids"]
+        if isinstance(prompt, list):
+            text, ids = None, prompt
             if any(i < 0 or i >= VOCAB_SIZE for i in ids):
-                raise InvalidRequestError("token id out of the vocabulary", "prompt_token_ids")
-            text = prompt.get("prompt")
+                raise InvalidRequestError("token id out of the vocabulary", "prompt")
         else:
             text = prompt["prompt"]
             ids = self.tokenizer.encode(text, prompt.get("add_special_tokens", True))

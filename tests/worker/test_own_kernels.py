@@ -53,7 +53,7 @@ def stems(kernels: list[Any]) -> list[str]:
     return [kernel.source.stem for kernel in kernels]
 
 
-ALL = ["balanced_decode", "persistent_decode"]
+ALL = ["balanced_decode", "prefill_lists", "persistent_decode"]
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,13 @@ ALL = ["balanced_decode", "persistent_decode"]
     [
         ({}, ALL),
         ({"enforce_eager": True}, ALL[:1]),
-        ({"cuda_graph_sizes": [16, 256]}, ALL[:1]),
+        ({"prefill_graph_sizes": [0]}, [ALL[0], ALL[2]]),
+        ({"cuda_graph_sizes": [16, 256]}, ALL[:2]),
         ({"cuda_graph_sizes": [8, 256]}, ALL),
-        ({"attention_backend": "flashinfer"}, ALL[:1]),
+        ({"attention_backend": "flashinfer"}, ALL[:2]),
         ({"attention_backend": "torch"}, []),
         ({"dtype": "float16"}, []),
-        ({"block_size": 8}, ALL[1:]),
+        ({"block_size": 8}, ALL[2:]),
     ],
 )
 def test_by_configuration(card: SimpleNamespace, args: dict[str, Any], expected: list[str]) -> None:
@@ -78,20 +79,22 @@ def test_by_card(card: SimpleNamespace) -> None:
     assert needed() == []
     card.capability = (12, 0)  # less shared memory
     assert needed() == []
+    card.capability = (10, 0)  # no FA3
+    assert stems(needed()) == [ALL[0], ALL[2]]
     card.capability, card.num_sms = (9, 0), 600  # the tiny vocabulary is 512 times 8
-    assert stems(needed()) == ALL[:1]
+    assert stems(needed()) == ALL[:2]
 
 
 def test_built_and_missing(card: SimpleNamespace, tmp_path: Path) -> None:
     kernels = needed()
-    assert len({kernel.name for kernel in kernels}) == 2
+    assert len({kernel.name for kernel in kernels}) == 3
     assert not any(kernel.is_built for kernel in kernels)
     folder = cache_folder()
     folder.mkdir(parents=True)
     (folder / f"{kernels[1].name}.so").touch()
-    assert [kernel.is_built for kernel in kernels] == [False, True]
+    assert [kernel.is_built for kernel in kernels] == [False, True, False]
     card.compiler = None
-    assert needed() == [kernels[1]]  # the other never will be
+    assert needed() == [kernels[1]]  # the others never will be
 
 
 def test_a_start_begins_with_all_of_them(

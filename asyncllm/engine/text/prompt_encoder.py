@@ -19,10 +19,9 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def text(self, parsed: ParsedPrompt) -> str | None:
-        """The prompt's text, chat messages rendered; None where it came as bare ids."""
-        if parsed.messages is None:
-            return parsed.text
+    def rendered(self, parsed: ParsedPrompt) -> str:
+        """The text of a prompt of chat messages."""
+        assert parsed.messages is not None
         return self.tokenizer_for(parsed.param).render_chat(parsed.messages)
 
     def token_ids(
@@ -30,8 +29,12 @@ class PromptEncoder:
     ) -> list[int]:
         """A list of its own. Raises `InvalidRequestError`."""
         if parsed.token_ids is not None:
-            if params.truncate_prompt_tokens is None:
-                self._check_num_ids(parsed, len(parsed.token_ids))
+            # Refused before they are looked at, each by each.
+            if (
+                params.truncate_prompt_tokens is None
+                and len(parsed.token_ids) > self._max_model_len
+            ):
+                raise self._too_many(parsed, len(parsed.token_ids))
             ids = list(parsed.token_ids)
         else:
             assert text is not None, "a parsed prompt is ids or has a text"
@@ -82,15 +85,13 @@ class PromptEncoder:
                 parsed.param,
             )
 
-    def _check_num_ids(self, parsed: ParsedPrompt, num_ids: int) -> None:
-        """Refuse before they are looked at, each by each, what are too many."""
-        if num_ids > self._max_model_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, "
-                f"your {parsed.noun} has {num_ids} tokens. "
-                f"Please reduce the length of the {parsed.noun}.",
-                parsed.param,
-            )
+    def _too_many(self, parsed: ParsedPrompt, num_ids: int) -> ContextLengthError:
+        return ContextLengthError(
+            f"This model's maximum context length is {self._max_model_len} tokens. However, "
+            f"your {parsed.noun} has {num_ids} tokens. "
+            f"Please reduce the length of the {parsed.noun}.",
+            parsed.param,
+        )
 
     def _truncate(self, ids: list[int], num_kept: int, max_tokens: int | None) -> list[int]:
         """The last `num_kept` ids; -1: as many as leave room for the output."""

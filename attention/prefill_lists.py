@@ -1,0 +1,138 @@
+"""The lists by which FA3's prefill kernel works, made by ourselves and brought in one copy.
+
+FlashInfer's planner keeps vectors for each block and list and copies lists for the most rows that
+there may be. prefill_lists.cu makes the same lists, word by word. They lie below each other like
+the rows of a matrix, whose first columns a step fills and one copy takes. Its last row is what the
+step is told of prompts: the pages, which are read there, travel with the lists.
+
+Knows what the kernel reads, as FlashInfer 0.6.12 has it, and not how it is launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from asyncllm.attention import cuda_source
+from asyncllm.attention.base import AttentionLayer, PrefillRows
+from asyncllm.attention.cuda_source import Launch
+from asyncllm.attention.turns import Turns
+
+SOURCE = Path(__file__).parent / "cuda" / "prefill_lists.cu"
+FUNCTION = "asyncllm_prefill_lists"
+CAPABILITY = (9, 0)  # whose prefills FA3 does
+NUM_BUFFERS = 2  # steps between plan and completion: one running, one launched ahead
+LINE_WORDS = 32  # a list begins with a line of the cache
+
+# The lists in the order of memory: where each block's tiles end, then an entry for each tile.
+BLOCK_ENDS, HEADS, TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS = range(7)
+NUM_LISTS = 7
+# As FlashInfer's PrefillPlanSM90Info has them. Its last says which row a tile is of: the kernel
+# looks at it for what we do not use, so it may be any list.
+PLAN_ORDER = (
+    TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS, HEADS, BLOCK_ENDS, TILES,
+)  # fmt: skip
+HEADS_SHARE = 0  # of the same plan: each head has tiles of its own
+
+_pointer, _int32 = ctypes.c_void_p, ctypes.c_int32
+
+
+class Args(ctypes.Structure):
+    """The function's, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("host", "device")),
+        *((name, _int32) for name in ("pitch", "heads", "tile", "blocks", "num_decodes")),
+    )
+
+
+class Limits(NamedTuple):
+    """Of a step's prompts."""
+
+    tokens: int
+    rows: int
+    pages: int  # of all rows
+
+
+def load(device: torch.device) -> Launch | None:
+    """The function that makes them; waits for the compiler. None where there is no such library."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        return None
+    return cuda_source.begin_loading_launch(SOURCE, FUNCTION, capability, ())()
+
+
+class _Buffer(NamedTuple):
+    """Pinned memory: the lists, to which `args` points, and behind them the rows."""
+
+    args: Args
+    rows: np.ndarray  # int32: query_indptr, kv_lens, page_indptr, pages, with nothing between
+
+
+class PrefillLists:
+    """The lists of one step after another, always at the same places on the device."""
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        limits: Limits,
+        make: Launch,
+        num_blocks: int,
+        device: torch.device,
+        stream: int,
+    ) -> None:
+        """num_blocks: of the kernel, one for each multiprocessor. stream: on which it is run."""
+        tile = tile_size(layer.head_dim)
+        max_tiles = -(-limits.tokens // tile) + limits.rows - 1  # of one head
+        max_words = max(max_tiles * layer.num_heads, num_blocks + 1)
+        pitch = -(-max_words // LINE_WORDS) * LINE_WORDS
+        self._rows_start = NUM_LISTS * pitch
+        size = self._rows_start + max(3 * limits.rows + 2 + limits.pages, pitch)
+        self._words = torch.zeros(size, dtype=torch.int32, device=device)
+        self._make, self._stream = make, stream
+        self.places = (*(self._words.itemsize * pitch * which for which in PLAN_ORDER), HEADS_SHARE)
+
+        def buffer() -> _Buffer:
+            memory = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+            args = Args(
+                host=memory.data_ptr(),
+                device=self._words.data_ptr(),
+                pitch=pitch,
+                heads=layer.num_heads,
+                tile=tile,
+                blocks=num_blocks,
+            )
+            return _Buffer(args, memory.numpy()[self._rows_start :])  # which keeps the memory
+
+        self._turns = Turns([buffer() for _ in range(NUM_BUFFERS)], device)
+
+    @property
+    def workspace(self) -> torch.Tensor:
+        """uint8: `places` are offsets in it."""
+        return self._words.view(torch.uint8)
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """int32: a row's are those from its PAGE_STARTS on."""
+        return self._words[self._rows_start :]
+
+    def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
+        """Enqueue the lists of these rows, whose tokens come after so many of decodes."""
+        kv_lens, pages = prefills.kv_lens, prefills.pages
+        num_rows = len(kv_lens)
+        rows = (prefills.query_indptr, kv_lens, prefills.page_indptr, pages)
+        with self._turns as buffer:
+            args = buffer.args
+            np.concatenate(rows, out=buffer.rows[: 3 * num_rows + 2 + len(pages)])
+            args.num_decodes = num_decodes
+            if error := self._make(ctypes.byref(args), num_rows, self._stream):
+                raise RuntimeError(f"prefill_lists: CUDA error {error}")
+
+
+def tile_size(head_dim: int) -> int:
+    """Queries of a tile."""
+    return 192 if head_dim == 64 else 128
