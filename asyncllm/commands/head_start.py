@@ -15,6 +15,7 @@ from threading import Thread
 
 from asyncllm.commands.bytecode import keep_bytecode
 from asyncllm.commands.compile_ahead import compile_ahead
+from asyncllm.commands.spared import COMMAND_LINE, spare_libraries
 from asyncllm.commands.unopened import leave_unopened
 from asyncllm.worker.triton_key import hash_compiler
 
@@ -30,7 +31,8 @@ UNOPENED: dict[str, tuple[str, dict[str, str]]] = {
 def take_head_start(device: str) -> Thread | None:
     """`device`: as the flag has it. Returns the thread that makes the context, where one may be."""
     keep_bytecode()
-    compiling = compile_ahead(UNOPENED) is not None
+    compiling = compile_ahead([*UNOPENED, COMMAND_LINE]) is not None
+    spare_libraries()
     for package, (distribution, known) in UNOPENED.items():
         leave_unopened(package, distribution, known)
     # Triton's own search for backends reads what every installed distribution declares.

@@ -42,6 +42,7 @@ def nothing_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_start, "keep_bytecode", lambda: None)
     monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: None)
     monkeypatch.setattr(head_start, "UNOPENED", {})
+    monkeypatch.setattr(head_start, "spare_libraries", lambda: None)
     monkeypatch.setattr(head_start, "hash_compiler", lambda: None)
     monkeypatch.setenv(IN_TREE, "")
 
