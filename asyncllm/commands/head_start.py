@@ -4,7 +4,7 @@ Later imports become cheaper: bytecode is kept, other processes make what of it 
 packages are left unopened. And CUDA's context, a third of a second of the driver's time and none of
 Python's, is made by a thread meanwhile. A process has one such context for a device, which torch
 then finds. It is asked for through the driver's C interface, the only one there is by then; what
-goes wrong in it torch meets again, and says.
+goes wrong in it torch meets again, and says. Where there is a device, Triton hashes itself too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from threading import Thread
 
 from asyncllm.commands.bytecode import keep_bytecode
 from asyncllm.commands.compile_ahead import compile_ahead
+from asyncllm.commands.spared import COMMAND_LINE, spare_libraries
 from asyncllm.commands.unopened import leave_unopened
+from asyncllm.worker.triton_key import hash_compiler
 
 # Packages -> where they were installed from, and names that their own modules ask them for
 # (transformers 5.17's do).
@@ -29,7 +31,8 @@ UNOPENED: dict[str, tuple[str, dict[str, str]]] = {
 def take_head_start(device: str) -> Thread | None:
     """`device`: as the flag has it. Returns the thread that makes the context, where one may be."""
     keep_bytecode()
-    compile_ahead(UNOPENED)
+    compiling = compile_ahead([*UNOPENED, COMMAND_LINE]) is not None
+    spare_libraries()
     for package, (distribution, known) in UNOPENED.items():
         leave_unopened(package, distribution, known)
     # Triton's own search for backends reads what every installed distribution declares.
@@ -37,13 +40,16 @@ def take_head_start(device: str) -> Thread | None:
     if device == "cpu":
         return None
     # No daemon: who exits waits for it, rather than to end the driver while it begins.
-    thread = Thread(target=_make_context, name="asyncllm-cuda-context")
+    thread = Thread(target=_make_context, args=[not compiling], name="asyncllm-cuda-context")
     thread.start()
     return thread
 
 
-def _make_context() -> None:
-    """On the first device. Without a driver or a device nothing happens."""
+def _make_context(hashes: bool) -> None:
+    """On the first device. Without a driver or a device nothing happens.
+
+    hashes: Triton after it. Not where its bytecode is missing, which other processes then compile.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -51,3 +57,5 @@ def _make_context() -> None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        if hashes:
+            Thread(target=hash_compiler, name="asyncllm-triton-key", daemon=True).start()

@@ -27,6 +27,7 @@ from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.slot_changes import RECORD_WORDS
 from asyncllm.worker.token_masks import RowMasks
+from asyncllm.worker.triton_key import hash_compiler
 
 MAX_THREADS = 8  # more launches wait; each is a second or two of one core
 FEW_PAGES = 16
@@ -38,7 +39,6 @@ class EarlyLaunches:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._hashed: Future[None] | None = None
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="asyncllm-early")
         self._launches: list[Future[None]] = []
 
@@ -46,9 +46,7 @@ class EarlyLaunches:
         """Call it in a thread, on this stream, else on the default one."""
         if self._device.type != "cuda":
             return
-        if self._hashed is None:
-            self._hashed = self._threads.submit(_hash_compiler)
-        self._launches.append(self._threads.submit(_run, launch, stream, self._hashed))
+        self._launches.append(self._threads.submit(_run, launch, stream))
 
     def begin_sampling(self, kernels: SlotKernels, vocab_size: int, dtype: torch.dtype) -> None:
         """One row, in each way that a step may sample. `dtype`: of the model's logits."""
@@ -87,8 +85,8 @@ class EarlyLaunches:
 
     def wait_for_hash(self) -> None:
         """Until a launch from another thread does not have to hash the compiler itself."""
-        if self._hashed is not None:
-            self._hashed.result()
+        if self._device.type == "cuda":
+            hash_compiler()
 
     def wait(self) -> None:
         """Until all are launched, and the threads gone. Raises what the first one raised."""
@@ -165,18 +163,7 @@ class EarlyLaunches:
         return RowMasks(self._zeros(1), self._zeros(1, -(-vocab_size // 32)) - 1)
 
 
-def _hash_compiler() -> None:
-    """Triton keeps it. Before 3.5 it is elsewhere, and without Triton nobody needs it."""
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:
-        return
-    triton_key()
-
-
-def _run(
-    launch: Callable[[], object], stream: torch.cuda.Stream | None, hashed: Future[None]
-) -> None:
-    hashed.result()
+def _run(launch: Callable[[], object], stream: torch.cuda.Stream | None) -> None:
+    hash_compiler()
     with torch.inference_mode(), torch.cuda.stream(stream):
         launch()

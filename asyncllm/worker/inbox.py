@@ -21,8 +21,9 @@ from asyncllm.worker.step_inputs import StepTokens
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
 TOKEN_ARRAYS = ("positions", "prompt_lens", "token_ids")  # and write_slots, of 64 bits
-# Places for changes of slots, all written whether full or not: of sequences, of pages. Even, too.
-MAX_RECORDS, MAX_ENTRIES = 128, 2048
+# Places for changes of slots, all brought and written whether full or not. Even numbers.
+MAX_RECORDS = 64  # sequences that take slots
+MAX_ENTRIES = 1024  # pages
 
 
 class Inbox:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from threading import Event
+from threading import enumerate as enumerate_threads
 
 import pytest
 
 from asyncllm.commands import head_start
+from tests.waiting import PATIENCE_SECONDS
 
 IN_TREE = "TRITON_BACKENDS_IN_TREE"
 
@@ -39,6 +42,8 @@ def nothing_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_start, "keep_bytecode", lambda: None)
     monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: None)
     monkeypatch.setattr(head_start, "UNOPENED", {})
+    monkeypatch.setattr(head_start, "spare_libraries", lambda: None)
+    monkeypatch.setattr(head_start, "hash_compiler", lambda: None)
     monkeypatch.setenv(IN_TREE, "")
 
 
@@ -58,6 +63,19 @@ def test_what_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls_with(Driver("init"), monkeypatch) == ["init"]
     assert calls_with(Driver("device"), monkeypatch) == ["init", "device"]
     assert calls_with(Driver("context"), monkeypatch) == ["init", "device", "context"]
+
+
+def test_triton_is_hashed_where_a_device_and_bytecode_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = Event()
+    monkeypatch.setattr(head_start, "hash_compiler", hashed.set)
+    calls_with(Driver("device"), monkeypatch)
+    monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: "a process")
+    calls_with(Driver(), monkeypatch)
+    assert "asyncllm-triton-key" not in {thread.name for thread in enumerate_threads()}
+    assert not hashed.is_set()
+    monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: None)
+    calls_with(Driver(), monkeypatch)
+    assert hashed.wait(PATIENCE_SECONDS)
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -40,16 +41,17 @@ def test_one_thread_hashes_the_compiler_and_the_others_wait(
     events: list[str] = []
     begun, go_on = threading.Event(), threading.Event()
 
+    @cache
     def triton_key() -> None:
         begun.set()
         assert go_on.wait(PATIENCE_SECONDS)
         events.append("hashed")
 
-    cache = ModuleType("triton.runtime.cache")
-    monkeypatch.setattr(cache, "triton_key", triton_key, raising=False)
+    module = ModuleType("triton.runtime.cache")
+    monkeypatch.setattr(module, "triton_key", triton_key, raising=False)
     for name in ("triton", "triton.runtime"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, cache.__name__, cache)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     early = EarlyLaunches(CUDA)
     for _ in range(3):
         early.begin(lambda: events.append("launched"))
