@@ -129,6 +129,8 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
+    if token.isascii():  # each character stands for itself, or the token is an added one
+        return token.encode()
     try:
         return codecs.charmap_encode(token, "strict", _ALPHABET)[0]
     except UnicodeEncodeError:  # an added token: it stands for its own text
