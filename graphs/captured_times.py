@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from asyncllm.attention.device_trial import seconds_by_turns
 from asyncllm.graphs.pool import Graph, GraphPool
 
@@ -24,11 +26,17 @@ def captured_seconds(
 
     make_graph: for tests, another kind. Raises `RuntimeError` where the device is not theirs alone.
     """
-    pool = GraphPool() if make_graph is None else GraphPool(make_graph)
+    rounds = _seconds_of_rounds(ways, GraphPool() if make_graph is None else GraphPool(make_graph))
+    # The graphs are gone, but torch keeps what their pool has, of which nobody else may take.
+    torch.cuda.empty_cache()
+    return [least(seconds) for seconds in rounds]
+
+
+def _seconds_of_rounds(ways: Sequence[Callable[[], object]], pool: GraphPool) -> list[list[float]]:
     replays = [pool.record(partial(_drop_outputs, way))[0].replay for way in ways]
     for replay in replays:
         replay()  # the first one brings the graph to the device
-    return [least(seconds) for seconds in seconds_by_turns(replays, ROUNDS)]
+    return seconds_by_turns(replays, ROUNDS)
 
 
 def _drop_outputs(way: Callable[[], object]) -> tuple[()]:

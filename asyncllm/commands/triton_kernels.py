@@ -72,7 +72,7 @@ def read_list(config: EngineConfig) -> list[TritonKernel] | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[TritonKernel])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         logger.warning("%s is no list of kernels: %s", path, error)
         return None
 

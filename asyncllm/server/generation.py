@@ -136,10 +136,10 @@ class Generation:
             self.consumer.feed(index, output)
             if output.finished:
                 self._live.discard(request_id)
-                self._num_open -= 1
-                if not self._num_open:
-                    self.consumer.finish()
+                if self._num_open == 1:
+                    self.consumer.finish()  # as long as it is open what this raises is its error
                     self._end_wait()
+                self._num_open -= 1
         except Exception as error:
             self.fail(as_api_error(error))
 

@@ -85,7 +85,8 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
     if library is None:
         return CudaOps(device)
     gated = GatedAlgorithms(library, GatedProduct(device, dtype), swiglu)
-    key = (torch.cuda.get_device_name(device), library.version, dtype)
+    # How it is timed is part of it: what starts kept that launched one by one is not taken over.
+    key = (torch.cuda.get_device_name(device), library.version, dtype, "in graphs")
     gated_key = (*key, "gated", kernel_version(device, dtype))
     return CudaOps(
         device,

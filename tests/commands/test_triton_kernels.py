@@ -71,7 +71,9 @@ def test_a_list_is_of_one_kind_of_start(config: EngineConfig, tmp_path: Path) ->
     assert read_list(replace(config, dtype="float16")) is None
 
 
-@pytest.mark.parametrize("left", [b"", b'[{"name": "pi', b'[{"name": 1}]', b"\xff"])
+@pytest.mark.parametrize(
+    "left", [b"", b'[{"name": "pi', b'[{"name": 1}]', b"\xff", b'[{"name": "\xff"}]']
+)
 def test_a_list_that_was_damaged_is_none(
     config: EngineConfig, left: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

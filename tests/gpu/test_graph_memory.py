@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.unowned import unowned
 
@@ -56,3 +57,20 @@ def test_outputs_of_all_sizes_take_the_place_of_the_largest() -> None:
             graph, outputs = captured[size]
             graph.replay()
             assert all(map(torch.equal, outputs, step(size)))
+
+
+@torch.inference_mode()
+def test_what_was_timed_in_graphs_leaves_no_memory_behind() -> None:
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def multiply() -> None:
+        x @ weight
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        multiply()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        captured_seconds([multiply, multiply])
+        assert torch.cuda.memory_reserved() - before < x.nbytes

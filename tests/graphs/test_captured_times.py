@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from asyncllm.graphs.captured_times import ROUNDS, captured_seconds, least
 from tests.device_clock import DeviceClock
+from tests.worker.recorded_graph import RecordedGraph
 
 
 def test_each_is_captured_once_and_replayed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +38,25 @@ def test_each_is_captured_once_and_replayed_by_turns(monkeypatch: pytest.MonkeyP
     assert captured_seconds(ways, Timed) == pytest.approx([2e-3, 1e-3])
     captured = [step for name in ("a", "b") for step in (name, "begin", name, "end")]
     assert order == [*captured, *["replay 2.0", "replay 1.0"] * (1 + ROUNDS)]
+
+
+def test_memory_is_given_back_once_the_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = DeviceClock(monkeypatch)
+    made: list[weakref.ref[Ticking]] = []
+    there: list[bool] = []
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: there.extend(graph() is not None for graph in made)
+    )
+
+    class Ticking(RecordedGraph):
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+        def replay(self) -> None:
+            clock.ms += 1.0
+
+    captured_seconds([lambda: None] * 2, Ticking)
+    assert there == [False, False]
 
 
 def test_what_is_measured_beside_anothers_work_is_no_measurement() -> None:
