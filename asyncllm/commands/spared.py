@@ -1,7 +1,7 @@
 """What libraries do where they are imported and no server needs: here it is not done.
 
-A quarter of a second of a start, of Python's own time. Each is spared in a way that the library
-knows: an optional part that is not there, a mapping that is read when it is asked.
+A tenth of a second of a start and more, of Python's own time. Each is spared in a way that the
+library knows: an optional part that is not there, a mapping that is read when it is asked.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _httpx_version() -> str:
 
 
 class Distributions(Mapping[str, list[str]]):
-    """Python's `packages_distributions`, which reads what each installed distribution consists of:
-    a tenth of a second and more, for the version of one package."""
+    """Python's `packages_distributions`, which reads what each installed distribution consists of
+    (0.09 s for 88 of them), for the version of one package."""
 
     def __getitem__(self, package: str) -> list[str]:
         return [ASKED] if package == ASKED else self._all[package]

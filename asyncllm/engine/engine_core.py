@@ -96,7 +96,8 @@ class EngineCore:
         )
         # Things may have changed while a long prompt was tokenised.
         self._check_open(request_id, len(request.prompt_token_ids))
-        request.batch_processors = self._processors_for(params)
+        if self._config.logits_processors:
+            request.batch_processors = self._processors_for(params)
         self.live.add(request, sink, text_sink)
         self.steps.wake()
         return request

@@ -88,7 +88,8 @@ class Scheduler:
                 request, self.blocks, self.waiting, self.running
             )
         first, *siblings = request.sequences
-        self.waiting.hold_back(siblings)
+        if siblings:
+            self.waiting.hold_back(siblings)
         self.waiting.add(first)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:

@@ -32,7 +32,7 @@ class WaitingQueue:
             self.hold_back([seq])
             return
         insort(self._seqs, seq, key=self._key)
-        self.num_prompt_tokens += seq.num_prompt_tokens
+        self.num_prompt_tokens += len(seq.request.prompt_token_ids)
 
     def remove(self, seq: Sequence) -> None:
         """Of the queue, or of those held back."""

