@@ -20,6 +20,7 @@ from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.bodies import read_body
 from asyncllm.server.call import Call, new_id
+from asyncllm.server.client_fields import named_as
 from asyncllm.server.collect import CollectedAnswer
 from asyncllm.server.errors import ApiError, bad_request
 from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -87,12 +88,13 @@ async def generate(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, GenerateRequest)
     try:
-        call = await prepared(http, partial(_call, request, service))
-        if request.stream:
-            sse = SSEStream(http, service.frames)
-            answer = partial(StreamedTokens, sse, call, request, _names(service))
-            return await stream_to(sse, service, call, answer)
-        whole = await answer_whole(service, call)
+        with named_as({"prompt": "token_ids"}):
+            call = await prepared(http, partial(_call, request, service))
+            if request.stream:
+                sse = SSEStream(http, service.frames)
+                answer = partial(StreamedTokens, sse, call, request, _names(service))
+                return await stream_to(sse, service, call, answer)
+            whole = await answer_whole(service, call)
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
