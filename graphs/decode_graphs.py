@@ -41,7 +41,8 @@ class DecodeGraphs:
         """`step`: the model's layers. slots: int32, of a step's rows, 0 behind them. `trial` times
         the layers against the `others`, if there are any."""
         self._step = step
-        self._others = list(others)
+        self._others = others
+        self._broken: set[str] = set()  # of the others, by name
         self._trial = trial
         self._sizes = CapturedSizes()
         self.slots = slots
@@ -66,12 +67,14 @@ class DecodeGraphs:
         slots = self.slots[:size]
         self._clear()
         captured = {LAYERS: self._pool.record(partial(self._step, slots))}
-        for way in [way for way in self._others if size in way.sizes]:
+        for way in self._others:
+            if size not in way.sizes or way.name in self._broken:
+                continue
             try:
                 captured[way.name] = self._pool.record(partial(way.step, slots))
             except RuntimeError as error:  # no engine fails to start for a faster kernel
                 logger.warning("no decode step by %s: %s", way.name, error)
-                self._others.remove(way)
+                self._broken.add(way.name)  # but kept: graphs of other sizes use what it has
         name = self._quickest(slots, captured)
         self._graphs[size], self._chosen[size] = captured[name], name
         self._sizes.add(size)

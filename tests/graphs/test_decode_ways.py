@@ -104,6 +104,29 @@ def test_who_was_timed_and_not_kept_is_gone() -> None:
     assert layers() is not None and other() is None
 
 
+def test_what_a_kept_graph_uses_stays_where_its_way_fails_for_another_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A graph knows no more than addresses."""
+    caplog.set_level(logging.ERROR, "asyncllm")  # a record would keep all that its error has seen
+
+    class Buffers:
+        def step(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if len(slots) == 2:
+                raise RuntimeError("no memory")
+            return (slots + 2,)
+
+    buffers = Buffers()
+    used = weakref.ref(buffers)
+    ways = [Way("other", buffers.step, range(1, 9))]
+    trial = timed({4: [2, 1]})
+    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), ways, trial)
+    graphs.capture(4)
+    del buffers, ways
+    graphs.capture(2)
+    assert graphs.ways == {LAYERS: [2], "other": [4]} and used() is not None
+
+
 def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
     calls = 0
 
