@@ -277,6 +277,7 @@ async def no_leak() -> Outcome:
         left.append((torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()))
     lost = left[0][0] - left[-1][0]
     history = ", ".join(f"{free >> 20} free {used >> 20} held" for free, used in left)
+    # Of the device's memory: what another process takes meanwhile counts.
     return lost < LEAK_TOLERANCE_BYTES, f"{lost >> 20} MiB lost over three engines ({history})"
 
 

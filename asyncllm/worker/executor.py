@@ -171,7 +171,8 @@ class _StreamBegun(Generic[T]):
 
 class StreamExecutor:
     """One CUDA stream, and its waiter. Steps enter the stream itself, a third of the time that
-    `torch.cuda.stream` takes."""
+    `torch.cuda.stream` takes. What is to be restored torch keeps in the stream: it is entered by
+    one thread at a time, and once."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
