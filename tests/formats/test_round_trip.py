@@ -63,9 +63,8 @@ def test_round_trip(name: str, calls: list[Any], cuts: list[int], content: str) 
 
 
 def _can_write(name: str, calls: list[Any]) -> bool:
-    """Between tags a text cannot hold the end tag, nor where lines are trimmed end in one."""
+    """Between tags no text, however deep in its value, can hold the end tag."""
     body = TOOL_PARSERS[name].calls[0].body if TOOL_PARSERS[name].calls else None
     quote = getattr(body, "quotes", "'")[0]
     end = getattr(body, "value_end", quote if len(quote) > 1 else "").strip()
-    texts = [arguments.get("text", "") for _, arguments in calls]
-    return not end or not any(end in text for text in texts)
+    return not end or not any(end in repr(arguments) for _, arguments in calls)
