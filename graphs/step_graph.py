@@ -17,8 +17,6 @@ ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
 # Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
 # that writes must go to the padding page.
 Clear = Callable[[], object]
-
-
 # The step's changes of slots, which its decodes read: before them.
 WriteChanges = Callable[[], None]
 

@@ -20,9 +20,6 @@ MAX_OUTPUT_LOGPROB_ENTRIES = 2**20
 
 def most_output_tokens(params: SamplingParams, num_requests: int = 1) -> int:
     """Of each answer of so many requests; `sys.maxsize` where no log-probabilities are kept."""
-    asks = params.logprobs is not None or params.logprob_token_ids
-    if not asks and params.best_of is None and not params.use_beam_search:
-        return sys.maxsize
     entries = _entries_per_token(params) * num_requests
     return MAX_OUTPUT_LOGPROB_ENTRIES // entries if entries else sys.maxsize
 

@@ -210,7 +210,6 @@ def _new_state(
 
 def _is_plain(params: SamplingParams) -> bool:
     """Whether text is all that most of its steps bring."""
-    wants_logprobs = params.logprobs is not None or params.logprob_token_ids
-    has_more = wants_logprobs or params.prompt_logprobs is not None
+    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
     may_stop = params.stop or params.repetition_detection
-    return params.n == 1 and not has_more and not may_stop
+    return params.n == 1 and not wants_logprobs and not may_stop

@@ -57,13 +57,11 @@ class Arrivals:
     def _has_time(self) -> bool:
         """Whether this turn has; for the first to ask it has, however long that one takes."""
         now = time.monotonic()
-        if self._slice_end is not None:
-            return now < self._slice_end
-        self._slice_end = now + SLICE_SECONDS
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        return True
+        if self._slice_end is None:
+            self._slice_end = now + SLICE_SECONDS
+            self._schedule()
+            return True
+        return now < self._slice_end
 
     def _schedule(self) -> None:
         if not self._is_scheduled:

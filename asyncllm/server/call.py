@@ -41,7 +41,10 @@ class Call:
     @property
     def request_ids(self) -> list[str]:
         """Of the engine's requests, one per prompt."""
-        return [f"{self.id}-{index}" for index in range(len(self.prompts))]
+        return [self.request_id(index) for index in range(len(self.prompts))]
+
+    def request_id(self, index: int) -> str:
+        return f"{self.id}-{index}"
 
     @property
     def num_choices(self) -> int:

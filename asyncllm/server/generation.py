@@ -84,7 +84,7 @@ class Generation:
         for index, prompt in enumerate(call.prompts):
             if index and index % PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
-            request_id = f"{call.id}-{index}"
+            request_id = call.request_id(index)
             self._live.add(request_id)
             try:
                 await self._engine.add_request(

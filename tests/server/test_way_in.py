@@ -23,7 +23,7 @@ from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, ser
 
 OURS = str(Path(asyncllm.__file__).parent)
 OPTIONS: dict[str, Any] = {"stream": True, "temperature": 0.5, "max_tokens": 2, "top_p": 0.9}
-# body -> (most calls, most functions): what they are, and about a tenth of head room
+# body -> (most calls, most functions): what they are, and a few more
 BODIES: dict[str, tuple[dict[str, Any], int, int]] = {
     COMPLETIONS: ({"prompt": list(range(300, 428))}, 79, 74),
     CHAT: ({"messages": HELLO}, 141, 126),
