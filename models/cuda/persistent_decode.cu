@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
     Patience patience;
     Ring ring;
-    const Share share = share_of(args, block_index());
+    const Share share = share_of(args, first_work());
     const int num_shares = count_shares(args);
     const int set = shared.set;
     unsigned char* exchange = exchange_of(args, set, 0);

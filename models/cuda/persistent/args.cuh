@@ -19,7 +19,24 @@ constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 constexpr int DEPTH = 5;  // stages of a warp that are asked for or not yet used
-constexpr int ON_THE_WAY = 2;  // of these, at once
+#ifndef LEAST_STAGES
+#define LEAST_STAGES 40
+#endif
+#ifndef REVERSED
+#define REVERSED 1
+#endif
+#ifndef EARLY
+#define EARLY 1
+#endif
+#ifndef LATE_FEW
+#define LATE_FEW 4
+#endif
+#ifndef LATE
+#define LATE 2
+#endif
+#ifndef FEW_ROWS
+#define FEW_ROWS 2
+#endif
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
 constexpr int WORKER_REGISTERS = 200, FEEDER_REGISTERS = 56;

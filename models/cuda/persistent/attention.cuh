@@ -12,18 +12,19 @@ namespace {
 __device__ __forceinline__ float merge_warps(const Shared& shared, const Share& share, int member,
                                              int entry, float (&results)[2]) {
     const auto& own = shared.attention;
-    const int stages = (share.end - share.start + TOKENS - 1) / TOKENS;
-    const int num_warps = stages < WARPS ? stages : WARPS;
-    float most = NO_SCORE, total = 0, sums[2] = {};
-#pragma unroll 1
-    for (int w = 0; w < num_warps; w++)
-        most = own.best[w][member] > most ? own.best[w][member] : most;
-#pragma unroll 1
-    for (int w = 0; w < num_warps; w++) {
-        const float weight = power_of_2(own.best[w][member] - most);
-        total += weight * own.total[w][member];
-        sums[0] += weight * own.sums[w][member][entry];
-        sums[1] += weight * own.sums[w][member][entry + 1];
+    const int num_warps = (share.end - share.start + TOKENS - 1) / TOKENS;  // or more
+    float best[WARPS], most = NO_SCORE, total = 0, sums[2] = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        best[w] = w < num_warps ? own.best[w][member] : 2 * NO_SCORE;
+        most = greater(best[w], most);
+    }
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const float weight = power_of_2(best[w] - most);
+        total += weight * (w < num_warps ? own.total[w][member] : 0);
+        sums[0] += weight * (w < num_warps ? own.sums[w][member][entry] : 0);
+        sums[1] += weight * (w < num_warps ? own.sums[w][member][entry + 1] : 0);
     }
     results[0] = divide(sums[0], total), results[1] = divide(sums[1], total);
     return most + log2f(total);
@@ -128,8 +129,8 @@ __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
                                           Shared& shared, Ring& ring, Patience& patience,
                                           const Lane& me) {
 #pragma unroll 1
-    for (int work = block_index(); work < num_shares; work += num_blocks()) {
-        const Share share = work == block_index() ? first : share_of(args, work);
+    for (int work = first_work(); work < num_shares; work += num_blocks()) {
+        const Share share = work == first_work() ? first : share_of(args, work);
         sync_workers();  // nobody still reads the product's sums, or the last share's
         if (share.num_active > 0)
             run_share(args, layer, exchange, share, work, shared, ring, patience, me);

@@ -23,11 +23,12 @@ __device__ __forceinline__ void multiply(float (&sums)[CHAINS][4], const uint4 (
                                          const unsigned char* upper, const unsigned char* lower,
                                          const Lane& me) {
     constexpr int LOADED = WINDOWS < 3 ? WINDOWS : 3;
-    uint4 p[LOADED], q[LOADED];
+    uint4 p[LOADED], q[LOADED] = {};
+    const bool is_two = lower != upper;
 #pragma unroll
     for (int window = 0; window < LOADED; window++) {
         p[window] = load_window(upper, window, me);
-        q[window] = load_window(lower, window, me);
+        if (is_two) q[window] = load_window(lower, window, me);
     }
 #pragma unroll
     for (int window = 0; window < WINDOWS; window++) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void multiply(float (&sums)[CHAINS][4], const uint4 (
         multiply_add(sums[window % 2 * 2 + 1], a.z, b.z, a.w, b.w, v.z, v.w);
         if (window + LOADED < WINDOWS) {
             p[window % LOADED] = load_window(upper, window + LOADED, me);
-            q[window % LOADED] = load_window(lower, window + LOADED, me);
+            if (is_two) q[window % LOADED] = load_window(lower, window + LOADED, me);
         }
     }
 }

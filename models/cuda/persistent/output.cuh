@@ -68,31 +68,24 @@ struct Output {
         store_fresh_pair(operands.out + place, to_pair(sums[0], sums[1]));
     }
 
-    // Of the warps that share a unit, four at a time: fewer are all there are.
+    // Of the warps that share a unit.
     __device__ __forceinline__ void add_warps(const Shape& shape, const Shared& shared, int buffer,
                                               int warp, int stage, float (&sums)[2]) const {
-        const int place = (stage * MAX_ROWS + row) * UNIT + column % UNIT;
-#pragma unroll 1
-        for (int w = 0; w < shape.split; w += 4) {
+        const float* from
+            = shared.product.sums[buffer][warp] + (stage * MAX_ROWS + row) * UNIT + column % UNIT;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float* from = shared.product.sums[buffer][(warp + w + i) % WARPS] + place;
-                sums[0] += w + i < shape.split ? from[0] : 0;
-                sums[1] += w + i < shape.split ? from[1] : 0;
-            }
+        for (int w = 0; w < WARPS; w++) {
+            sums[0] += w < shape.split ? from[w * SUMS] : 0;
+            sums[1] += w < shape.split ? from[w * SUMS + 1] : 0;
         }
     }
 
     __device__ __forceinline__ float factor_of(const Args& args, const Shape& shape,
                                                const Shared& shared, int warp) const {
+        const float* from = &shared.product.squares[warp][row];
         float squares = 0;
-#pragma unroll 1
-        for (int w = 0; w < shape.split; w += 4) {
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                squares += w + i < shape.split
-                    ? shared.product.squares[(warp + w + i) % WARPS][row] : 0;
-        }
+        for (int w = 0; w < WARPS; w++) squares += w < shape.split ? from[w * MAX_ROWS] : 0;
         return inverse_root(squares * shape.inverse_size + args.eps);
     }
 };

@@ -24,22 +24,22 @@ using Sums = float[GROUP_STAGES / 2][CHAINS][4];
 template <int ROWS>
 __device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
                                                const Shape& shape, const Work& work, int num_stages,
-                                               Sums& sums, Shared& shared, Ring& ring,
-                                               Patience& patience, const Lane& me) {
+                                               bool is_last, Piece<ROWS>& piece, Sums& sums,
+                                               Shared& shared, Ring& ring, Patience& patience,
+                                               const Lane& me) {
     const int num_rows = ROWS == 1 ? 1 : args.rows;
     Rows<1>& rows = shared.product.x[me.warp];
     Rows<DEPTH>& stages = shared.ring[me.warp];
-    Piece<ROWS> piece;
     float squares[ROWS] = {};
     int slice = work.first_slice;
-    piece.load(operands, shape.size, num_rows, slice, me);
 #pragma unroll 1
-    for (int left = work.num_slices; left > 0; left--, slice += shape.split) {
+    for (int left = work.num_slices; left > 0; left--) {
         while (patience.wait(args, shared, piece.is_there(num_rows)))
             piece.load_missing(operands, shape.size, num_rows, slice, me);
         piece.store(operands.norm != nullptr, num_rows, squares, rows, me);
         // The next is on its way while this one is used.
-        if (left > 1) piece.load(operands, shape.size, num_rows, slice + shape.split, me);
+        slice = left > 1 ? slice + shape.split : work.first_slice;
+        if (left > 1 || !is_last) piece.load(operands, shape.size, num_rows, slice, me);
         sync_warp();
         uint4 x[SLICE / 32];  // rows beyond the batch are what they are: so are their outputs
 #pragma unroll
@@ -68,6 +68,9 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
     const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
     sync_workers();  // nobody still reads what the last product or the attention left
+    Piece<ROWS> piece;
+    if (work.num_units > 0)
+        piece.load(operands, shape.size, ROWS == 1 ? 1 : args.rows, work.first_slice, me);
 #pragma unroll 1
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
         const int left = (work.num_units - unit) << shape.gated;
@@ -75,7 +78,8 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
         Sums sums = {};
         Output output(args, operands, shape, unit);
         if (num_stages > 0)
-            multiply_group<ROWS>(args, operands, shape, work, num_stages, sums, shared, ring,
+            multiply_group<ROWS>(args, operands, shape, work, num_stages,
+                                 unit + group_units >= work.num_units, piece, sums, shared, ring,
                                  patience, me);
 #pragma unroll
         for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next

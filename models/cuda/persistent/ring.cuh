@@ -11,16 +11,16 @@ struct Feeder {
     const Args& args;
     Shared& shared;
     int warp, lane;
-    int slot = 0, num_asked = 0;
+    int slot = 0, num_asked = 0, num_ahead = 0;
     uint32_t turn = 0;
 
     // Until there is place for a stage.
     __device__ __forceinline__ Signal& begin() {
         wait_signal(shared.empty[warp][slot], turn ^ 1);
-        // What the workers ask for has to queue behind what is on its way.
-        const bool wraps = slot < ON_THE_WAY;
-        const int before = wraps ? slot + DEPTH - ON_THE_WAY : slot - ON_THE_WAY;
-        if (num_asked++ >= ON_THE_WAY) wait_signal(shared.full[warp][before], turn ^ wraps);
+        const int most = num_ahead++ < DEPTH ? EARLY : args.rows <= FEW_ROWS ? LATE_FEW : LATE;
+        const bool wraps = slot < most;
+        const int before = wraps ? slot + DEPTH - most : slot - most;
+        if (num_asked++ >= EARLY) wait_signal(shared.full[warp][before], turn ^ wraps);
         return shared.full[warp][slot];
     }
 
@@ -32,6 +32,7 @@ struct Feeder {
         const Shape& shape = shared.shapes[kind];
         const Work work = shared.works[kind][warp];
         const int num_stages = work.num_units << shape.gated;
+        num_ahead = 0;
         for (int first = 0; first < num_stages; first += GROUP_STAGES) {
             const int after = first + GROUP_STAGES < num_stages ? first + GROUP_STAGES : num_stages;
             for (int slice = work.first_slice; slice < shape.num_slices(); slice += shape.split)
@@ -88,7 +89,7 @@ struct Feeder {
 __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp, int lane) {
     Feeder feeder = {args, shared, warp, lane};
     const int num_shares = count_shares(args);
-    const Share first_share = share_of(args, block_index());
+    const Share first_share = share_of(args, first_work());
 #pragma unroll 1
     for (int i = 0; i <= 4 * args.num_layers; i++) {
         const Layer& layer = shared.layers[i / 4];
@@ -96,8 +97,8 @@ __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp,
         feeder.feed_product(layer.weights[i % 4], kind);
         if (kind != QKV) continue;
 #pragma unroll 1
-        for (int work = block_index(); work < num_shares; work += num_blocks())
-            feeder.feed_share(layer, work == block_index() ? first_share : share_of(args, work));
+        for (int work = first_work(); work < num_shares; work += num_blocks())
+            feeder.feed_share(layer, work == first_work() ? first_share : share_of(args, work));
     }
 }
 

@@ -21,6 +21,11 @@ __device__ __forceinline__ int count_shares(const Args& args) {
     return args.rows * args.kv_heads * count_splits(args);
 }
 
+// The last blocks have the fewest units of products.
+__device__ __forceinline__ int first_work() {
+    return REVERSED ? num_blocks() - 1 - block_index() : block_index();
+}
+
 // By shapes and positions alone: a block's first is the same in every layer.
 __device__ __forceinline__ Share share_of(const Args& args, int work) {
     const int num_items = args.rows * args.kv_heads, num_splits = count_splits(args);
@@ -31,7 +36,9 @@ __device__ __forceinline__ Share share_of(const Args& args, int work) {
     if (share.split >= num_splits) return share;
     share.position = args.positions[share.row];
     const int num_stages = share.position / TOKENS + 1;
-    const int stages = (num_stages + num_splits - 1) / num_splits;
+    int num = 1;
+    while (2 * num <= num_splits && num_stages >= 2 * num * LEAST_STAGES) num *= 2;
+    const int stages = (num_stages + num - 1) / num;
     const int num_active = (num_stages + stages - 1) / stages;
     if (share.split >= num_active) return share;
     share.num_active = num_active;
