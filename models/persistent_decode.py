@@ -34,6 +34,7 @@ CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
 TOKENS = 8  # of a page
+MAX_SHARES = 8  # of rows and KV heads, that a block has
 
 POINTERS_OF_LAYER = 15
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -76,9 +77,12 @@ def flags_for(model: CausalLM, block_size: int, device: torch.device) -> tuple[s
     if torch.cuda.get_device_capability(device) not in CAPABILITIES or not supports(model):
         return None
     # Every block writes logits, and says by them that it waited in vain.
-    if len(model.embed_tokens.weight) < FEATURES * num_blocks_on(device):
+    num_blocks, layer = num_blocks_on(device), model.attention_layers[0]
+    if len(model.embed_tokens.weight) < FEATURES * num_blocks:
         return None
-    return definitions(model.attention_layers[0], block_size)
+    if MAX_ROWS * layer.num_kv_heads > MAX_SHARES * num_blocks:
+        return None
+    return definitions(layer, block_size)
 
 
 def num_blocks_on(device: torch.device) -> int:

@@ -26,9 +26,10 @@ __device__ __forceinline__ void sync_first(int num_threads) {
     asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory");
 }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
-__device__ __forceinline__ float add_across(float x, int step) {
-    return x + __shfl_xor_sync(~0u, x, step);
+__device__ __forceinline__ float across(float x, int step) {
+    return __shfl_xor_sync(~0u, x, step);
 }
+__device__ __forceinline__ float add_across(float x, int step) { return x + across(x, step); }
 
 __device__ __forceinline__ float most_across(float x, int step) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, step));

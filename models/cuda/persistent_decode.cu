@@ -37,6 +37,7 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     if (thread < (HEAD + 1) * WARPS)
         shared.works[thread / WARPS][thread % WARPS]
             = work_of(shape_of(args, thread / WARPS), thread % WARPS);
+    if (thread < MAX_SHARES) shared.own_shares[thread] = own_share(args, thread);
     if (thread < WARPS * DEPTH) {
         open_signal((&shared.full[0][0])[thread]);
         open_signal((&shared.empty[0][0])[thread]);
@@ -87,8 +88,6 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
     Patience patience;
     Ring ring;
-    const Share share = share_of(args, first_work());
-    const int num_shares = count_shares(args);
     const int set = shared.set;
     unsigned char* exchange = exchange_of(args, set, 0);
     const void* input = args.embeddings;
@@ -102,7 +101,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
         if (kind == QKV) {
             prefetch_norms(args, shared, i / 4);
             empty_layer(args, set ^ 1, i / 4);
-            attention(args, layer, exchange, share, num_shares, shared, ring, patience, me);
+            attention(args, layer, exchange, shared, ring, patience, me);
         }
         if (kind == DOWN) input = exchange, exchange += args.layer_bytes;
     }

@@ -199,10 +199,11 @@ inline void sync_first(int num_threads) {
     emulator::meet(emulator::current->block->first, num_threads, emulator::WARP, 0);
 }
 inline void sync_warp() { emulator::meet_warp(0); }
-inline float add_across(float x, int step) {
+inline float across(float x, int step) {
     const int lane = thread_index() % emulator::WARP;
-    return x + emulator::brought<float>(emulator::meet_warp(x), lane ^ step);
+    return emulator::brought<float>(emulator::meet_warp(x), lane ^ step);
 }
+inline float add_across(float x, int step) { return x + across(x, step); }
 
 inline float most_across(float x, int step) {
     const int lane = thread_index() % emulator::WARP;

@@ -36,7 +36,7 @@ from tests.cuda.emulated import compile_for_cpu
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
-MAX_LEN = 512
+MAX_LEN = 2048
 PAGES = MAX_LEN // BLOCK_SIZE
 VOCAB_SIZE = 264
 FUNCTION = "asyncllm_persistent_decode"
@@ -168,11 +168,11 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     ("name", "positions", "num_blocks"),
     [
         ("qwen3", [0, 3, 40, 200, 333], 5),  # shares of rows and heads in turns
-        ("qwen3", [510, 31, 32], 30),  # five shares each, some of them empty
+        ("qwen3", [1300, 31, 700], 30),  # four shares, one and two of the five there may be
         ("qwen3", [15, 16, 17, 0, 0, 1, 63, 64], 3),
-        ("qwen2", [500], 24),  # more shares than some products have units
+        ("qwen2", [1300], 24),  # more blocks than some products have units
         ("llama-dynamic", [130, 60], 7),
-        ("llama-mqa-128", [90, 333], 9),
+        ("llama-mqa-128", [90, 1333], 9),
         ("llama-wide", [115, 120, 166, 97, 53, 24, 124, 7], 6),
     ],
 )

@@ -73,13 +73,12 @@ struct Part {
 // The shares of a row and KV head become one, a part of its entries in each of their blocks, always
 // in the same order: a lane has a share of two entries. `out`: the first head's.
 __device__ __forceinline__ void merge_shares(const Args& args, const Parts& parts, const Share& share,
-                                             int work, uint16_t* out, Shared& shared,
-                                             Patience& patience) {
+                                             uint16_t* out, Shared& shared, Patience& patience) {
     int width = 2;
     while (width < share.num_active) width *= 2;
     const int step = args.rows * args.kv_heads, thread = thread_index();
     const int split = thread % width;
-    const int block = work + (split - share.split) * step;
+    const int block = share.work + (split - share.split) * step;
     const int pairs_at_once = THREADS / width;
 #pragma unroll 1
     for (int first = share.first_pair; first < share.end_pair; first += pairs_at_once) {
@@ -96,7 +95,7 @@ __device__ __forceinline__ void merge_shares(const Args& args, const Parts& part
 
 // A share of a row and KV head, and the entries of it that this block merges.
 __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
-                                          unsigned char* exchange, const Share& share, int work,
+                                          unsigned char* exchange, const Share& share,
                                           Shared& shared, Ring& ring, Patience& patience,
                                           const Lane& me) {
     load_heads(args, layer, exchange, share, shared, patience, me);
@@ -115,25 +114,22 @@ __device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
             store_fresh_pair(out + 2 * i, to_pair(results[0], results[1]));
             continue;
         }
-        float* to = parts.values + work * GROUP_SIZE * HEAD_DIM + 2 * i;
+        float* to = parts.values + share.work * GROUP_SIZE * HEAD_DIM + 2 * i;
         store_fresh_float(to, results[0]), store_fresh_float(to + 1, results[1]);
-        if (2 * i % HEAD_DIM == 0) store_fresh_float(parts.lses + work * GROUP_SIZE + member, lse);
+        if (2 * i % HEAD_DIM == 0)
+            store_fresh_float(parts.lses + share.work * GROUP_SIZE + member, lse);
     }
-    if (share.num_active > 1)
-        merge_shares(args, parts, share, work, out, shared, patience);
+    if (share.num_active > 1) merge_shares(args, parts, share, out, shared, patience);
 }
 
-// The block's shares, of `num_shares` in all. `first`: its first, known before the step.
+// The block's shares.
 __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
-                                          unsigned char* exchange, const Share& first, int num_shares,
-                                          Shared& shared, Ring& ring, Patience& patience,
-                                          const Lane& me) {
+                                          unsigned char* exchange, Shared& shared, Ring& ring,
+                                          Patience& patience, const Lane& me) {
 #pragma unroll 1
-    for (int work = first_work(); work < num_shares; work += num_blocks()) {
-        const Share share = work == first_work() ? first : share_of(args, work);
+    for (int s = 0; has_share(shared, s); s++) {
         sync_workers();  // nobody still reads the product's sums, or the last share's
-        if (share.num_active > 0)
-            run_share(args, layer, exchange, share, work, shared, ring, patience, me);
+        run_share(args, layer, exchange, shared.own_shares[s], shared, ring, patience, me);
     }
 }
 

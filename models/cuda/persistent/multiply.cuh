@@ -11,33 +11,44 @@ __device__ __forceinline__ float add_chains(const float (&sums)[CHAINS][4], int 
     return (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
 }
 
-// A lane's 16 bytes of 32 columns of its row.
+// A lane's 16 bytes of 32 columns, a window, of its row.
 __device__ __forceinline__ uint4 load_window(const unsigned char* row, int window, const Lane& me) {
     return load_shared_here(row + (window * 4 + me.quad) * 16);
 }
 
-// `upper`, `lower`: the lane's row of either stage. The loads are some windows ahead of their use, no
-// more: registers are scarce.
+// Of two neighbouring windows, of which odd rows read the second first: what a warp reads at once is
+// then in different banks.
+struct Windows {
+    uint4 values[2];
+
+    __device__ __forceinline__ void load(const unsigned char* row, int first, const Lane& me) {
+        const int other = me.row % 2;
+        values[0] = load_window(row, first + other, me);
+        values[1] = load_window(row, first + 1 - other, me);
+    }
+
+    __device__ __forceinline__ uint4 get(int window, const Lane& me) const {
+        const uint4 &v = values[window], &w = values[1 - window];
+        const bool swap = me.row % 2;
+        return {swap ? w.x : v.x, swap ? w.y : v.y, swap ? w.z : v.z, swap ? w.w : v.w};
+    }
+};
+
+// `upper`, `lower`: the lane's row of either stage. No window is asked for ahead: registers are
+// scarce, and another warp has work meanwhile.
 template <int WINDOWS>
 __device__ __forceinline__ void multiply(float (&sums)[CHAINS][4], const uint4 (&x)[WINDOWS],
                                          const unsigned char* upper, const unsigned char* lower,
                                          const Lane& me) {
-    constexpr int LOADED = WINDOWS < 3 ? WINDOWS : 3;
-    uint4 p[LOADED], q[LOADED] = {};
-    const bool is_two = lower != upper;
 #pragma unroll
-    for (int window = 0; window < LOADED; window++) {
-        p[window] = load_window(upper, window, me);
-        if (is_two) q[window] = load_window(lower, window, me);
-    }
+    for (int first = 0; first < WINDOWS; first += 2) {
+        Windows p, q;
+        p.load(upper, first, me), q.load(lower, first, me);
 #pragma unroll
-    for (int window = 0; window < WINDOWS; window++) {
-        const uint4 &v = x[window], &a = p[window % LOADED], &b = q[window % LOADED];
-        multiply_add(sums[window % 2 * 2], a.x, b.x, a.y, b.y, v.x, v.y);
-        multiply_add(sums[window % 2 * 2 + 1], a.z, b.z, a.w, b.w, v.z, v.w);
-        if (window + LOADED < WINDOWS) {
-            p[window % LOADED] = load_window(upper, window + LOADED, me);
-            if (is_two) q[window % LOADED] = load_window(lower, window + LOADED, me);
+        for (int i = 0; i < 2; i++) {
+            const uint4 &v = x[first + i], a = p.get(i, me), b = q.get(i, me);
+            multiply_add(sums[i * 2], a.x, b.x, a.y, b.y, v.x, v.y);
+            multiply_add(sums[i * 2 + 1], a.z, b.z, a.w, b.w, v.z, v.w);
         }
     }
 }

@@ -71,7 +71,7 @@ struct Piece {
     // To shared memory, times the norm's weights, rounded as everywhere; the factor of a row comes
     // at the end.
     __device__ __forceinline__ void store(bool has_norm, int rows, float (&squares)[ROWS],
-                                          Rows<1>& to, const Lane& me) const {
+                                          Inputs& to, const Lane& me) const {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             if (r >= rows) break;
@@ -79,7 +79,7 @@ struct Piece {
             if (has_norm)
                 v = {weigh(v.x, norm.x, squares[r]), weigh(v.y, norm.y, squares[r]),
                      weigh(v.z, norm.z, squares[r]), weigh(v.w, norm.w, squares[r])};
-            *reinterpret_cast<uint4*>(to.row(0, r) + me.lane * 16) = v;
+            *reinterpret_cast<uint4*>(to.row(r) + me.lane * 16) = v;
         }
     }
 };

@@ -7,15 +7,23 @@
 
 namespace {
 
+// The sums over lanes: with each step a lane gives away half of its rows, until it has one.
 template <int ROWS>
-__device__ __forceinline__ void store_squares(float (&squares)[ROWS], int rows, Shared& shared,
+__device__ __forceinline__ void store_squares(float (&squares)[ROWS], Shared& shared,
                                               const Lane& me) {
+    constexpr int LANES = 32 / ROWS;  // of a row in the end
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        if (r >= rows) break;
-        for (int step = 16; step > 0; step /= 2) squares[r] = add_across(squares[r], step);
-        if (me.lane == 0) shared.product.squares[me.warp][r] = squares[r];
+    for (int num = ROWS / 2; num > 0; num /= 2) {
+        const int step = num * LANES;
+        const bool is_upper = (me.lane & step) != 0;
+#pragma unroll
+        for (int r = 0; r < num; r++) {
+            const float other = across(is_upper ? squares[r] : squares[r + num], step);
+            squares[r] = (is_upper ? squares[r + num] : squares[r]) + other;
+        }
     }
+    for (int step = LANES / 2; step > 0; step /= 2) squares[0] = add_across(squares[0], step);
+    if (me.lane % LANES == 0) shared.product.squares[me.warp][me.lane / LANES] = squares[0];
 }
 
 using Sums = float[GROUP_STAGES / 2][CHAINS][4];
@@ -24,14 +32,15 @@ using Sums = float[GROUP_STAGES / 2][CHAINS][4];
 template <int ROWS>
 __device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
                                                const Shape& shape, const Work& work, int num_stages,
-                                               bool is_last, Piece<ROWS>& piece, Sums& sums,
-                                               Shared& shared, Ring& ring, Patience& patience,
-                                               const Lane& me) {
+                                               bool is_first, bool is_last, Piece<ROWS>& piece,
+                                               Sums& sums, Shared& shared, Ring& ring,
+                                               Patience& patience, const Lane& me) {
     const int num_rows = ROWS == 1 ? 1 : args.rows;
-    Rows<1>& rows = shared.product.x[me.warp];
-    Rows<DEPTH>& stages = shared.ring[me.warp];
+    Inputs& rows = shared.product.x[me.warp];
+    Stages& stages = shared.ring[me.warp];
     float squares[ROWS] = {};
     int slice = work.first_slice;
+    if (is_first) piece.load(operands, shape.size, num_rows, slice, me);
 #pragma unroll 1
     for (int left = work.num_slices; left > 0; left--) {
         while (patience.wait(args, shared, piece.is_there(num_rows)))
@@ -44,8 +53,8 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
         uint4 x[SLICE / 32];  // rows beyond the batch are what they are: so are their outputs
 #pragma unroll
         for (int window = 0; window < SLICE / 32; window++)
-            x[window] = load_window(rows.row(0, me.row), window, me);
-        if (left == 1 && operands.norm != nullptr) store_squares(squares, num_rows, shared, me);
+            x[window] = load_window(rows.row(me.row), window, me);
+        if (left == 1 && operands.norm != nullptr) store_squares(squares, shared, me);
 #pragma unroll
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
             if (2 * pair >= num_stages) break;
@@ -69,8 +78,6 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
     int buffer = 0;
     sync_workers();  // nobody still reads what the last product or the attention left
     Piece<ROWS> piece;
-    if (work.num_units > 0)
-        piece.load(operands, shape.size, ROWS == 1 ? 1 : args.rows, work.first_slice, me);
 #pragma unroll 1
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
         const int left = (work.num_units - unit) << shape.gated;
@@ -78,7 +85,7 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
         Sums sums = {};
         Output output(args, operands, shape, unit);
         if (num_stages > 0)
-            multiply_group<ROWS>(args, operands, shape, work, num_stages,
+            multiply_group<ROWS>(args, operands, shape, work, num_stages, unit == 0,
                                  unit + group_units >= work.num_units, piece, sums, shared, ring,
                                  patience, me);
 #pragma unroll

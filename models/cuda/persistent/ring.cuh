@@ -11,13 +11,14 @@ struct Feeder {
     const Args& args;
     Shared& shared;
     int warp, lane;
-    int slot = 0, num_asked = 0, num_ahead = 0;
+    int slot = 0, num_asked = 0;
+    int of_product = 0;  // asked for, and of the attention after it
     uint32_t turn = 0;
 
     // Until there is place for a stage.
     __device__ __forceinline__ Signal& begin() {
         wait_signal(shared.empty[warp][slot], turn ^ 1);
-        const int most = num_ahead++ < DEPTH ? EARLY : args.rows <= FEW_ROWS ? LATE_FEW : LATE;
+        const int most = of_product++ < DEPTH ? EARLY : LATE;
         const bool wraps = slot < most;
         const int before = wraps ? slot + DEPTH - most : slot - most;
         if (num_asked++ >= EARLY) wait_signal(shared.full[warp][before], turn ^ wraps);
@@ -32,7 +33,7 @@ struct Feeder {
         const Shape& shape = shared.shapes[kind];
         const Work work = shared.works[kind][warp];
         const int num_stages = work.num_units << shape.gated;
-        num_ahead = 0;
+        of_product = 0;
         for (int first = 0; first < num_stages; first += GROUP_STAGES) {
             const int after = first + GROUP_STAGES < num_stages ? first + GROUP_STAGES : num_stages;
             for (int slice = work.first_slice; slice < shape.num_slices(); slice += shape.split)
@@ -73,7 +74,7 @@ struct Feeder {
         const uint16_t* from = at(layer.cache, place_of(args, share, first)
                                                    + is_value * args.kv_stride + chunk * 8);
         for (int t = lane / (2 * CHUNKS); t < TOKENS; t += 32 / (2 * CHUNKS)) {
-            const int place = is_value ? chunk ^ (t / 2) : chunk;
+            const int place = is_value ? chunk ^ t : chunk;
             unsigned char* row = shared.ring[warp].row(slot, t) + is_value * HEAD_DIM * 2;
             copy_async_or_zero(row + place * 16,
                                from + static_cast<int64_t>(t) * args.kv_heads * HEAD_DIM,
@@ -88,8 +89,6 @@ struct Feeder {
 
 __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp, int lane) {
     Feeder feeder = {args, shared, warp, lane};
-    const int num_shares = count_shares(args);
-    const Share first_share = share_of(args, first_work());
 #pragma unroll 1
     for (int i = 0; i <= 4 * args.num_layers; i++) {
         const Layer& layer = shared.layers[i / 4];
@@ -97,8 +96,7 @@ __device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp,
         feeder.feed_product(layer.weights[i % 4], kind);
         if (kind != QKV) continue;
 #pragma unroll 1
-        for (int work = first_work(); work < num_shares; work += num_blocks())
-            feeder.feed_share(layer, work == first_work() ? first_share : share_of(args, work));
+        for (int s = 0; has_share(shared, s); s++) feeder.feed_share(layer, shared.own_shares[s]);
     }
 }
 

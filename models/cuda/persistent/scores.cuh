@@ -29,7 +29,7 @@ struct Softmax {
     }
 
     // Values of two stages, by the weights of their tokens.
-    __device__ __forceinline__ void add(const float (&weights)[4], Rows<DEPTH>& stages, int upper,
+    __device__ __forceinline__ void add(const float (&weights)[4], Stages& stages, int upper,
                                         int lower, const Lane& me) {
         const uint32_t b0 = transpose(to_pair(weights[0], weights[1]));
         const uint32_t b1 = transpose(to_pair(weights[2], weights[3]));
@@ -38,7 +38,7 @@ struct Softmax {
             = stages.row(me.lane < 16 ? upper : lower, token) + HEAD_DIM * 2;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++) {
-            const uint4 v = load_transposed(values + ((2 * i + half) ^ (token / 2)) * 16);
+            const uint4 v = load_transposed(values + ((2 * i + half) ^ token) * 16);
             multiply_add(sums[i], v.x, v.y, v.z, v.w, b0, b1);
         }
     }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void place_new(const Share& share, int first, int sta
     if (me.lane < 2 * CHUNKS) {
         const int chunk = me.lane % CHUNKS, is_value = me.lane / CHUNKS;
         unsigned char* row = shared.ring[me.warp].row(stage, token) + is_value * HEAD_DIM * 2;
-        *reinterpret_cast<uint4*>(row + (is_value ? chunk ^ (token / 2) : chunk) * 16)
+        *reinterpret_cast<uint4*>(row + (is_value ? chunk ^ token : chunk) * 16)
             = load_shared(shared.attention.new_token + me.lane * 8);
     }
     show_to_copies();
@@ -79,7 +79,7 @@ __device__ __forceinline__ void place_new(const Share& share, int first, int sta
 // By a warp that has tokens of the share.
 __device__ __forceinline__ void attend_tokens(const Args& args, const Share& share, Shared& shared,
                                               Ring& ring, const Lane& me) {
-    Rows<DEPTH>& stages = shared.ring[me.warp];
+    Stages& stages = shared.ring[me.warp];
     const float scale = args.scale * LOG2_E;
     uint4 q[HEAD_DIM / 32];
 #pragma unroll

@@ -1,42 +1,27 @@
-// A block's share of one sequence's attention: which tokens of which row and KV head.
+// A block's shares of the sequences' attention.
 #pragma once
 
 #include "shared.cuh"
 
 namespace {
 
-struct Share {
-    int row, kv_head, split, position;
-    int start, end;  // tokens
-    int num_active;  // shares of this row and KV head; 0: this one is none of them
-    int first_pair, end_pair;  // of the entries, those whose shares this one's block merges
-};
-
 __device__ __forceinline__ int count_splits(const Args& args) {
     const int splits = num_blocks() / (args.rows * args.kv_heads);
     return splits < 1 ? 1 : splits > MAX_SPLITS ? MAX_SPLITS : splits;
 }
 
-__device__ __forceinline__ int count_shares(const Args& args) {
-    return args.rows * args.kv_heads * count_splits(args);
-}
-
-// The last blocks have the fewest units of products.
-__device__ __forceinline__ int first_work() {
-    return REVERSED ? num_blocks() - 1 - block_index() : block_index();
-}
-
-// By shapes and positions alone: a block's first is the same in every layer.
+// By shapes and positions alone: the same in every layer.
 __device__ __forceinline__ Share share_of(const Args& args, int work) {
     const int num_items = args.rows * args.kv_heads, num_splits = count_splits(args);
     Share share = {};
+    share.work = work;
     share.split = work / num_items;
     share.row = work % num_items / args.kv_heads;
     share.kv_head = work % args.kv_heads;
     if (share.split >= num_splits) return share;
     share.position = args.positions[share.row];
     const int num_stages = share.position / TOKENS + 1;
-    int num = 1;
+    int num = 1;  // a power of 2: others take longer to merge
     while (2 * num <= num_splits && num_stages >= 2 * num * LEAST_STAGES) num *= 2;
     const int stages = (num_stages + num - 1) / num;
     const int num_active = (num_stages + stages - 1) / stages;
@@ -48,6 +33,16 @@ __device__ __forceinline__ Share share_of(const Args& args, int work) {
     const int end = share.start + stages * TOKENS;
     share.end = end < share.position + 1 ? end : share.position + 1;
     return share;
+}
+
+// The `index`th of the block. The last blocks, which have the fewest units of products, come first.
+__device__ __forceinline__ Share own_share(const Args& args, int index) {
+    return share_of(args, num_blocks() - 1 - block_index() + index * num_blocks());
+}
+
+// A block has several only where there are more rows and KV heads than blocks, and then all are some.
+__device__ __forceinline__ bool has_share(const Shared& shared, int index) {
+    return index < MAX_SHARES && shared.own_shares[index].num_active > 0;
 }
 
 // The first of the tokens that lie side by side in a page, in elements of the layer's cache.

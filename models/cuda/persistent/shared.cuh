@@ -64,26 +64,43 @@ __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
     return shape;
 }
 
-// Eight rows of SLICE columns, so that warps read two neighbours at once: the odd ones lie behind the
-// even ones, and 64 bytes further, in the other half of the banks.
-template <int NUM>
-struct Rows {
-    alignas(16) unsigned char bytes[NUM * STAGE_BYTES + 64];
+// A warp's stages, each eight rows of SLICE columns. A bulk copy to a place that is not one of 128
+// bytes takes a sixth longer (docs/LOG.md), so rows all begin in the same bank: see `Windows`.
+struct Stages {
+    alignas(128) unsigned char bytes[DEPTH * STAGE_BYTES];
 
-    __device__ __forceinline__ unsigned char* row(int index, int row) {
-        return bytes + row % 2 * (NUM * STAGE_BYTES / 2 + 64)
-            + (index * (UNIT / 2) + row / 2) * SLICE * 2;
+    __device__ __forceinline__ unsigned char* row(int stage, int row) {
+        return bytes + (stage * UNIT + row) * SLICE * 2;
+    }
+};
+
+// A warp's slice of x. Warps read two neighbouring rows at once, which begin in different banks.
+struct Inputs {
+    alignas(16) unsigned char bytes[MAX_ROWS * SLICE * 2 + 64];
+
+    __device__ __forceinline__ unsigned char* row(int row) {
+        return bytes + row % 2 * (MAX_ROWS * SLICE + 64) + row / 2 * SLICE * 2;
     }
 };
 
 constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row][output]
 
+// Of one sequence's attention: which tokens of which row and KV head. Made by share.cuh.
+struct Share {
+    int work;  // its number among those of all blocks
+    int row, kv_head, split, position;
+    int start, end;  // tokens
+    int num_active;  // shares of this row and KV head; 0: this one is none of them
+    int first_pair, end_pair;  // of the entries, those whose shares this one's block merges
+};
+constexpr int MAX_SHARES = 8;  // of a block; as persistent_decode.py has it
+
 struct Shared {
-    Rows<DEPTH> ring[WARPS];
+    Stages ring[WARPS];
     Signal full[WARPS][DEPTH], empty[WARPS][DEPTH];
     union {
         struct {
-            Rows<1> x[WARPS];  // of the batch
+            Inputs x[WARPS];
             float sums[2][WARPS][SUMS];  // two groups take turns
             float squares[WARPS][MAX_ROWS];
         } product;
@@ -98,6 +115,7 @@ struct Shared {
     int shares;              // bytes: where in a layer's exchange the shares' results are
     Shape shapes[HEAD + 1];  // of the products, by kind
     Work works[HEAD + 1][WARPS];
+    Share own_shares[MAX_SHARES];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
 };
 constexpr int MAX_LAYERS = 96;
