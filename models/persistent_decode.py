@@ -18,7 +18,7 @@ import torch
 
 from asyncllm.attention import cuda_source
 from asyncllm.attention.balanced_decode import definitions
-from asyncllm.attention.base import DecodeRows
+from asyncllm.attention.base import AttentionLayer, DecodeRows
 from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.models.base import CausalLM
@@ -80,9 +80,14 @@ def flags_for(model: CausalLM, block_size: int, device: torch.device) -> tuple[s
     num_blocks, layer = num_blocks_on(device), model.attention_layers[0]
     if len(model.embed_tokens.weight) < FEATURES * num_blocks:
         return None
-    if MAX_ROWS * layer.num_kv_heads > MAX_SHARES * num_blocks:
+    if not _shares_fit(layer, num_blocks):
         return None
     return definitions(layer, block_size)
+
+
+def _shares_fit(layer: AttentionLayer, num_blocks: int) -> bool:
+    """Each row and KV head is one block's, which has room for so many."""
+    return MAX_ROWS * layer.num_kv_heads <= MAX_SHARES * num_blocks
 
 
 def num_blocks_on(device: torch.device) -> int:
@@ -111,6 +116,7 @@ class PersistentDecode:
     def __init__(self, model: CausalLM, cache: KVCache, launch: Launch, num_blocks: int) -> None:
         """`launch`: the compiled kernel's; `num_blocks`: that are on the device at once."""
         assert isinstance(model, DenseDecoder)
+        assert _shares_fit(model.attention_layers[0], num_blocks)
         self._model = model
         self._launch = launch
         self._num_blocks = num_blocks

@@ -16,7 +16,7 @@ namespace {
 #define num_blocks() static_cast<int>(gridDim.x)
 
 __device__ __forceinline__ unsigned char* shared_memory() {
-    extern __shared__ uint4 memory[];
+    extern __shared__ __align__(128) uint4 memory[];
     return reinterpret_cast<unsigned char*>(memory);
 }
 

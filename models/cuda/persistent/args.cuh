@@ -19,15 +19,17 @@ constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 constexpr int DEPTH = 5;  // stages of a warp that are asked for or not yet used
-// Of these, at once. What the workers ask for has to queue behind what is on its way, so EARLY where
-// their product may not have begun, LATE where it has.
+// Of these, at once. What the workers ask for has to queue behind what is on its way, so it is EARLY
+// for a product's first DEPTH stages, which are asked for while the workers may wait for its x, and
+// LATE for the others, and for keys and values behind them.
 constexpr int EARLY = 1, LATE = 4;
+static_assert(0 < EARLY && EARLY <= LATE && LATE <= DEPTH);
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
 constexpr int WORKER_REGISTERS = 200, FEEDER_REGISTERS = 56;
 constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
 constexpr int TOKENS = 8;           // of a stage
-constexpr int LEAST_STAGES = 40;    // of a share: to merge shares costs more than to wait for them
+constexpr int LEAST_STAGES = 40;    // of a share, where there are several: to merge takes longer
 constexpr int TILE = WARPS * TOKENS;  // tokens that a block takes at a time
 static_assert(BLOCK_SIZE % TOKENS == 0);  // a stage is of one page
 constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;  // of neighbouring entries of a KV head's results

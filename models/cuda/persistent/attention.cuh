@@ -12,19 +12,19 @@ namespace {
 __device__ __forceinline__ float merge_warps(const Shared& shared, const Share& share, int member,
                                              int entry, float (&results)[2]) {
     const auto& own = shared.attention;
-    const int num_warps = (share.end - share.start + TOKENS - 1) / TOKENS;  // or more
+    const int num_stages = (share.end - share.start + TOKENS - 1) / TOKENS;
     float best[WARPS], most = NO_SCORE, total = 0, sums[2] = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        best[w] = w < num_warps ? own.best[w][member] : 2 * NO_SCORE;
+        best[w] = w < num_stages ? own.best[w][member] : 2 * NO_SCORE;
         most = greater(best[w], most);
     }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
         const float weight = power_of_2(best[w] - most);
-        total += weight * (w < num_warps ? own.total[w][member] : 0);
-        sums[0] += weight * (w < num_warps ? own.sums[w][member][entry] : 0);
-        sums[1] += weight * (w < num_warps ? own.sums[w][member][entry + 1] : 0);
+        total += weight * (w < num_stages ? own.total[w][member] : 0);
+        sums[0] += weight * (w < num_stages ? own.sums[w][member][entry] : 0);
+        sums[1] += weight * (w < num_stages ? own.sums[w][member][entry + 1] : 0);
     }
     results[0] = divide(sums[0], total), results[1] = divide(sums[1], total);
     return most + log2f(total);
@@ -32,7 +32,7 @@ __device__ __forceinline__ float merge_warps(const Shared& shared, const Share& 
 
 // Where the shares of a row and KV head leave their results.
 struct Parts {
-    float* values;  // [num_blocks, GROUP_SIZE, HEAD_DIM], by the block whose share it is
+    float* values;  // [num_blocks, GROUP_SIZE, HEAD_DIM], by the number of the share
     float* lses;    // [num_blocks, GROUP_SIZE]
 
     __device__ __forceinline__ Parts(unsigned char* exchange, const Shared& shared)
@@ -44,10 +44,10 @@ struct Parts {
 struct Part {
     float lse = 2 * NO_SCORE, values[2] = {};
 
-    // `block`: whose share it is.
-    __device__ __forceinline__ void load(const Parts& parts, int block, int entry) {
-        const float* from = parts.values + block * GROUP_SIZE * HEAD_DIM + entry;
-        lse = load_fresh_float(parts.lses + block * GROUP_SIZE + entry / HEAD_DIM);
+    // `work`: the share's number.
+    __device__ __forceinline__ void load(const Parts& parts, int work, int entry) {
+        const float* from = parts.values + work * GROUP_SIZE * HEAD_DIM + entry;
+        lse = load_fresh_float(parts.lses + work * GROUP_SIZE + entry / HEAD_DIM);
         values[0] = load_fresh_float(from), values[1] = load_fresh_float(from + 1);
     }
 
@@ -74,22 +74,19 @@ struct Part {
 // in the same order: a lane has a share of two entries. `out`: the first head's.
 __device__ __forceinline__ void merge_shares(const Args& args, const Parts& parts, const Share& share,
                                              uint16_t* out, Shared& shared, Patience& patience) {
-    int width = 2;
-    while (width < share.num_active) width *= 2;
-    const int step = args.rows * args.kv_heads, thread = thread_index();
-    const int split = thread % width;
-    const int block = share.work + (split - share.split) * step;
+    const int width = share.num_active, thread = thread_index(), split = thread % width;
+    const int work = share.work + (split - share.split) * args.rows * args.kv_heads;
     const int pairs_at_once = THREADS / width;
 #pragma unroll 1
     for (int first = share.first_pair; first < share.end_pair; first += pairs_at_once) {
         const int pair = first + thread / width;
-        const bool is_one = pair < share.end_pair && split < share.num_active;
+        const bool is_one = pair < share.end_pair;
         Part part;
-        if (is_one) part.load(parts, block, 2 * pair);
+        if (is_one) part.load(parts, work, 2 * pair);
         while (patience.wait(args, shared, part.is_there()))
-            if (is_one) part.load(parts, block, 2 * pair);
+            if (is_one) part.load(parts, work, 2 * pair);
         const uint32_t merged = part.merge(width);
-        if (split == 0 && pair < share.end_pair) store_fresh_pair(out + 2 * pair, merged);
+        if (split == 0 && is_one) store_fresh_pair(out + 2 * pair, merged);
     }
 }
 
@@ -129,7 +126,8 @@ __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
 #pragma unroll 1
     for (int s = 0; has_share(shared, s); s++) {
         sync_workers();  // nobody still reads the product's sums, or the last share's
-        run_share(args, layer, exchange, shared.own_shares[s], shared, ring, patience, me);
+        const Share share = shared.own_shares[s];  // by value: read once
+        run_share(args, layer, exchange, share, shared, ring, patience, me);
     }
 }
 

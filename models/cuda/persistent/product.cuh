@@ -28,19 +28,20 @@ __device__ __forceinline__ void store_squares(float (&squares)[ROWS], Shared& sh
 
 using Sums = float[GROUP_STAGES / 2][CHAINS][4];
 
-// A warp's slices of x times its stages of a group. `piece`: the first, on its way; then that of the
-// next group, unless this is the last.
+// A warp's slices of x times its stages of a group, which may be the product's first or last. `piece`:
+// of x, on its way from one group to the next.
 template <int ROWS>
 __device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
                                                const Shape& shape, const Work& work, int num_stages,
-                                               bool is_last, Piece<ROWS>& piece, Sums& sums,
-                                               Shared& shared, Ring& ring, Patience& patience,
-                                               const Lane& me) {
+                                               bool is_first, bool is_last, Piece<ROWS>& piece,
+                                               Sums& sums, Shared& shared, Ring& ring,
+                                               Patience& patience, const Lane& me) {
     const int num_rows = ROWS == 1 ? 1 : args.rows;
     Inputs& rows = shared.product.x[me.warp];
     Stages& stages = shared.ring[me.warp];
     float squares[ROWS] = {};
     int slice = work.first_slice;
+    if (is_first) piece.load(operands, shape.size, num_rows, slice, me);
 #pragma unroll 1
     for (int left = work.num_slices; left > 0; left--) {
         while (patience.wait(args, shared, piece.is_there(num_rows)))
@@ -54,7 +55,7 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
 #pragma unroll
         for (int window = 0; window < SLICE / 32; window++)
             x[window] = load_window(rows.row(me.row), window, me);
-        if (left == 1 && operands.norm != nullptr) store_squares(squares, shared, me);
+        if (is_first && left == 1 && operands.norm != nullptr) store_squares(squares, shared, me);
 #pragma unroll
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
             if (2 * pair >= num_stages) break;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
                                         const Shape& shape, int kind, Shared& shared, Ring& ring,
                                         Patience& patience, const Lane& me) {
     const Work work = shared.works[kind][me.warp];
-    const int group_units = GROUP_STAGES >> shape.gated, num_rows = ROWS == 1 ? 1 : args.rows;
+    const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
     sync_workers();  // nobody still reads what the last product or the attention left
     Piece<ROWS> piece;
@@ -84,12 +85,10 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
         Sums sums = {};
         Output output(args, operands, shape, unit);
-        if (num_stages > 0) {
-            const bool is_last = unit + group_units >= work.num_units;
-            if (unit == 0) piece.load(operands, shape.size, num_rows, work.first_slice, me);
-            multiply_group<ROWS>(args, operands, shape, work, num_stages, is_last, piece, sums,
-                                 shared, ring, patience, me);
-        }
+        if (num_stages > 0)
+            multiply_group<ROWS>(args, operands, shape, work, num_stages, unit == 0,
+                                 unit + group_units >= work.num_units, piece, sums, shared, ring,
+                                 patience, me);
 #pragma unroll
         for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
             if (i >= num_stages) break;

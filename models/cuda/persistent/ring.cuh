@@ -12,10 +12,10 @@ struct Feeder {
     Shared& shared;
     int warp, lane;
     int slot = 0, num_asked = 0;
-    int of_product = 0;  // asked for, and of the attention after it
+    int of_product = 0;  // asked for since its first; the attention counts on
     uint32_t turn = 0;
 
-    // Until there is place for a stage.
+    // Until there is place for a stage, and few enough are on their way.
     __device__ __forceinline__ Signal& begin() {
         wait_signal(shared.empty[warp][slot], turn ^ 1);
         const int most = of_product++ < DEPTH ? EARLY : LATE;

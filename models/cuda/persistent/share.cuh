@@ -23,12 +23,12 @@ __device__ __forceinline__ Share share_of(const Args& args, int work) {
     const int num_stages = share.position / TOKENS + 1;
     int num = 1;  // a power of 2: others take longer to merge
     while (2 * num <= num_splits && num_stages >= 2 * num * LEAST_STAGES) num *= 2;
+    if (share.split >= num) return share;
+    static_assert(LEAST_STAGES >= MAX_SPLITS);  // so that none is empty
     const int stages = (num_stages + num - 1) / num;
-    const int num_active = (num_stages + stages - 1) / stages;
-    if (share.split >= num_active) return share;
-    share.num_active = num_active;
-    share.first_pair = PAIRS * share.split / num_active;
-    share.end_pair = PAIRS * (share.split + 1) / num_active;
+    share.num_active = num;
+    share.first_pair = PAIRS * share.split / num;
+    share.end_pair = PAIRS * (share.split + 1) / num;
     share.start = share.split * stages * TOKENS;
     const int end = share.start + stages * TOKENS;
     share.end = end < share.position + 1 ? end : share.position + 1;
@@ -40,7 +40,7 @@ __device__ __forceinline__ Share own_share(const Args& args, int index) {
     return share_of(args, num_blocks() - 1 - block_index() + index * num_blocks());
 }
 
-// A block has several only where there are more rows and KV heads than blocks, and then all are some.
+// Those that are none come last: a block has a second only where each row and KV head is one share.
 __device__ __forceinline__ bool has_share(const Shared& shared, int index) {
     return index < MAX_SHARES && shared.own_shares[index].num_active > 0;
 }

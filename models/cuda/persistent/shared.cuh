@@ -90,7 +90,7 @@ struct Share {
     int work;  // its number among those of all blocks
     int row, kv_head, split, position;
     int start, end;  // tokens
-    int num_active;  // shares of this row and KV head; 0: this one is none of them
+    int num_active;  // shares of this row and KV head, a power of 2; 0: this is none of them
     int first_pair, end_pair;  // of the entries, those whose shares this one's block merges
 };
 constexpr int MAX_SHARES = 8;  // of a block; as persistent_decode.py has it
