@@ -57,14 +57,13 @@ def _between(points: tuple[tuple[int, float], ...], place: float) -> float:
 
 
 # Up to 8 rows by the one kernel, 9 and more padded to 16 by the layers.
+# fmt: off
 DECODES_8B = (
-    *((1, 3.52), (2, 3.65), (4, 3.72), (8, 3.9), (9, 4.39)),
-    *((64, 5.0), (128, 5.4), (256, 6.45)),
+    (1, 3.52), (2, 3.65), (4, 3.72), (8, 3.9), (9, 4.39), (64, 5.0), (128, 5.4), (256, 6.45),
 )
 # Of an H200: captured steps of so many tokens beside 8 decodes of 1000, less attention. The 8B's of
 # 128, 256, 384, 512, 528, 640, 768, 896, 1024, 1280, 1536 and 2048 tokens are one card's. Others
 # above 16 are a slower card's, times 0.935 (rested 0.9): scaled, not measured.
-# fmt: off
 DEVICES = {
     # Step behind step: the card lowers its clock.
     "8b": Device(

@@ -30,9 +30,8 @@ __device__ __forceinline__ float across(float x, int step) {
     return __shfl_xor_sync(~0u, x, step);
 }
 __device__ __forceinline__ float add_across(float x, int step) { return x + across(x, step); }
-
 __device__ __forceinline__ float most_across(float x, int step) {
-    return fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return fmaxf(x, across(x, step));
 }
 
 __device__ __forceinline__ int from_lane(int x, int lane) { return __shfl_sync(~0u, x, lane); }

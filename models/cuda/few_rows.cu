@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(WARPS * 32) few_rows(const Args args) {
             float sum = 0;
             for (int i = lane; i < args.num_squares; i += 32)
                 sum += args.squares[row * args.num_squares + i];
-            for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            for (int step = 16; step > 0; step /= 2) sum = add_across(sum, step);
             if (lane == 0) factor[row] = rsqrtf(sum / size + args.eps);
         }
     }
@@ -144,8 +144,7 @@ __global__ void __launch_bounds__(WARPS * 32) few_rows(const Args args) {
                 args.scaled[place] = __float2bfloat16(sum * __bfloat162float(args.next_norm[at]));
                 square = sum * sum;
             }
-            for (int step = FEATURES / 2; step > 0; step /= 2)
-                square += __shfl_xor_sync(~0u, square, step);
+            for (int step = FEATURES / 2; step > 0; step /= 2) square = add_across(square, step);
             if (f == 0 && row < args.rows) args.next_squares[row * gridDim.x + blockIdx.x] = square;
         }
     }

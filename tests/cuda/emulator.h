@@ -204,11 +204,7 @@ inline float across(float x, int step) {
     return emulator::brought<float>(emulator::meet_warp(x), lane ^ step);
 }
 inline float add_across(float x, int step) { return x + across(x, step); }
-
-inline float most_across(float x, int step) {
-    const int lane = thread_index() % emulator::WARP;
-    return std::fmax(x, emulator::brought<float>(emulator::meet_warp(x), lane ^ step));
-}
+inline float most_across(float x, int step) { return std::fmax(x, across(x, step)); }
 
 inline int from_lane(int x, int lane) {
     return emulator::brought<int>(emulator::meet_warp(x), lane);
