@@ -72,7 +72,7 @@ class EngineCore:
             self.watchdog,
             recorder,
             stat_loggers,
-            later=[input_processor.grammars.prepare],
+            later=[input_processor.grammars.prepare] * 2,
         )
         self.dead: str | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

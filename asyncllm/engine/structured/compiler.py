@@ -91,10 +91,13 @@ class GrammarCompiler:
         return len(self._cache)
 
     def prepare(self) -> None:
-        """Make the vocabulary, before a grammar has to wait for it."""
+        """Make what a grammar would have to wait for, a part at each of two calls."""
         try:
             with self._preparing:
-                self._vocabulary = self._vocabulary or self._make_vocabulary()
+                if self._vocabulary is None:
+                    self._vocabulary = self._make_vocabulary()
+                else:
+                    self._vocabulary.prepare()
         except ValueError:  # said to the requests that ask for a grammar
             pass
         except (KeyboardInterrupt, SystemExit):

@@ -42,7 +42,8 @@ def first_matcher(vocabulary: Vocabulary, text: str, params: StructuredOutputsPa
 
 def another_matcher(vocabulary: Vocabulary, text: str) -> LLMatcher:
     """With a lexer of its own, of a grammar that has had its first."""
-    return LLMatcher(vocabulary.ll, text, log_level=0, limits=_LIMITS)
+    tokenizer = vocabulary.tokenizer_for(text)
+    return LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
 
 
 def check_noted_terminals(text: str, params: StructuredOutputsParams) -> None:

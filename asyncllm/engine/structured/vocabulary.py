@@ -1,17 +1,23 @@
 """The tokenizer as llguidance wants it: each token's bytes, which are special, which end a text.
 
-Made once per engine: the library builds a trie of all tokens, which takes 0.4 s for 128k of them,
+Made once per engine: the library builds a trie of all tokens, which takes 0.5 s for 128k of them,
 with the GIL held. So it is made when nobody has asked for anything for a while, or for the first
 grammar if that comes before.
 The bytes are those that the detokenizer shows, so a token may come where its text may.
+
+Where a text is forced, the library asks for its tokens, in the threads that fill masks. It answers
+itself where `byte_bpe` can; else it asks Python, for which each thread needs the GIL, which the
+loop has, and a thread state, for which it maps memory: several times as long as a mask takes.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from llguidance import LLTokenizer
 
+from asyncllm.engine.structured.byte_bpe import byte_bpe
 from asyncllm.engine.text.tokenizer import Tokenizer
 
 SENTINEL = "\x02"  # nothing that a tokenizer joins with what follows
@@ -38,8 +44,31 @@ class Vocabulary:
         self.special_ids = {
             tokenizer.token_text(i): i for i in sorted(tokenizer.special_ids) if i < vocab_size
         }
-        words = _Words(tokenizer, vocab_size, self.eos_ids)
-        self.ll = words.ll = LLTokenizer(words, eos_token=list(self.eos_ids))
+        self._added_texts = tokenizer.added_texts
+        self._words = _Words(tokenizer, vocab_size, self.eos_ids)
+        self._making = threading.Lock()
+        self._asking: LLTokenizer | None = None
+        self._bpe = byte_bpe(tokenizer, self._words.tokens, self.special_ids, self.eos_ids)
+        if self._bpe is None:
+            self._asking_python()
+
+    def tokenizer_for(self, grammar: str) -> LLTokenizer:
+        """BPE is not all there is to an added token: text is cut around it before all else."""
+        if self._bpe is None or any(text in grammar for text in self._added_texts):
+            return self._asking_python()
+        return self._bpe
+
+    def prepare(self) -> None:
+        """What the first grammar with an added token would have to wait for."""
+        if self._added_texts:
+            self._asking_python()
+
+    def _asking_python(self) -> LLTokenizer:
+        with self._making:
+            if self._asking is None:
+                self._asking = LLTokenizer(self._words, eos_token=list(self.eos_ids))
+                self._words.ll = self._asking
+            return self._asking
 
 
 class _Words:

@@ -19,6 +19,7 @@ from asyncllm.config import ContentFormat
 from asyncllm.engine.text.chat_template import ChatTemplate, read_chat_template
 from asyncllm.engine.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from asyncllm.engine.text.hf_tokenizer import load_hf_tokenizer
+from asyncllm.engine.text.split_pattern import split_pattern
 from asyncllm.engine.text.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 
@@ -78,6 +79,16 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, int]:
         """Text to id of what `skip_special_tokens` leaves out."""
         return {self._added[i]: i for i in sorted(self.special_ids)}
+
+    @property
+    def added_texts(self) -> list[str]:
+        """What is a token wherever it stands in a text, and plain text all the same."""
+        return [text for i, text in self._added.items() if i not in self.special_ids]
+
+    @property
+    def split_pattern(self) -> str | None:
+        """By which a byte-level BPE cuts texts; None for other tokenizers."""
+        return split_pattern(self._raw)
 
     @classmethod
     def from_folder(

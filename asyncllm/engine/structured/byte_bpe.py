@@ -1,0 +1,60 @@
+"""llguidance's own byte-level BPE, for tokenizers that it cuts texts like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from llguidance import LLTokenizer
+
+from asyncllm.engine.text.tokenizer import Tokenizer
+
+# To merge a piece takes the square of its length, and a grammar may force 256 KiB of one letter.
+LONGEST_RUN = 256
+RUNS = "|".join(
+    rf"{kind}{{{LONGEST_RUN}}}" for kind in (r"[\p{L}\p{M}]", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
+)
+SAMPLES = 256  # texts of a few tokens each that both must cut alike
+SAMPLE_TOKENS = 4
+
+
+def byte_bpe(
+    tokenizer: Tokenizer,
+    tokens: Sequence[bytes],
+    special_ids: dict[str, int],
+    eos_ids: Iterable[int],
+) -> LLTokenizer | None:
+    """`tokens`: the bytes of each id, none where there is no such token; `special_ids`: by text.
+
+    None where the tokenizer is of another kind, or not all of its tokens are numbered as they were
+    merged: which merge comes first is known by nothing else here.
+    """
+    pattern = tokenizer.split_pattern
+    if pattern is None:
+        return None
+    special = set(special_ids.values())
+    plain = {token: i for i, token in enumerate(tokens) if token and i not in special}
+    num_plain = sum(1 for i, token in enumerate(tokens) if token and i not in special)
+    if len(plain) < num_plain or any(bytes([byte]) not in plain for byte in range(256)):
+        return None
+    ll = LLTokenizer.from_tiktoken(
+        encoder=plain,
+        special_tokens=special_ids,
+        pattern=f"{RUNS}|{pattern}",
+        eos_token=list(eos_ids),
+        n_vocab=len(tokens),
+    )
+    return ll if _cuts_alike(ll, tokenizer, list(plain)) else None
+
+
+def _cuts_alike(ll: LLTokenizer, tokenizer: Tokenizer, plain: Sequence[bytes]) -> bool:
+    rng = random.Random(0)
+    whole = [*tokenizer.special_tokens, *tokenizer.added_texts]  # which BPE knows nothing of
+    words = [token.decode() for token in plain if token.isascii()]
+    for _ in range(SAMPLES):
+        text = "".join(rng.choices(words, k=SAMPLE_TOKENS))
+        if any(each in text for each in whole):
+            continue
+        if ll.tokenize_str(text) != tokenizer.encode(text, add_special_tokens=False):
+            return False
+    return True

@@ -1,0 +1,67 @@
+"""The regex by which a byte-level BPE tokenizer cuts a text before it merges the pieces' bytes.
+
+That is GPT-2's kind, as Llama 3's and Qwen's are. Where tokens are numbered as they were merged,
+the pattern and the tokens' bytes are all that it takes to tokenize as such a tokenizer does.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, normalizers
+
+# What the library's ByteLevel means by `use_regex`.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# A letter, a digit, a space and another character: where two of them meet again and again, pieces
+# are short. Runs of one kind may be as long as they like.
+_KINDS = ("a", "1", " ", "-")
+_MEETINGS, _MOST_CHARS = 64, 8
+
+
+def split_pattern(raw: RawTokenizer) -> str | None:
+    """None for tokenizers of another kind."""
+    pattern = _pattern(raw)
+    if pattern is None or not all(_cuts_between(raw, *pair) for pair in combinations(_KINDS, 2)):
+        return None
+    return pattern
+
+
+def _pattern(raw: RawTokenizer) -> str | None:
+    model, steps = raw.model, _pre_tokenizers(raw)
+    if not isinstance(model, models.BPE) or model.dropout or model.byte_fallback:
+        return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    if not isinstance(raw.normalizer, normalizers.NFC | None):
+        return None
+    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+        return None
+    splits, by_itself = steps[:-1], steps[-1]["use_regex"]
+    if by_itself:
+        return None if splits else GPT2_PATTERN
+    return _regex(splits[0]) if len(splits) == 1 else None
+
+
+def _pre_tokenizers(raw: RawTokenizer) -> list[dict]:
+    """As the library's own JSON; [] where there are none."""
+    if raw.pre_tokenizer is None:
+        return []
+    state = json.loads(raw.pre_tokenizer.__getstate__())
+    steps: list[dict] = state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _cuts_between(raw: RawTokenizer, one: str, other: str) -> bool:
+    pieces = raw.pre_tokenizer.pre_tokenize_str((one + other) * _MEETINGS)
+    return max(end - start for _, (start, end) in pieces) <= _MOST_CHARS
+
+
+def _regex(step: dict) -> str | None:
+    """Of a step that makes each match and what is between them a piece."""
+    if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
+        return None
+    pattern: str | None = step["pattern"].get("Regex")
+    return pattern
