@@ -94,6 +94,11 @@ class DecodeGraphs:
         """The captured size that so many rows are padded to; None where none is as large."""
         return self._sizes.fitting(num_rows)
 
+    def logits(self, size: int) -> torch.Tensor:
+        """Where the step of this size leaves its logits: [size, V]."""
+        _, (_, logits) = self._graphs[size]
+        return logits
+
     def replay(self, size: int) -> Outputs:
         """Run the step of the slots that are there; its outputs have `size` rows and hold until the
         next replay."""

@@ -9,12 +9,14 @@ decodes only is `decode_step`, eager or from a graph: the same function. Where r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from asyncllm.attention.base import AttentionBackend, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.masked_graphs import MaskedGraphs
 from asyncllm.graphs.step_graph import StepGraph
 from asyncllm.models.base import CausalLM
 from asyncllm.step_plan import StepPlan
@@ -71,6 +73,7 @@ class ModelRunner:
         self._builder = builder
         self._staging = Staging(device)
         self.graphs: DecodeGraphs | None = None
+        self.masked_graphs: MaskedGraphs | None = None  # of the same sizes
         self.work = WorkCounts()
         self.inbox = inbox
         self.slot_writer = SlotWriter(state, inbox, kernels.write_slots)
@@ -86,6 +89,7 @@ class ModelRunner:
         )
         self.mixed_logits = MixedLogits(model, sampler, inbox)
         results = ResultBuffers(len(state.positions), device)
+        self._masks = masks
         self._sampling = StepSampling(sampler, processors, masks, self._staging, results)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -136,13 +140,16 @@ class ModelRunner:
         tensors = self._tell_decodes(inputs)
         graphs, slots, num_rows = self.graphs, self.inbox.decode_slots, len(inputs.decode_slots)
         size = None if graphs is None else graphs.fitting(num_rows)
+        resample = None
         self.work.ran("decode", num_rows, size)
         if graphs is None or size is None:
             max_len = int(inputs.plan.decodes.positions.max()) + 1
             tokens, logits = self.decode_step(slots[:num_rows], max_len)
         else:
             tokens, logits = graphs.replay(size)
-        return Forwarded(logits, slots, None, tokens, tensors, [])
+            if self.masked_graphs is not None:
+                resample = partial(self.masked_graphs.replay, size)
+        return Forwarded(logits, slots, None, tokens, tensors, [], resample)
 
     def _tell_decodes(self, inputs: StepInputs) -> Tensors:
         """Which slots decode, if not those of the last step; how slots change."""
@@ -175,6 +182,11 @@ class ModelRunner:
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
         logits = (forward or self._layers)(rows.last_tokens, decodes, prompt_lens)
         return self._sampler.plain(logits, slots, rows.next_positions), logits
+
+    def resample(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """A token for each row of a decode step, again: by the masks that were uploaded for them.
+        Capturable."""
+        return self._sampler.plain(logits, slots, None, self._masks.first(len(slots)))
 
     def _layers(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None

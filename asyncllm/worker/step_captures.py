@@ -16,6 +16,7 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_ways import Way
+from asyncllm.graphs.masked_graphs import MaskedGraphs
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.progress import DELAY_S, ProgressBar
@@ -72,9 +73,15 @@ class StepCaptures:
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots, clear = runner.inbox.decode_slots, runner.inbox.clear
         decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, trial)
-        self._capture(decode.capture, sizes, "decode")
+        masked = MaskedGraphs(runner.resample, decode, GraphPool())
+
+        def capture(size: int) -> None:
+            decode.capture(size)
+            masked.capture(size)
+
+        self._capture(capture, sizes, "decode")
         runner.slot_writer.capture(self._pool)
-        runner.graphs = decode
+        runner.graphs, runner.masked_graphs = decode, masked
 
     def capture_one(self) -> None:
         """One of those that are left. Blocks for 10 to 20 ms, a few steps more where ways to run
@@ -89,7 +96,8 @@ class StepCaptures:
         """Let go of all that is captured, which holds the runner's own methods: a circle."""
         self._pending.clear()
         runner = self._runner
-        runner.graphs = runner.mixed_logits.graphs = runner.mixed_forward.graphs = None
+        runner.graphs = runner.masked_graphs = None
+        runner.mixed_logits.graphs = runner.mixed_forward.graphs = None
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle."""

@@ -6,6 +6,7 @@ graph; else all rows of the step are sampled in full, and what a graph sampled i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,8 @@ class Forwarded:
     tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
     tensors: dict[str, torch.Tensor]  # the step's uploaded arrays
     prompt_logprobs: list[LogprobTensors]
+    # Tokens of all rows, by masks that were uploaded for all; None where that is not captured.
+    resample: Callable[[], torch.Tensor] | None = None
 
     def first(self, num_rows: int) -> Forwarded:
         """The step's rows alone."""
@@ -73,6 +76,10 @@ class StepSampling:
         its forward pass is launched."""
         if forwarded is None:
             return lambda: StepResult([])
+        if forwarded.resample is not None and inputs.features == Feature.MASK and len(masks.rows):
+            self._masks.upload(masks.rows, len(forwarded.logits))
+            sampled = Sampled(forwarded.resample(), forwarded.logits, None, [], {})
+            return fetch(inputs, sampled, self._results)
         num_rows = len(inputs.sampled_slots)
         # Of most steps nothing is wanted but tokens that are sampled already.
         if inputs.features or len(masks.rows) or forwarded.tokens is None:

@@ -61,6 +61,13 @@ class TokenMaskBuffer:
             with torch.cuda.stream(self._stream):
                 self._on_device = _Words(self._num_rows, self._num_words, self._device)
 
+    def first(self, num_rows: int) -> RowMasks:
+        """Where masks for so many rows of a step are, whatever their number, after an upload."""
+        if self._on_device is None:
+            self._allocate()
+        assert self._on_device is not None
+        return RowMasks(self._on_device.of_row[:num_rows], self._on_device.bits)
+
     def upload(self, rows: np.ndarray, num_rows: int) -> RowMasks:
         """The first masks of `host()` for these of a step's `num_rows` rows, one each.
 
@@ -89,7 +96,7 @@ class _Words:
         self.num_header = -(-num_rows // 4) * 4  # kernels want 16-byte alignment
         size = self.num_header + num_rows * num_words
         self.words = torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned)
-        self.of_row = self.words[:num_rows]
+        self.of_row = self.words[:num_rows].fill_(NO_MASK)
         self.bits = self.words[self.num_header :].view(num_rows, num_words)
 
 

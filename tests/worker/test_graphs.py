@@ -14,12 +14,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncllm import LLM, RequestFailedError, RequestOutput, SamplingParams
+from asyncllm import (
+    LLM,
+    RequestFailedError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.engine import engine_steps
 from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.masked_graphs import MaskedGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.graphs.prefill_graphs import PrefillGraphs
 from asyncllm.graphs.step_graph import StepGraph, Way
@@ -170,6 +177,52 @@ def test_graphed_equals_eager(
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
+
+
+MASKED = SamplingParams(
+    temperature=0.8,
+    seed=5,
+    max_tokens=12,
+    structured_outputs=StructuredOutputsParams(regex="[a-z ]{3,9}(one|two) [0-9]+"),
+)
+
+
+@pytest.mark.parametrize(
+    ("params", "is_captured"),
+    [
+        (MASKED, True),
+        (replace(MASKED, top_k=3), True),
+        (replace(MASKED, logprobs=1), False),  # of tokens that eager sampling gives
+        (replace(MASKED, presence_penalty=1.0), False),
+        (GREEDY, False),
+    ],
+    ids=["drawn", "filtered", "logprobs", "penalised", "free"],
+)
+def test_masks_on_captured_steps_equal_eager(
+    params: SamplingParams, is_captured: bool, recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def counted(self: Any, size: int, replay: Any = MaskedGraphs.replay) -> torch.Tensor:
+        sizes.append(size)
+        return replay(self, size)
+
+    monkeypatch.setattr(MaskedGraphs, "replay", counted)
+    ours = answers(params, **GRAPHED)
+    assert bool(sizes) == is_captured and set(sizes) <= {4}  # of one row and of four
+    eager = answers(params, **ARGS, enforce_eager=True)
+    assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
+
+
+def test_some_rows_of_a_captured_step_are_masked(recorded: None) -> None:
+    """Beside rows that are free, and the padding behind them."""
+    params = [MASKED, replace(FILTERED, max_tokens=12), replace(MASKED, seed=6)]
+    results = []
+    for args in (GRAPHED, ARGS | {"enforce_eager": True}):
+        with LLM("tiny", **args) as llm:
+            outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+            results.append([output.outputs[0].token_ids for output in outputs])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("records", "entries"), [(1, 6), (0, 0)])
