@@ -100,6 +100,16 @@ FILTERED = [
     SamplingParams(temperature=1.0, top_p=0.5, seed=11, max_tokens=48),
     SamplingParams(temperature=1.2, top_k=1000, top_p=0.9999, seed=12, max_tokens=48),
 ]
+# And that it penalises, by what was said and by what the prompt says.
+PENALISED = [
+    SamplingParams(temperature=0, max_tokens=48, frequency_penalty=0.4),
+    SamplingParams(
+        temperature=0.7, top_k=20, top_p=0.8, presence_penalty=1.5, seed=13, max_tokens=48
+    ),
+    SamplingParams(temperature=0, max_tokens=48),
+    SamplingParams(temperature=0, max_tokens=48, repetition_penalty=1.15, logprobs=1),
+    replace(HOSTED[2], presence_penalty=-0.5, repetition_penalty=1.1),
+]
 # Rows whose masks the plain kernels apply, as long as no row beside them needs more.
 MASKED = [
     *HOSTED[:3],
@@ -297,6 +307,12 @@ CHECKS: list[tuple[str, Check]] = [
     ("masked plainly = in full", partial(plainly_as_in_full, MASKED)),
     ("graph = eager, filtered rows", partial(same_tokens, FILTERED, ROOMY, EAGER)),
     ("filtered plainly = in full", partial(plainly_as_in_full, FILTERED)),
+    ("graph = eager, penalised rows", partial(same_tokens, PENALISED, ROOMY, EAGER)),
+    ("penalised plainly = in full", partial(plainly_as_in_full, PENALISED)),
+    (
+        "penalised, swapped = never preempted",
+        partial(same_tokens, PENALISED, TIGHT | {"preemption_mode": "swap"}, ROOMY),
+    ),
     ("structured output", schema_is_kept),
     ("cached = cold", cached_as_cold),
     ("swapped = never preempted", partial(preempted_as_never, "swap")),

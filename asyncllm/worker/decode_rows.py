@@ -11,8 +11,8 @@ from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.worker.device_state import DeviceState
 
 # (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows. Fills the first
-# tokens. A row of slot 0 is none's: its token is left alone, its position is -1. Only enqueues, and
-# may be captured.
+# tokens, and counts them. A row of slot 0 is none's: its token is left alone, its position is -1.
+# Only enqueues, and may be captured.
 FillDecodes = Callable[[DeviceState, torch.Tensor, TokenBuffers, int], DecodeRows]
 
 
@@ -20,6 +20,7 @@ def fill_decodes_torch(
     state: DeviceState, slots: torch.Tensor, tokens: TokenBuffers, block_size: int
 ) -> DecodeRows:
     """The reference `FillDecodes`."""
+    state.count_inputs(slots)
     first, is_one = tokens.first(len(slots)), slots > 0
     rows = DecodeRows(state.block_tables[slots], state.positions[slots])
     for buffer, values in (

@@ -11,7 +11,7 @@ needs an event. S = slots (running sequences + 1), P = pages per sequence, V = v
   temperatures ..  f32    [S]     init                          sampler
   top_ks           int32  [S]     init                          sampler
   seeds            int64  [S]     init                          sampler
-  output_counts    int32  [S, V]  init, sampler (if penalised)  penalties
+  output_counts    int32  [S, V]  init, inputs (if penalised)   penalties
   in_prompt        bool   [S, V]  init (if penalised)           repetition penalty
   allowed          bool   [S, V]  init (if restricted)          sampler; made on first use
 """
@@ -61,6 +61,24 @@ class DeviceState:
             self._init_penalties(changes)
         if "allowed_slots" in changes:
             self._init_allowed(changes)
+
+    @property
+    def penalties(self) -> tuple[torch.Tensor, ...]:
+        """Presence, frequency and repetition penalties, counts, and what is in the prompt."""
+        params = (self.presence_penalties, self.frequency_penalties, self.repetition_penalties)
+        return *params, self.output_counts, self.in_prompt
+
+    def count_inputs(self, slots: torch.Tensor) -> None:
+        """Of a decode step, once: each slot's last token, which is the step's input, is what it has
+        said. Only then is it sure: who samples a step again may choose another token."""
+        places = slots, self.last_tokens[slots]
+        self.output_counts.index_put_(places, self.is_penalised(slots).int(), accumulate=True)
+
+    def is_penalised(self, slots: torch.Tensor) -> torch.Tensor:
+        """bool. The padding slot never is."""
+        presence, frequency = self.presence_penalties[slots], self.frequency_penalties[slots]
+        is_one = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
+        return is_one & (slots != 0)
 
     def _init_penalties(self, changes: Mapping[str, torch.Tensor]) -> None:
         slots = changes["penalty_slots"].long()

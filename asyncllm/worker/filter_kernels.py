@@ -64,48 +64,46 @@ def largest_of(maxima_ptr, num_groups):
 @triton.jit
 def draw_filtered(
     row, maxima_ptr, listed_ptr, num_groups, log_sums, best,
-    temperature, top_k, top_p, min_p, seed, position, UNIT: tl.constexpr,
+    temperature, top_k, top_p, min_p, seed, position, unit,
 ):  # fmt: skip
     """(noisy logit, token) of the best of the tokens that the filters keep.
 
     row: as `load_logits` takes it. maxima_ptr: of its groups; best: the largest of them, finite.
-    listed_ptr: room for as many numbers. log_sums: what `summarise_block` returned. UNIT: by how
+    listed_ptr: room for as many numbers. log_sums: what `summarise_block` returned. unit: by how
     much the keys of neighbouring logits differ.
     """
     groups = maxima_ptr, listed_ptr, num_groups
     top = best / temperature
     cutoff = best + temperature * tl.log(min_p)
-    _, vocab_size, _, _, _ = row
+    _, vocab_size, _, _, _, _ = row
     if _by_rank(top_k, vocab_size):
         target = top_k.to(tl.float32)
-        cutoff = _raise_cutoff(row, groups, temperature, top, best, cutoff, target, True, UNIT)
+        cutoff = _raise_cutoff(row, groups, temperature, top, best, cutoff, target, unit, True)
     if top_p < 1:
         total = tl.sum(tl.exp(log_sums - top), axis=0) * ONE
         if cutoff > float("-inf"):
             num_listed = _list_groups(groups, cutoff)
             total = _weigh(row, listed_ptr, num_listed, temperature, top, cutoff, False)
         target = top_p * total
-        cutoff = _raise_cutoff(row, groups, temperature, top, best, cutoff, target, False, UNIT)
+        cutoff = _raise_cutoff(row, groups, temperature, top, best, cutoff, target, unit, False)
     num_listed = _list_groups(groups, cutoff)
     return _best_of_listed(row, listed_ptr, num_listed, temperature, cutoff, seed, position)
 
 
 @triton.jit
-def _raise_cutoff(
-    row, groups, temperature, top, best, cutoff, target, BY_RANK: tl.constexpr, UNIT: tl.constexpr
-):
+def _raise_cutoff(row, groups, temperature, top, best, cutoff, target, unit, BY_RANK: tl.constexpr):
     """The highest cutoff that leaves what weighs `target`; the given one where all weighs less.
 
     First down from the best token in growing steps, until it is enough: only what is as likely as
     that need be read for the rest, which is bisection between the last two steps.
     """
     _, listed_ptr, _ = groups
-    high = (_key(best) & -UNIT) + UNIT  # above all
-    low, step = high - UNIT, high * 0 + FIRST_STEP
+    high = (_key(best) & -unit) + unit  # above all
+    low, step = high - unit, high * 0 + FIRST_STEP
     is_stepping = low < high
     num_listed = 0
-    while is_stepping | (high - low > UNIT):
-        key = tl.where(is_stepping, low, ((low + high) >> 1) & -UNIT)
+    while is_stepping | (high - low > unit):
+        key = tl.where(is_stepping, low, ((low + high) >> 1) & -unit)
         floor = tl.maximum(_value(key), cutoff)
         if is_stepping:
             num_listed = _list_groups(groups, floor)

@@ -1,10 +1,11 @@
-"""What the sampler's kernels do with a token: read its logit under a mask, draw its noise."""
+"""What the sampler's kernels do with a token: read its logit, as it may come; draw its noise."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from asyncllm.worker.penalty_kernels import penalise
 from asyncllm.worker.token_masks import LEAST_LOGIT
 
 LEAST: tl.constexpr = tl.constexpr(LEAST_LOGIT)
@@ -16,9 +17,9 @@ def load_logits(row, token):
     finite is +inf, behind a mask too: it must win, to be seen.
 
     row: pointer to its logits, size of the vocabulary, MASKED: whether any row of the step has a
-    mask, whether this one has, and pointer to its mask's words.
+    mask, whether this one has, pointer to its mask's words; its penalties.
     """
-    row_ptr, vocab_size, MASKED, is_masked, words_ptr = row
+    row_ptr, vocab_size, MASKED, is_masked, words_ptr, penalties = row
     inside = (token >= 0) & (token < vocab_size)
     x = tl.load(row_ptr + token, inside, other=float("-inf")).to(tl.float32)
     if MASKED:  # noqa: SIM102 the compiler knows this one
@@ -27,6 +28,8 @@ def load_logits(row, token):
             least = tl.where(x < LEAST, LEAST, x)
             is_bad = (x != x) | (x == float("inf"))
             x = tl.where(is_bad, float("inf"), tl.where(allowed != 0, least, float("-inf")))
+    if penalties[0]:
+        x = penalise(x, token, inside, penalties)
     return tl.where(x != x, float("inf"), x)
 
 

@@ -201,12 +201,15 @@ class ModelRunner:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         num_padded = None if graph is None else graph.num_tokens
         self.work.ran("mixed", step.num_tokens, num_padded)
-        if self.inbox.takes(inputs.changes):
-            hidden = self.mixed_forward.run(step, graph, inputs.changes)
-            tensors = self._upload(inputs.arrays)  # which only sampling reads
-        else:
+        if not self.inbox.takes(inputs.changes):
             tensors = self._upload(inputs.arrays, inputs.changes)
             hidden = self.mixed_forward.run(step, graph)
+        elif "penalty_slots" in inputs.arrays:  # of decodes too, which count their inputs
+            tensors = self._upload(inputs.arrays)
+            hidden = self.mixed_forward.run(step, graph, inputs.changes)
+        else:
+            hidden = self.mixed_forward.run(step, graph, inputs.changes)
+            tensors = self._upload(inputs.arrays)  # which only sampling reads
         prompt_logprobs = [
             logprobs
             for wanted in inputs.prompt_logprobs

@@ -101,9 +101,6 @@ class Sampler:
             tokens.index_put_((rows,), forced)
             state.last_tokens.index_put_((slots[rows],), forced.clamp(min=0))
         tokens.masked_fill_(bad, NON_FINITE_TOKEN)
-        if features & Feature.PENALTY:
-            ones = torch.ones_like(tokens)
-            state.output_counts.index_put_((slots, tokens.clamp(min=0)), ones, accumulate=True)
         return tokens
 
     def _edit(
@@ -122,8 +119,6 @@ class Sampler:
             logits.index_put_(where, edits["edit_values"], accumulate=True)
         if masks is not None:
             self._apply_masks(logits, masks)
-        if features & Feature.PENALTY:
-            self._penalise(logits, slots)
 
     def _mask_disallowed(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         assert self._state.allowed is not None
@@ -131,16 +126,19 @@ class Sampler:
         unrestricted = ~allowed.any(dim=1, keepdim=True)
         logits.masked_fill_(~(allowed | unrestricted), NOTHING)
 
-    def _penalise(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Repetition over prompt and output; frequency and presence over output (as vLLM)."""
-        state = self._state
-        counts = state.output_counts[slots]
-        seen = state.in_prompt[slots] | (counts > 0)
-        repetition = state.repetition_penalties[slots].unsqueeze(1)
-        factor = torch.where(logits > 0, 1.0 / repetition, repetition)
-        logits *= factor.masked_fill_(~seen, 1.0)
-        logits -= state.frequency_penalties[slots].unsqueeze(1) * counts
-        logits -= state.presence_penalties[slots].unsqueeze(1) * (counts > 0)
+
+def penalise(logits: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> None:
+    """In place: repetition over prompt and output; frequency and presence over output (as vLLM)."""
+    rows = state.is_penalised(slots).nonzero().squeeze(1)
+    slots, x = slots[rows], logits[rows]
+    counts = state.output_counts[slots]
+    seen = state.in_prompt[slots] | (counts > 0)
+    repetition = state.repetition_penalties[slots].unsqueeze(1)
+    factor = torch.where(x > 0, 1.0 / repetition, repetition)
+    x *= factor.masked_fill_(~seen, 1.0)
+    x -= state.frequency_penalties[slots].unsqueeze(1) * counts
+    x -= state.presence_penalties[slots].unsqueeze(1) * (counts > 0)
+    logits.index_copy_(0, rows, x)
 
 
 def gather_logprobs(
@@ -175,6 +173,7 @@ def sample_slots_torch(
     scores = logits.to(torch.float32, copy=True)
     if masks is not None:
         apply_masks_torch(scores, masks)
+    penalise(scores, state, slots)
     temperatures = state.temperatures[slots].unsqueeze(1)
     scores /= torch.where(temperatures > 0, temperatures, 1.0)
     _filter(scores, state, slots)

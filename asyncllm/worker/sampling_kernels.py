@@ -22,6 +22,7 @@ from asyncllm.worker.filter_kernels import (
     summarise_block,
 )
 from asyncllm.worker.logit_kernels import gumbel_noise, load_logits
+from asyncllm.worker.penalty_kernels import open_penalties
 from asyncllm.worker.token_masks import RowMasks
 
 BLOCK = 4096  # logits per program: 32 of them for a row of 128k, so that one row fills the card
@@ -40,14 +41,15 @@ UNITS = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13, torch.float32: 1}
 
 @triton.jit
 def _open_row(
-    row, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride,
+    row, slot, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride, penalties,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A row's logits and mask as `load_logits` takes them."""
+    """A row's logits, mask and penalties as `load_logits` takes them."""
     place = tl.load(of_row_ptr + row) if MASKED else row
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     words_ptr = bits_ptr + place.to(tl.int64) * bits_stride
-    return row_ptr, vocab_size, MASKED, place >= 0, words_ptr
+    of_slot = open_penalties(slot, vocab_size, penalties)
+    return row_ptr, vocab_size, MASKED, place >= 0, words_ptr, of_slot
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def _load_parameters(slot, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr)
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS_TO_SCALARS)
 def _look_at_block(
     logits_ptr, row_stride, vocab_size, slots_ptr, positions_ptr, of_row_ptr, bits_ptr, bits_stride,
-    temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr,
+    temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, penalties,
     values_ptr, tokens_ptr, maxima_ptr, num_blocks, by_slot,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -82,11 +84,12 @@ def _look_at_block(
         row += wait_previous()  # every address depends on it
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    opened = _open_row(
-        row, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride, MASKED
-    )
-    x = load_logits(opened, token)
     slot = tl.load(slots_ptr + row)
+    opened = _open_row(
+        row, slot, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride, penalties,
+        MASKED,
+    )  # fmt: skip
+    x = load_logits(opened, token)
     temperature, top_k, top_p, min_p = _load_parameters(
         slot, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr
     )
@@ -109,7 +112,7 @@ def _look_at_block(
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS_TO_SCALARS)
 def _pick_of_row(
     logits_ptr, row_stride, vocab_size, slots_ptr, positions_ptr, of_row_ptr, bits_ptr, bits_stride,
-    temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr,
+    temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, penalties,
     values_ptr, tokens_ptr, maxima_ptr, listed_ptr, out_ptr, last_tokens_ptr, slot_positions_ptr,
     num_blocks, by_slot, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, NON_FINITE: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
@@ -135,13 +138,15 @@ def _pick_of_row(
         largest = largest_of(maxima_ptr, num_groups)
         if (largest > float("-inf")) & (largest < float("inf")):
             opened = _open_row(
-                row, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride, MASKED
-            )
+                row, slot, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride,
+                penalties, MASKED,
+            )  # fmt: skip
+            unit = tl.where(opened[5][0], 1, UNIT)  # penalised logits are float32's
             listed_ptr += row.to(tl.int64) * num_groups
             seed = tl.load(seeds_ptr + slot)
             best, token = draw_filtered(
                 opened, maxima_ptr, listed_ptr, num_groups, values, largest,
-                temperature, top_k, top_p, min_p, seed, position, UNIT,
+                temperature, top_k, top_p, min_p, seed, position, unit,
             )  # fmt: skip
     else:
         best, index = _first_of_best(values)
@@ -181,7 +186,7 @@ def sample_slots_triton(
         logits, logits.stride(0), vocab_size, slots,
         state.positions if positions is None else positions,
         of_row, bits, bits.stride(0),
-        state.temperatures, state.top_ks, state.top_ps, state.min_ps, state.seeds,
+        state.temperatures, state.top_ks, state.top_ps, state.min_ps, state.seeds, state.penalties,
     )  # fmt: skip
     flags = {
         "BLOCK": BLOCK,

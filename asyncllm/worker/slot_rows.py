@@ -20,11 +20,12 @@ class SlotRows:
     block_tables: torch.Tensor  # int32 [rows, pages per sequence]
 
 
-# (state, slots int32 [rows]); only enqueues, and may be captured
+# (state, slots int32 [rows]); only enqueues, and may be captured. Counts the inputs.
 GatherSlots = Callable[[DeviceState, torch.Tensor], SlotRows]
 
 
 def gather_slots_torch(state: DeviceState, slots: torch.Tensor) -> SlotRows:
     """The reference `GatherSlots`."""
+    state.count_inputs(slots)
     positions = state.positions[slots]
     return SlotRows(state.last_tokens[slots], positions, positions + 1, state.block_tables[slots])

@@ -34,7 +34,7 @@ class Feature(enum.IntFlag):
 
 PLAINEST = Feature(0)
 # What the sampler does plainly; logprobs are read from the logits beside it.
-PLAIN = Feature.LOGPROBS | Feature.MASK
+PLAIN = Feature.PENALTY | Feature.LOGPROBS | Feature.MASK
 
 
 @dataclass(slots=True)
@@ -155,6 +155,13 @@ def _forced_now(seq: Sequence) -> int | None:
     return None if seq.forcer is None else seq.forcer.next_token(seq.token_ids)
 
 
+def _counted(init: SlotInit) -> list[int]:
+    """What it has said; but the input of a step that decodes is counted there."""
+    seq = init.seq
+    decodes = init.num_computed >= seq.num_prefill
+    return init.token_ids[seq.num_prompt_tokens : len(init.token_ids) - decodes]
+
+
 def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
     """Of prompts, which forks share, each token once; of outputs each time."""
     requests = {init.seq.request.request_id: init.seq.request for init in inits}
@@ -163,7 +170,7 @@ def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
     }
     slots = arrays["penalty_slots"] = int32([init.slot for init in inits])
     prompts = [prompt_of[init.seq.request.request_id] for init in inits]
-    outputs = [int32(init.token_ids[init.seq.num_prompt_tokens :]) for init in inits]
+    outputs = [int32(_counted(init)) for init in inits]
     for name, lists in (("prompt", prompts), ("output", outputs)):
         arrays[f"{name}_slots"] = slots.repeat([len(ids) for ids in lists])
         arrays[f"{name}_tokens"] = np.concatenate(lists)

@@ -8,6 +8,7 @@ import torch
 from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
+from asyncllm.worker.device_state import DeviceState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,9 +88,19 @@ def test_equals_torch(
         assert torch.equal(caches[1].layers[0][:, 1], caches[0].layers[0][:, 1])  # values as are
 
 
+def penalise_some(state: DeviceState) -> None:
+    """Every other slot, in one way or another; the padding slot as nobody set it."""
+    for penalties, first in (
+        (state.presence_penalties, 2),
+        (state.frequency_penalties, 4),
+        (state.repetition_penalties, 6),
+    ):
+        penalties[first::6] = -0.5 if first < 6 else 1.2
+    state.repetition_penalties[1:].clamp_(min=1)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 100])
 def test_rows_of_slots_equal_torch(rows: int) -> None:
-    from asyncllm.worker.device_state import DeviceState
     from asyncllm.worker.slot_rows import gather_slots_torch
     from asyncllm.worker.slot_rows_kernel import gather_slots_triton
 
@@ -97,7 +108,12 @@ def test_rows_of_slots_equal_torch(rows: int) -> None:
     state.last_tokens.copy_(torch.randint(0, 5000, (128,), device=CUDA))
     state.positions.copy_(torch.randint(0, 9999, (128,), device=CUDA))
     state.block_tables.copy_(torch.randint(0, 99, (128, 1500), device=CUDA))
+    penalise_some(state)
     slots = torch.randperm(128, device=CUDA)[:rows].int()
-    ours, expected = gather_slots_triton(state, slots), gather_slots_torch(state, slots)
+    ours = gather_slots_triton(state, slots)
+    counted = state.output_counts.clone()
+    state.output_counts.zero_()
+    expected = gather_slots_torch(state, slots)
+    assert torch.equal(counted, state.output_counts)
     for name in ("last_tokens", "positions", "next_positions", "block_tables"):
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name

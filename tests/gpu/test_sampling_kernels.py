@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,9 @@ def make_state(params: list[SamplingParams], vocab: int) -> DeviceState:
     state.top_ks[1:] = torch.tensor([min(max(p.top_k, 0), 2**31 - 1) for p in params]).int()
     state.top_ps[1:] = torch.tensor([max(p.top_p, LEAST_TOP_P) for p in params])
     state.min_ps[1:] = torch.tensor([p.min_p for p in params])
+    state.presence_penalties[1:] = torch.tensor([p.presence_penalty for p in params])
+    state.frequency_penalties[1:] = torch.tensor([p.frequency_penalty for p in params])
+    state.repetition_penalties[1:] = torch.tensor([p.repetition_penalty for p in params])
     state.seeds.copy_(torch.randint(-(2**62), 2**62, (len(params) + 1,)))
     state.positions[1:] = torch.randint(1, 9999, (len(params),)).int()
     return state
@@ -97,6 +101,7 @@ def both(
     params: list[SamplingParams],
     masks: RowMasks | None = None,
     in_slots: bool = True,
+    tell: Callable[[DeviceState], None] = lambda state: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [rows] by the kernels and by torch, row i with params i; their states agree."""
     rows = len(params)
@@ -104,6 +109,8 @@ def both(
     states.append(make_state(params, logits.shape[1]))
     states[1].seeds.copy_(states[0].seeds)
     states[1].positions.copy_(states[0].positions)
+    for state in states:
+        tell(state)
     slots = torch.randperm(rows, device=DEVICE).int() + 1
     order = slots.long() - 1
     given = None if in_slots else torch.randint(1, 9999, (rows,), device=DEVICE).int()
@@ -113,6 +120,7 @@ def both(
         for sample, state in zip((sample_slots_triton, sample_slots_torch), states, strict=True)
     ]
     assert torch.equal(states[0].positions, states[1].positions)
+    assert torch.equal(states[0].output_counts, states[1].output_counts)
     told = tokens[0] >= 0  # of what is not finite the state holds any token
     assert torch.equal(states[0].last_tokens[slots.long()][told], tokens[0][told])
     ours, reference = (torch.empty_like(each).index_copy_(0, order, each) for each in tokens)
@@ -204,6 +212,59 @@ def test_masked_rows_are_filtered_among_what_their_masks_allow(vocab: int) -> No
     bits[of_row[2].item()] = 0
     ours, reference = both(logits.to(BF16), params, RowMasks(of_row, bits))
     assert torch.equal(ours, reference)
+
+
+PENALTIES: list[dict[str, float]] = [
+    {},
+    {"presence_penalty": 1.5},
+    {"presence_penalty": -1.5},
+    {"frequency_penalty": 0.7},
+    {"frequency_penalty": -0.4},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.6},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_penalties(dtype: torch.dtype, is_masked: bool) -> None:
+    """Of what was said, and of what is in the prompt; the counts stay as they are."""
+    vocab = 4097 if ON_GPU else 333
+    cases = [
+        SamplingParams(temperature=temperature, **filters, **penalties)
+        for temperature in (0.0, 0.9)
+        for filters in ({}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.5}, {"min_p": 0.05})
+        for penalties in PENALTIES
+    ]
+    logits = (torch.randn(len(cases), vocab) * 2).to(dtype)
+    counts = torch.randint(0, 4, (len(cases) + 1, vocab), dtype=torch.int32, device=DEVICE)
+    in_prompt = torch.rand(len(cases) + 1, vocab, device=DEVICE) < 0.3
+    masks = None
+    if is_masked:
+        bits = torch.randint(-(2**31), 2**31, (len(cases), -(-vocab // 32)), device=DEVICE).int()
+        masks = RowMasks(torch.arange(len(cases), dtype=torch.int32, device=DEVICE), bits)
+
+    def tell(state: DeviceState) -> None:
+        state.output_counts.copy_(counts)
+        state.in_prompt.copy_(in_prompt)
+
+    ours, reference = both(logits, cases, masks, tell=tell)
+    same = (ours == reference).float()
+    assert same[: len(cases) // 2].all(), "greedy"
+    assert same.mean() >= 1 - 2 * NEAR_TIES
+    free, _ = both(logits, [SamplingParams(temperature=0)] * len(cases), masks)
+    assert (ours != free)[1 : len(PENALTIES)].any(), "penalties that change nothing"
+
+
+def test_the_padding_slot_is_not_penalised() -> None:
+    """Its repetition penalty is 0, as all that nobody set."""
+    state = make_state([SamplingParams(temperature=0)], 300)
+    slots = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    logits = torch.randn(3, 300, device=DEVICE)
+    tokens = sample_slots_triton(state, logits, slots, slots, None)
+    assert torch.equal(tokens, logits.argmax(1).int())
+    assert not state.output_counts.any()
 
 
 def test_a_row_draws_the_same_whoever_is_beside_it_and_whatever_type_its_logits_have() -> None:

@@ -150,17 +150,22 @@ def test_decodes_are_read_as_by_the_reference() -> None:
     layer = AttentionLayer(0, 2, 1, 64, 1.0)
     slots = torch.zeros(16, dtype=torch.int32, device=device)
     slots[:11] = torch.from_numpy(1 + rng.permutation(39)[:11].astype(np.int32)).to(device)
-    both = []
+    state.presence_penalties[2::2] = 0.5
+    state.repetition_penalties[1:] = 1
+    both, counts = [], []
     for fill in (fill_decodes_torch, fill_decodes_triton):
+        state.output_counts.zero_()
         tokens = TokenBuffers.zeros(20, layer, torch.bfloat16, device)
         tokens.token_ids.fill_(3)
         tokens.write_slots.fill_(5)
         rows = fill(state, slots, tokens, BLOCK_SIZE)
         filled = (tokens.token_ids, tokens.positions, tokens.prompt_lens, tokens.write_slots)
         both.append((rows.positions, rows.block_tables[:11], *filled))
+        counts.append(state.output_counts.clone())
     assert both[0][0].tolist()[11:] == [-1] * 5 and both[0][2].tolist()[11:] == [3] * 9
     for expected, ours in zip(*both, strict=True):
         assert torch.equal(ours, expected)
+    assert torch.equal(*counts) and 0 < counts[0].sum() < 11
 
 
 @torch.inference_mode()

@@ -55,6 +55,7 @@ PROMPTS = ["Hi.", "What is 2 + 3?", LONG, f"{LONG} And of Japan?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 FILTERED = SamplingParams(temperature=0.8, seed=5, top_k=20, top_p=0.9, max_tokens=6)
+PENALISED = replace(FILTERED, frequency_penalty=0.8, presence_penalty=0.5, repetition_penalty=1.2)
 FULL = SamplingParams(
     temperature=0.8, seed=5, top_k=20, repetition_penalty=1.3, logit_bias={101: 4.0}, max_tokens=6
 )
@@ -161,7 +162,9 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["recorded", "whole"])
 @pytest.mark.parametrize(
-    "params", [GREEDY, FILTERED, FULL, SCORED], ids=["greedy", "filtered", "full", "scored"]
+    "params",
+    [GREEDY, FILTERED, PENALISED, FULL, SCORED],
+    ids=["greedy", "filtered", "penalised", "full", "scored"],
 )
 def test_graphed_equals_eager(
     kind: str, params: SamplingParams, request: pytest.FixtureRequest, replayed: list[StepGraph]
@@ -193,7 +196,7 @@ MASKED = SamplingParams(
         (MASKED, True),
         (replace(MASKED, top_k=3), True),
         (replace(MASKED, logprobs=1), False),  # of tokens that eager sampling gives
-        (replace(MASKED, presence_penalty=1.0), False),
+        (replace(MASKED, presence_penalty=1.0), True),
         (GREEDY, False),
     ],
     ids=["drawn", "filtered", "logprobs", "penalised", "free"],

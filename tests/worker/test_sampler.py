@@ -21,6 +21,7 @@ from asyncllm.worker.sampler import (
     sample_slots_torch,
 )
 from asyncllm.worker.slot_changes import write_slots_torch
+from asyncllm.worker.slot_rows import gather_slots_torch
 from asyncllm.worker.slot_sampling import PLAIN, Feature
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_inputs import StepBuilder
@@ -68,6 +69,7 @@ class Rig:
         self.inits = ()
         slots = torch.tensor([s.slot for s in self.seqs])
         positions = torch.tensor([len(s.token_ids) for s in self.seqs], dtype=torch.int32)
+        gather_slots_torch(self.state, slots)
         if inputs.features & ~PLAIN:
             tokens = self.sampler.full(logits, slots, positions, inputs.features, tensors)
         else:
