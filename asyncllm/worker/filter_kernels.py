@@ -110,6 +110,8 @@ def _raise_cutoff(row, groups, temperature, top, best, cutoff, target, unit, BY_
         weight = _weigh(row, listed_ptr, num_listed, temperature, top, floor, BY_RANK)
         is_enough = (weight >= target) | (floor <= cutoff)
         high = tl.where(is_enough, high, key)
+        if BY_RANK:  # exactly as many: no number between leaves fewer that would do
+            high = tl.where(weight == target, key + unit, high)
         step_down = tl.maximum(low - step, LOWEST_KEY)
         low = tl.where(is_enough, key, tl.where(is_stepping, step_down, low))
         step = tl.minimum(step * STEP_GROWTH, -LOWEST_KEY)
