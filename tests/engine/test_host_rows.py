@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from asyncllm import (
     AsyncLLMEngine,
@@ -30,8 +29,8 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, TokenConstraint, TokenMasks
 from asyncllm.worker.host_step import HostStep
-from asyncllm.worker.sampler import Sampler
 from tests.engine.automaton import Automaton
+from tests.engine.sampled_in_full import count_in_full
 from tests.waiting import PATIENCE_SECONDS
 
 VOCAB_SIZE = AsyncLLMEngine("tiny").config.model.vocab_size
@@ -142,14 +141,7 @@ def test_masked_rows_are_the_same_by_the_plain_way_and_by_the_full(
     monkeypatch: pytest.MonkeyPatch, jumping: bool
 ) -> None:
     """After prefills, after decodes, beside rows without a mask; a bias of nothing is an edit."""
-    in_full: list[int] = []
-    full = Sampler.full
-
-    def counted(self: Sampler, logits: torch.Tensor, *args: Any) -> torch.Tensor:
-        in_full.append(len(logits))
-        return full(self, logits, *args)
-
-    monkeypatch.setattr(Sampler, "full", counted)
+    in_full = count_in_full(monkeypatch)
     if not jumping:
         no_jumps(monkeypatch)
     ways = [GREEDY, SEEDED, replace(GREEDY, logprobs=1), replace(SEEDED, n=2)]

@@ -17,7 +17,7 @@ from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOu
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import SequenceStatus, StepResult
-from asyncllm.worker.sampler import Sampler
+from tests.engine.sampled_in_full import count_in_full
 
 PROMPTS = [[11 + i, 12, 13, *range(20, 40 + 3 * i)] for i in range(4)]
 BASE = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -131,14 +131,7 @@ def test_counts_are_what_was_said(mode: str, budget: int, monkeypatch: pytest.Mo
 
 
 def test_no_step_is_sampled_in_full_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_full: list[int] = []
-    full = Sampler.full
-
-    def counted(self: Sampler, logits: torch.Tensor, *args: Any) -> torch.Tensor:
-        in_full.append(len(logits))
-        return full(self, logits, *args)
-
-    monkeypatch.setattr(Sampler, "full", counted)
+    in_full = count_in_full(monkeypatch)
     generate(requests(**FILTERED))
     assert set(in_full) == {1}, "but for the start, which tries it"
 
