@@ -33,6 +33,9 @@ class MaskedGraphs:
         graph, (tokens,) = self._pool.record(lambda: (self._resample(logits, slots),))
         self._graphs[size] = graph, tokens
 
+    def __contains__(self, size: int) -> bool:
+        return size in self._graphs
+
     def replay(self, size: int) -> torch.Tensor:
         """Tokens int32 [size] of the step of this size, the last that ran. They hold until the next
         replay."""

@@ -147,7 +147,7 @@ class ModelRunner:
             tokens, logits = self.decode_step(slots[:num_rows], max_len)
         else:
             tokens, logits = graphs.replay(size)
-            if self.masked_graphs is not None:
+            if self.masked_graphs is not None and size in self.masked_graphs:
                 resample = partial(self.masked_graphs.replay, size)
         return Forwarded(logits, slots, None, tokens, tensors, [], resample)
 

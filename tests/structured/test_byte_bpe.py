@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from asyncllm.engine.structured import byte_bpe as byte_bpe_module
 from asyncllm.engine.structured import vocabulary as vocabulary_module
-from asyncllm.engine.structured.byte_bpe import LONGEST_RUN, byte_bpe
+from asyncllm.engine.structured.byte_bpe import LONGEST_RUN, bounded, byte_bpe
 from asyncllm.engine.structured.compiler import GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
@@ -86,18 +87,42 @@ def test_forced_text_has_the_tokenizers_own_tokens(
         assert written == tokenizer.encode(text, False)
 
 
-@pytest.mark.parametrize("kind", ["x", "7", "-", " ", "e\u0301"])
+@pytest.mark.parametrize("first", ["", " ", '"', "--"])
+@pytest.mark.parametrize("kind", ["x", "7", "-", " ", "\n", "e\u0301"])
 def test_a_long_run_is_cut(
-    kind: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    first: str, kind: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into pieces of which each takes little time, and no text is lost by it."""
-    text = kind * 5000
+    text = first + kind * 5000
     ll = made(tokenizer).tokenizer_for("")
     written = ll.tokenize_str(text)
     assert b"".join(map(tokenizer.token_bytes, written)) == text.encode()
-    monkeypatch.setattr(byte_bpe_module, "RUNS", "(?!)")
+    monkeypatch.setattr(byte_bpe_module, "bounded", lambda pattern: pattern)
     whole = made(tokenizer).tokenizer_for("").tokenize_str(text)
-    assert len(whole) <= len(written) <= len(whole) + 5000 * len(kind) // LONGEST_RUN + 1
+    assert len(whole) <= len(written) <= len(whole) + 2 * 5000 * len(kind) // LONGEST_RUN + 1
+
+
+def test_no_piece_of_a_bounded_pattern_is_long(tokenizer: Tokenizer) -> None:
+    pattern = bounded(tokenizer.split_pattern or "")
+    assert pattern is not None
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for first, kind in itertools.product(["", " ", '"', "--", "\n", "x-"], 'x7- \n"é漢'):
+        pieces = split.pre_tokenize_str(first + kind * 3000)
+        assert "".join(piece for piece, _ in pieces) == first + kind * 3000
+        assert max(len(piece) for piece, _ in pieces) <= 2 * LONGEST_RUN + 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r" ?\p{L}+|\s*", r" ?\p{L}{1,128}|\s{0,128}"),
+        (r"[+*]?\+\*[^\]+]{1,3}", r"[+*]?\+\*[^\]+]{1,3}"),
+        (r"(?i:'s|'t)?(?!\S)", r"(?i:'s|'t)?(?!\S)"),
+        *((endless, None) for endless in (r"a++", r"a+?", r"x*+", r"(?:ab)+", r"(a)*", r"a{3,}")),
+    ],
+)
+def test_patterns_are_bounded(pattern: str, expected: str | None) -> None:
+    assert bounded(pattern) == expected
 
 
 def test_an_added_token_comes_whole(tokenizer: Tokenizer, asked: list[str]) -> None:

@@ -217,6 +217,15 @@ def test_masks_on_captured_steps_equal_eager(
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
 
 
+def test_a_size_without_a_graph_for_masks_is_sampled_eagerly(
+    recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a capture for which there was no memory."""
+    monkeypatch.setattr(MaskedGraphs, "capture", lambda self, size: None)
+    ours, eager = answers(MASKED, **GRAPHED), answers(MASKED, **ARGS, enforce_eager=True)
+    assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
+
+
 def test_some_rows_of_a_captured_step_are_masked(recorded: None) -> None:
     """Beside rows that are free, and the padding behind them."""
     params = [MASKED, replace(FILTERED, max_tokens=12), replace(MASKED, seed=6)]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Sequence
 
 from llguidance import LLTokenizer
 
 from asyncllm.engine.text.tokenizer import Tokenizer
 
-# To merge a piece takes the square of its length, and a grammar may force 256 KiB of one letter.
-LONGEST_RUN = 256
-RUNS = "|".join(
-    rf"{kind}{{{LONGEST_RUN}}}" for kind in (r"[\p{L}\p{M}]", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
+# To merge a piece takes the square of its length, and a grammar may force 256 KiB of one letter. So
+# a run is cut where it is as long as no word.
+LONGEST_RUN = 128
+_BOUNDED = {"+": f"{{1,{LONGEST_RUN}}}", "*": f"{{0,{LONGEST_RUN}}}"}
+# An escape, a class, a quantifier with what makes it lazy or possessive, of a group or not; another
+# character. A class within a class ends too early, and what is left of it is no quantifier's.
+_PART = re.compile(
+    r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\)?[+*?][+?]*|\{\d+,\}|.", re.DOTALL
 )
+_ENDLESS = re.compile(r"\)[+*][+?]*|[+*][+?]+|\{\d+,\}")
 SAMPLES = 256  # texts of a few tokens each that both must cut alike
 SAMPLE_TOKENS = 4
 
@@ -30,6 +36,7 @@ def byte_bpe(
     merged: which merge comes first is known by nothing else here.
     """
     pattern = tokenizer.split_pattern
+    pattern = None if pattern is None else bounded(pattern)
     if pattern is None:
         return None
     special = set(special_ids.values())
@@ -40,11 +47,19 @@ def byte_bpe(
     ll = LLTokenizer.from_tiktoken(
         encoder=plain,
         special_tokens=special_ids,
-        pattern=f"{RUNS}|{pattern}",
+        pattern=pattern,
         eos_token=list(eos_ids),
         n_vocab=len(tokens),
     )
     return ll if _cuts_alike(ll, tokenizer, list(plain)) else None
+
+
+def bounded(pattern: str) -> str | None:
+    """The same without a run beyond LONGEST_RUN; None where a quantifier is no plain + or *."""
+    parts = _PART.findall(pattern)
+    if "".join(parts) != pattern or any(_ENDLESS.fullmatch(part) for part in parts):
+        return None
+    return "".join(_BOUNDED.get(part, part) for part in parts)
 
 
 def _cuts_alike(ll: LLTokenizer, tokenizer: Tokenizer, plain: Sequence[bytes]) -> bool:
