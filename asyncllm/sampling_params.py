@@ -117,6 +117,12 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW_TEMPERATURE
 
     @property
+    def penalises(self) -> bool:
+        """Whether what was said changes the logits."""
+        penalties = self.presence_penalty or self.frequency_penalty
+        return bool(penalties) or self.repetition_penalty != 1
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many tokens are reported beside each sampled one; None: no logprobs at all."""
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs

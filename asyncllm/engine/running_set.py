@@ -77,7 +77,7 @@ class RunningSet:
         """A member that decodes knows more tokens than it has computed: they are a prefill."""
         seq.num_prefill = len(seq.token_ids)
         self.jumped.append(seq)
-        if _counts_tokens(seq):  # as its slot does, of those that it samples
+        if seq.request.sampling_params.penalises:  # its slot counts what it decodes from
             self.rewritten.add(seq)
         self._leave(seq)
 
@@ -160,10 +160,3 @@ def may_decode(seq: Sequence) -> bool:
     if seq.held or not seq.num_prefill <= seq.num_computed < seq.num_to_compute:
         return False
     return seq.num_in_flight == 0 or not seq.request.sampling_params.use_beam_search
-
-
-def _counts_tokens(seq: Sequence) -> bool:
-    """Whether what it has said changes its logits."""
-    params = seq.request.sampling_params
-    penalties = params.presence_penalty or params.frequency_penalty
-    return bool(penalties) or params.repetition_penalty != 1

@@ -1,9 +1,9 @@
 """What the host remembers of each slot's sampling, so that plain rows cost nothing.
 
-Which features a step needs decides between the captured sampler, which knows temperature and
-filters from the device alone, and the full one. What changes on
-the device (parameters, penalty counts, allowed tokens) is packed when a sequence takes its slot;
-what depends on the tokens so far (bad words, stop tokens before min_tokens) is packed per step.
+Which features a step needs decides between the captured sampler, which knows temperature, filters
+and penalties from the device alone, and the full one. What changes on the device (parameters,
+penalty counts, allowed tokens) is packed when a sequence takes its slot; what depends on the tokens
+so far (bad words, stop tokens before min_tokens) is packed per step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _NO_TOKENS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
 class Feature(enum.IntFlag):
     """What sampling a slot needs beyond what the captured sampler does."""
 
-    PENALTY = 1
-    EDIT = 2  # logit bias, bad words, min_tokens, tokens that are forced
-    ALLOWED = 4
-    LOGPROBS = 8
-    MASK = 16  # a constraint's
-    PROCESS = 32  # logits processors, of the request or of the engine
+    EDIT = 1  # logit bias, bad words, min_tokens, tokens that are forced
+    ALLOWED = 2
+    LOGPROBS = 4
+    MASK = 8  # a constraint's
+    PROCESS = 16  # logits processors, of the request or of the engine
 
 
 PLAINEST = Feature(0)
 # What the sampler does plainly; logprobs are read from the logits beside it.
-PLAIN = Feature.PENALTY | Feature.LOGPROBS | Feature.MASK
+PLAIN = Feature.LOGPROBS | Feature.MASK
 
 
 @dataclass(slots=True)
@@ -71,12 +70,12 @@ class SlotSampling:
         """Sequences take slots: remember what they need, pack what is not in their records."""
         for init in inits:
             self._remember(init)
+        penalised = [init for init in inits if init.seq.request.sampling_params.penalises]
+        if penalised:
+            _penalty_entries(penalised, arrays)
         if not self._special and not self._restricted:  # as in most batches
             return
         special = [(i, self._special[i.slot]) for i in inits if i.slot in self._special]
-        penalised = [i for i, features in special if features & Feature.PENALTY]
-        if penalised:
-            _penalty_entries(penalised, arrays)
         restricted = {i.slot for i, features in special if features & Feature.ALLOWED}
         # A slot that was restricted and is no more needs its row cleared as well.
         changed = [i for i in inits if i.slot in restricted | self._restricted]
@@ -89,8 +88,6 @@ class SlotSampling:
         request = init.seq.request
         params = request.sampling_params
         features = PLAINEST
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-            features |= Feature.PENALTY
         if params.allowed_token_ids is not None:
             features |= Feature.ALLOWED
         if params.num_logprobs is not None:

@@ -22,9 +22,6 @@ from asyncllm.worker.step_inputs import StepInputs
 from asyncllm.worker.step_results import Sampled, fetch
 from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 
-# All that rows may need of a captured sampling by masks.
-RESAMPLED = Feature.PENALTY | Feature.MASK
-
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
@@ -79,7 +76,7 @@ class StepSampling:
         its forward pass is launched."""
         if forwarded is None:
             return lambda: StepResult([])
-        if forwarded.resample is not None and not inputs.features & ~RESAMPLED and len(masks.rows):
+        if forwarded.resample is not None and inputs.features == Feature.MASK and len(masks.rows):
             self._masks.upload(masks.rows, len(forwarded.logits))
             sampled = Sampled(forwarded.resample(), forwarded.logits, None, [], {})
             return fetch(inputs, sampled, self._results)

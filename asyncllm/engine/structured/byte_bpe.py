@@ -40,9 +40,9 @@ def byte_bpe(
     if pattern is None:
         return None
     special = set(special_ids.values())
-    plain = {token: i for i, token in enumerate(tokens) if token and i not in special}
-    num_plain = sum(1 for i, token in enumerate(tokens) if token and i not in special)
-    if len(plain) < num_plain or any(bytes([byte]) not in plain for byte in range(256)):
+    pairs = [(token, i) for i, token in enumerate(tokens) if token and i not in special]
+    plain = dict(pairs)
+    if len(plain) < len(pairs) or any(bytes([byte]) not in plain for byte in range(256)):
         return None
     ll = LLTokenizer.from_tiktoken(
         encoder=plain,

@@ -6,11 +6,12 @@ the pattern and the tokens' bytes are all that it takes to tokenize as such a to
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, normalizers
+
+from asyncllm.engine.text.tokenizer_steps import steps_of
 
 # What the library's ByteLevel means by `use_regex`.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -30,7 +31,7 @@ def split_pattern(raw: RawTokenizer) -> str | None:
 
 
 def _pattern(raw: RawTokenizer) -> str | None:
-    model, steps = raw.model, _pre_tokenizers(raw)
+    model, steps = raw.model, steps_of(raw.pre_tokenizer, "pretokenizers")
     if not isinstance(model, models.BPE) or model.dropout or model.byte_fallback:
         return None
     if model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -43,15 +44,6 @@ def _pattern(raw: RawTokenizer) -> str | None:
     if by_itself:
         return None if splits else GPT2_PATTERN
     return _regex(splits[0]) if len(splits) == 1 else None
-
-
-def _pre_tokenizers(raw: RawTokenizer) -> list[dict]:
-    """As the library's own JSON; [] where there are none."""
-    if raw.pre_tokenizer is None:
-        return []
-    state = json.loads(raw.pre_tokenizer.__getstate__())
-    steps: list[dict] = state["pretokenizers"] if state["type"] == "Sequence" else [state]
-    return steps
 
 
 def _cuts_between(raw: RawTokenizer, one: str, other: str) -> bool:

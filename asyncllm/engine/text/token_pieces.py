@@ -12,12 +12,13 @@ were complete, which a stream has sent long before.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer as RawTokenizer
+
+from asyncllm.engine.text.tokenizer_steps import steps_of
 
 REPLACEMENT_CHARACTER = "\ufffd"
 REPLACE_EACH_BYTE = "asyncllm.replace_each_byte"  # a codec error handler
@@ -76,7 +77,7 @@ def build_token_pieces(
     raw: RawTokenizer, tokens: list[str | None], special_ids: frozenset[int]
 ) -> TokenPieces | None:
     """The table for the tokenizer's decoder, or None where its decoder does more than join."""
-    decoder = _decoder_chain(raw)
+    decoder = steps_of(raw.decoder, "decoders")
     if [step["type"] for step in decoder] == ["ByteLevel"]:
         return _build(tokens, special_ids, _byte_level_piece, "replace", 0)
     num_stripped = _sentencepiece_strip(decoder)
@@ -104,15 +105,6 @@ def _piece(data: bytes) -> Piece:
         return data.decode()
     except UnicodeDecodeError:
         return data
-
-
-def _decoder_chain(raw: RawTokenizer) -> list[dict]:
-    """The decoder's steps as the library's own JSON; [] where there is none."""
-    if raw.decoder is None:
-        return []
-    # The pickled state is that JSON. `to_str()` holds it too, with megabytes of vocabulary around.
-    state = json.loads(raw.decoder.__getstate__())
-    return state["decoders"] if state["type"] == "Sequence" else [state]
 
 
 # --- byte-level: each character of a token stands for one byte ---------------------------------
