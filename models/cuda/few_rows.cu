@@ -1,185 +1,153 @@
-// Matrix products of 2 to 16 rows, with what comes before and after them: see few_rows.py.
+// Matrix products of 2 to 32 rows, with what comes before and after them: see few_rows.py.
 //
-// One block computes FEATURES = 16 outputs of every row. Its warps share out the columns; each holds
-// its first weights in registers before it waits for the kernel before it. The tensor cores take the
-// weights as the operand of 16 rows and the few rows as that of 8. Which column a register stands for
-// does not matter as long as it is the same in both operands, so a thread loads 16 bytes that are
-// neighbours in memory where the instruction's own order would take 4.
-#include "../../attention/cuda/device.cuh"
+// A pair of blocks computes some of the outputs, group by group, and each block has every other slice of
+// the columns: x is read once for 64 rows of weights, and what both add up stays between them. Half of a
+// block's warps copy, as far ahead as there is shared memory, weights before the kernel before has ended.
+// The others share out a stage, each a quarter of its columns and half of its tiles.
+//
+//   unit   16 outputs, the tensor cores' rows; if gated 16 gates and their 16 ups
+//   tile   a unit's 16 rows of weights, or of one of its parts
+//   group  as many units as a stage has tiles for
+//   stage  SLICE columns of a group's weights, and of x
+//
+// Nobody waits for the ring while a group ends, or releases anything, which would wait for all copies
+// on their way: sums travel by stores that the other block's signal counts (docs/LOG.md).
+#include "few_rows/feeder.cuh"
+#include "few_rows/output.cuh"
 
 namespace {
 
-// WARPS and AHEAD by a sweep (docs/LOG.md).
-constexpr int FEATURES = 16;
-constexpr int WARPS = 16;
-constexpr int ROWS_TILE = 8;
-constexpr int COLUMNS = 32;   // of a warp's load: 8 rows of 64 bytes
-constexpr int AHEAD = 2;      // loads in flight per thread and row of the weights
+template <int ROWS>
+using Sums = float[TILES / HALVES][ROWS / 8][4];
 
-struct Args {
-    const __nv_bfloat16* x;          // [rows, size]
-    const float* squares;            // [rows, num_squares], or null: the factor is applied already
-    const __nv_bfloat16* weight;     // [features (twice if gated), size]
-    const __nv_bfloat16* bias;       // or null
-    const __nv_bfloat16* next_norm;  // [features], or null: nothing is added
-    __nv_bfloat16* out;              // [rows, features]: the result, or the residual it is added to
-    __nv_bfloat16* scaled;           // [rows, features]: the sum times next_norm
-    float* next_squares;             // [rows, gridDim.x]
-    int rows, features, size, num_squares;
-    float eps;
-};
-
-__device__ __forceinline__ uint4 load_weight(const __nv_bfloat16* p, bool inside) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (inside)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-
-__device__ __forceinline__ uint4 load_row(const __nv_bfloat16* p, bool inside) {
-    return inside ? *reinterpret_cast<const uint4*>(p) : make_uint4(0, 0, 0, 0);
-}
-
-// PARTS: 1, or 2 where gate and up are computed together. TILES: of 8 rows.
-template <int PARTS, int TILES, bool ADD>
-__global__ void __launch_bounds__(WARPS * 32) few_rows(const Args args) {
-    asm volatile("griddepcontrol.launch_dependents;");
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-    const int feature = blockIdx.x * FEATURES + group;
-    const int size = args.size, num_loads = size / COLUMNS;
-    const __nv_bfloat16* source[PARTS][2];
-    bool inside[2];
-    for (int half = 0; half < 2; half++) {
-        inside[half] = feature + 8 * half < args.features;
-        for (int part = 0; part < PARTS; part++)
-            source[part][half] = args.weight
-                + (static_cast<int64_t>(part) * args.features + feature + 8 * half) * size + quad * 8;
-    }
-    uint4 weight[AHEAD][PARTS][2];
-    auto load = [&](uint4 (&to)[PARTS][2], int i) {
-        for (int part = 0; part < PARTS; part++)
-            for (int half = 0; half < 2; half++)
-                to[part][half] = load_weight(source[part][half] + i * COLUMNS,
-                                             inside[half] && i < num_loads);
-    };
+// A warp's part of a stage.
+template <int ROWS>
+__device__ __forceinline__ void multiply(Sums<ROWS>& sums, const Stage<ROWS>& stage, int num_tiles,
+                                         const Lane& me) {
+    const int first = me.warp % QUARTERS * 2, half = me.warp / QUARTERS;
+    Windows x[ROWS / 8];
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) load(weight[i], warp + i * WARPS);
-
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-
-    __shared__ float factor[ROWS_TILE * TILES];
-    if (args.squares != nullptr) {
-        for (int row = warp; row < args.rows; row += WARPS) {
-            float sum = 0;
-            for (int i = lane; i < args.num_squares; i += 32)
-                sum += args.squares[row * args.num_squares + i];
-            for (int step = 16; step > 0; step /= 2) sum = add_across(sum, step);
-            if (lane == 0) factor[row] = rsqrtf(sum / size + args.eps);
-        }
-    }
-    float total[TILES][PARTS][4] = {};
-    for (int first = warp; first < num_loads; first += AHEAD * WARPS) {
+    for (int n = 0; n < ROWS / 8; n++)
+        x[n] = load_windows<load_shared>(stage.x + (n * 8 + me.row) * ROW_BYTES, first, me);
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const int at = first + i * WARPS;
-            uint4 x[TILES];
-            for (int tile = 0; tile < TILES; tile++) {
-                const int row = tile * ROWS_TILE + group;
-                x[tile] = load_row(args.x + static_cast<int64_t>(row) * size + at * COLUMNS + quad * 8,
-                                   row < args.rows && at < num_loads);
+    for (int t = 0; t < TILES / HALVES; t++) {
+        const int tile = t * HALVES + half;
+        if (tile >= num_tiles) break;
+        const unsigned char* row = stage.weight[tile] + me.row * ROW_BYTES;
+        const Windows upper = load_windows<load_shared>(row, first, me);
+        const Windows lower = load_windows<load_shared>(row + 8 * ROW_BYTES, first, me);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint4 a = upper.get(i, me), b = lower.get(i, me);
+#pragma unroll
+            for (int n = 0; n < ROWS / 8; n++) {
+                const uint4 v = x[n].get(i, me);
+                multiply_add(sums[t][n], a.x, b.x, a.y, b.y, v.x, v.y);
+                multiply_add(sums[t][n], a.z, b.z, a.w, b.w, v.z, v.w);
             }
-            uint4 now[PARTS][2];
-            for (int part = 0; part < PARTS; part++)
-                for (int half = 0; half < 2; half++) now[part][half] = weight[i][part][half];
-            load(weight[i], at + AHEAD * WARPS);
-            for (int tile = 0; tile < TILES; tile++)
-                for (int part = 0; part < PARTS; part++) {
-                    const uint4 a = now[part][0], b = now[part][1];
-                    multiply_add(total[tile][part], a.x, b.x, a.y, b.y, x[tile].x, x[tile].y);
-                    multiply_add(total[tile][part], a.z, b.z, a.w, b.w, x[tile].z, x[tile].w);
-                }
-        }
-    }
-
-    // The warps' shares, added up in the same order always. [tile][part][feature][row]
-    constexpr int SUMS = TILES * PARTS * FEATURES * ROWS_TILE;
-    __shared__ float shares[WARPS][SUMS];
-    for (int tile = 0; tile < TILES; tile++)
-        for (int part = 0; part < PARTS; part++)
-            for (int i = 0; i < 4; i++) {
-                const int f = group + 8 * (i / 2), row = quad * 2 + i % 2;
-                shares[warp][((tile * PARTS + part) * FEATURES + f) * ROWS_TILE + row]
-                    = total[tile][part][i];
-            }
-    __syncthreads();
-    const int f = threadIdx.x % FEATURES;
-    for (int row = threadIdx.x / FEATURES; row < ROWS_TILE * TILES; row += WARPS * 32 / FEATURES) {
-        float result[PARTS];
-        for (int part = 0; part < PARTS; part++) {
-            const int place = (((row / ROWS_TILE) * PARTS + part) * FEATURES + f) * ROWS_TILE
-                + row % ROWS_TILE;
-            float sum = 0;
-            for (int w = 0; w < WARPS; w++) sum += shares[w][place];
-            if (args.squares != nullptr && row < args.rows) sum *= factor[row];
-            const int at = blockIdx.x * FEATURES + f;
-            if (args.bias != nullptr && at < args.features)
-                sum += __bfloat162float(args.bias[part * args.features + at]);
-            result[part] = sum;
-        }
-        const int at = blockIdx.x * FEATURES + f;
-        const bool stored = row < args.rows && at < args.features;
-        const int64_t place = static_cast<int64_t>(row) * args.features + at;
-        float value = result[0];
-        if constexpr (PARTS == 2) value = value / (1 + __expf(-value)) * result[1];
-        if constexpr (ADD) {
-            if (stored) value += __bfloat162float(args.out[place]);
-        }
-        const __nv_bfloat16 rounded = __float2bfloat16(value);
-        if (stored) args.out[place] = rounded;
-        if constexpr (ADD) {
-            const float sum = __bfloat162float(rounded);
-            float square = 0;
-            if (stored) {
-                args.scaled[place] = __float2bfloat16(sum * __bfloat162float(args.next_norm[at]));
-                square = sum * sum;
-            }
-            for (int step = FEATURES / 2; step > 0; step /= 2) square = add_across(square, step);
-            if (f == 0 && row < args.rows) args.next_squares[row * gridDim.x + blockIdx.x] = square;
         }
     }
 }
 
-template <int PARTS, int TILES, bool ADD>
-int launch(const Args& args, cudaStream_t stream) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = (args.features + FEATURES - 1) / FEATURES;
-    config.blockDim = WARPS * 32;
-    config.stream = stream;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, few_rows<PARTS, TILES, ADD>, args);
+// To the block whose outputs they are.
+template <int ROWS>
+__device__ __forceinline__ void hand_over(const Sums<ROWS>& sums, Shared<ROWS>& shared, int buffer,
+                                          int num_tiles, const Lane& me) {
+    const int quarter = me.warp % QUARTERS, half = me.warp / QUARTERS, rank = rank_in_pair();
+#pragma unroll
+    for (int t = 0; t < TILES / HALVES; t++) {
+        const int tile = t * HALVES + half;
+        if (tile >= num_tiles) break;
+#pragma unroll
+        for (int n = 0; n < ROWS / 8; n++)
+            send(shared.sums[buffer][rank][quarter][tile % OWN_TILES][n][me.lane], sums[t][n],
+                 shared.is_summed[buffer], tile / OWN_TILES);
+    }
+}
+
+// Of the norm before, by the sums of squares that its product left.
+template <int ROWS>
+__device__ __forceinline__ void find_factors(const Args& args, Shared<ROWS>& shared, const Lane& me) {
+    for (int row = me.warp; row < args.rows; row += WARPS) {
+        float sum = 0;
+        for (int i = me.lane; i < args.num_squares; i += 32)
+            sum += args.squares[row * args.num_squares + i];
+        for (int step = 16; step > 0; step /= 2) sum = add_across(sum, step);
+        if (me.lane == 0) shared.factors[row] = inverse_root(sum / args.size + args.eps);
+    }
+    sync_first(THREADS);
+}
+
+template <int ROWS, int PARTS, bool ADD>
+__device__ __forceinline__ void work(const Args& args, Shared<ROWS>& shared) {
+    const int thread = thread_index(), lane = thread % 32;
+    const Lane me = {thread / 32, lane, lane / 4, lane % 4};
+    wait_kernel_before();
+    if (args.squares != nullptr) find_factors(args, shared, me);
+    Turn<Shared<ROWS>::STAGES> turn;
+    Turn<2> buffer;
+    for (Walk<PARTS> walk(args); walk.has_stage(); buffer.next()) {
+        const int unit = walk.unit, num_tiles = walk.num_tiles();
+        const int num_own = part_of(num_tiles, rank_in_pair() * OWN_TILES, OWN_TILES);
+        Signal& is_summed = shared.is_summed[buffer.place];
+        if (thread == 0 && num_own > 0)
+            expect_bytes(is_summed, num_own * 2 * QUARTERS * FEATURES * ROWS * 4);
+        Sums<ROWS> sums = {};
+        for (; walk.unit == unit; walk.next(), turn.next()) {
+            wait_signal(shared.full[turn.place], turn.parity);
+            if (me.warp % QUARTERS * QUARTER < walk.num_columns())
+                multiply(sums, shared.stages[turn.place], num_tiles, me);
+            sync_warp();
+            if (lane == 0) arrive(shared.empty[turn.place]);
+        }
+        const Output<ROWS, PARTS, ADD> output(args, unit, num_tiles / PARTS);
+        hand_over<ROWS>(sums, shared, buffer.place, num_tiles, me);
+        if (num_own == 0) break;  // of the last group
+        wait_signal(is_summed, buffer.parity);
+        output.store(args, shared, buffer.place);
+    }
+}
+
+template <int ROWS, int PARTS, bool ADD>
+__global__ void __launch_bounds__(THREADS + FEEDERS * 32, 1) few_rows(const __grid_constant__ Args args) {
+    auto& shared = *reinterpret_cast<Shared<ROWS>*>(shared_memory());
+    if (thread_index() == 0) {
+        for (int i = 0; i < Shared<ROWS>::STAGES; i++)
+            open_signal<FEEDERS>(shared.full[i]), open_signal<WARPS>(shared.empty[i]);
+        for (Signal& signal : shared.is_summed) open_signal(signal);
+        show_signals();
+    }
+    start_kernel_after();
+    sync_pair();
+    if (thread_index() < THREADS)
+        work<ROWS, PARTS, ADD>(args, shared);
+    else
+        Feeder<ROWS, PARTS>(args, shared).copy();
+    sync_pair();  // nobody sends to a block that has ended
+}
+
+template <int ROWS, int PARTS, bool ADD>
+int launch(const Args& args, int num_blocks, void* stream) {
+    const int num_units = (args.features + FEATURES - 1) / FEATURES;
+    const int num_pairs = num_blocks / 2 < num_units ? num_blocks / 2 : num_units;
+    return launch_after(few_rows<ROWS, PARTS, ADD>, args, 2 * num_pairs, THREADS + FEEDERS * 32,
+                        static_cast<int>(sizeof(Shared<ROWS>)), stream, true, 2);
+}
+
+template <int ROWS>
+int launch_for(const Args& args, int num_blocks, void* stream) {
+    if (args.next_norm != nullptr) return launch<ROWS, 1, true>(args, num_blocks, stream);
+    if (args.gated) return launch<ROWS, 2, false>(args, num_blocks, stream);
+    return launch<ROWS, 1, false>(args, num_blocks, stream);
 }
 
 }  // namespace
 
-// Returns a cudaError_t. size: a multiple of 32; pointers aligned to 16 bytes.
-extern "C" int asyncllm_few_rows(const void* x, const void* squares, const void* weight,
-                                 const void* bias, const void* next_norm, void* out, void* scaled,
-                                 void* next_squares, int rows, int features, int size,
-                                 int num_squares, int gated, float eps, void* stream) {
-    const Args args = {
-        static_cast<const __nv_bfloat16*>(x), static_cast<const float*>(squares),
-        static_cast<const __nv_bfloat16*>(weight), static_cast<const __nv_bfloat16*>(bias),
-        static_cast<const __nv_bfloat16*>(next_norm), static_cast<__nv_bfloat16*>(out),
-        static_cast<__nv_bfloat16*>(scaled), static_cast<float*>(next_squares),
-        rows, features, size, num_squares, eps};
-    const auto s = static_cast<cudaStream_t>(stream);
-    const bool one = rows <= ROWS_TILE;
-    if (next_norm != nullptr) return one ? launch<1, 1, true>(args, s) : launch<1, 2, true>(args, s);
-    if (gated) return one ? launch<2, 1, false>(args, s) : launch<2, 2, false>(args, s);
-    return one ? launch<1, 1, false>(args, s) : launch<1, 2, false>(args, s);
+// Returns a cudaError_t. `untyped`: Args. num_blocks: that are on the device at once. size: a multiple
+// of 64; features: of 4; pointers aligned to 16 bytes.
+extern "C" int asyncllm_few_rows(const void* untyped, int num_blocks, void* stream) {
+    const auto& args = *static_cast<const Args*>(untyped);
+    if (args.rows <= 8) return launch_for<8>(args, num_blocks, stream);
+    if (args.rows <= 16) return launch_for<16>(args, num_blocks, stream);
+    return launch_for<32>(args, num_blocks, stream);
 }

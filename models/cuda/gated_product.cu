@@ -8,6 +8,7 @@
 // half of what both need: what comes from the second cache costs time and, where the card is at its
 // power limit, clock.
 #include "gated/tensor_tiles.cuh"
+#include "turn.cuh"
 
 namespace {
 
@@ -47,16 +48,6 @@ __device__ __forceinline__ Shared& shared_data() {
     const auto beyond = reinterpret_cast<uintptr_t>(memory) % ALIGNMENT;
     return *reinterpret_cast<Shared*>(memory + (beyond ? ALIGNMENT - beyond : 0));
 }
-
-// A stage after another, round and round.
-struct Turn {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
 
 // A block's, by the number of its pair's.
 struct Tile {
@@ -107,15 +98,15 @@ __device__ __forceinline__ void copy(const Args& args, Shared& shared) {
         copy_weight(args, shared.stages[i], shared.full[i], i, tile);
     }
     wait_kernel_before();
-    Turn turn;
+    Turn<STAGES> turn;
     for (int i = 0; i < early; i++, turn.next())
         copy_x(args, shared.stages[i], shared.full[i], i, tile);
     for (int pair = first, slice = early; pair < args.num_pairs; pair += step, slice = 0) {
         tile = tile_of(args, pair);
         for (; slice < args.num_slices; slice++, turn.next()) {
-            Stage& stage = shared.stages[turn.stage];
-            Signal& full = shared.full[turn.stage];
-            wait_signal(shared.empty[turn.stage], turn.parity ^ 1);
+            Stage& stage = shared.stages[turn.place];
+            Signal& full = shared.full[turn.place];
+            wait_signal(shared.empty[turn.place], turn.parity ^ 1);
             expect_bytes(full, sizeof(Stage));
             copy_x(args, stage, full, slice, tile);
             copy_weight(args, stage, full, slice, tile);
@@ -164,19 +155,19 @@ __device__ __forceinline__ void store(const Args& args, const float (&sums)[FEAT
 __device__ __forceinline__ void multiply(const Args& args, Shared& shared, int group) {
     const int thread = thread_index() % 128, rank = thread / 32;
     const bool tells = thread % 32 == 0 && rank < 2;  // both blocks, for both copy to this one
-    Turn turn;
+    Turn<STAGES> turn;
     for (int pair = block_index() / 2; pair < args.num_pairs; pair += num_blocks() / 2) {
         float sums[FEATURES];
 #pragma unroll
         for (int i = 0; i < FEATURES; i++) sums[i] = 0;
         int before = 0;
         for (int slice = 0; slice < args.num_slices; slice++, turn.next()) {
-            wait_signal(shared.full[turn.stage], turn.parity);
-            Stage& stage = shared.stages[turn.stage];
+            wait_signal(shared.full[turn.place], turn.parity);
+            Stage& stage = shared.stages[turn.place];
             multiply_tiles(sums, stage.x + group * GROUP_ROWS * ROW_BYTES, stage.weight);
             wait_products<1>();
             if (slice > 0 && tells) arrive_at(shared.empty[before], rank);
-            before = turn.stage;
+            before = turn.place;
         }
         wait_all_products(sums);
         if (tells) arrive_at(shared.empty[before], rank);
@@ -216,9 +207,10 @@ int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
 extern "C" int asyncllm_gated_product(const void* untyped, int num_blocks, void* stream) {
     const auto& request = *static_cast<const Request*>(untyped);
     Args args;
-    if (!describe(args.x, request.x, request.rows, request.size, GROUP_ROWS)
+    if (!describe(args.x, request.x, request.rows, request.size, GROUP_ROWS, TILE_COLUMNS,
+                  Order::TILES)
         || !describe(args.weight, request.weight, 2 * static_cast<uint64_t>(request.features),
-                     request.size, FEATURES))
+                     request.size, FEATURES, TILE_COLUMNS, Order::TILES))
         return -1;
     args.out = static_cast<uint16_t*>(request.out);
     args.rows = request.rows;

@@ -1,46 +1,70 @@
-"""Products of 2 to 16 rows by one CUDA kernel, with what comes before and after them.
+"""Products of 2 to 32 rows by one CUDA kernel, with what comes before and after them.
 
-What one_row.py does for one row, for as many as the tensor cores take at a time: at so few rows a
-product is a read of its weights, and what it costs besides is latency. SiLU, the addition to the
-residual and the next norm happen in the product, and its weights are asked for before the kernel
-before it has ended. It pays where weights are small; large ones cuBLAS reads faster (docs/LOG.md).
-The kernel, few_rows.cu, is compiled while the model loads, if no start before has done so.
+What one_row.py does for one row, for as many as it pays: at so few rows a product is a read of its
+weights, and what it costs besides is latency. SiLU, the addition to the residual and the next norm
+happen in the product, and its weights are asked for before the kernel before it has ended. The
+kernel, few_rows.cu, is compiled while the model loads, if no start before has done so.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from asyncllm.attention import cuda_source
-from asyncllm.attention.programmatic_launch import has_programmatic_launch
+from asyncllm.attention.cuda_source import Launch
 from asyncllm.models.layers.ops import Norm, Normed
 
+logger = logging.getLogger("asyncllm")
+
 SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
-MAX_ROWS = 16
-MAX_HIDDEN_SIZE = 2048  # 1024: steps a quarter faster, 4096: slower; between not measured
-MAX_WEIGHTS = 1 << 25  # of a product; the LM head is cuBLAS's
-FEATURES = 16  # outputs of one block of the kernel
-COLUMNS = 32  # of one load: a multiple of it is a product's size
-POINTERS, INTS = 8, 5
+CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
+MAX_ROWS = 32
+SMALL_SIZE = 2048  # the largest hidden size of those whose steps gain by it to MAX_ROWS
+MAX_ROWS_OF_LARGE = 16  # beyond them cuBLAS reads large weights as fast (docs/LOG.md)
+COLUMNS = 64  # of a product's size a multiple
+FEATURES = 8  # of its outputs
+UNIT = 16  # outputs whose squares are one sum
+
+_pointer, _int32 = ctypes.c_void_p, ctypes.c_int32
+
+
+class Args(ctypes.Structure):
+    """The kernel's, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("x", "squares", "weight", "bias", "next_norm")),
+        *((name, _pointer) for name in ("out", "scaled", "next_squares")),
+        *((name, _int32) for name in ("rows", "features", "size", "num_squares", "gated")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def supports(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in CAPABILITIES
 
 
 class FewRows:
     """Some of `Ops`, for tensors that it `takes`; none on a card before Hopper."""
 
     def __init__(self, device: torch.device) -> None:
-        self._loading: Callable[[], ctypes.CDLL | None] | None = None
-        self._launch_kernel: Any = None
-        if has_programmatic_launch(device):
+        self._device = device
+        self._loading: Callable[[], Launch | None] | None = None
+        self._launch: Launch | None = None
+        self._num_blocks = 0
+        if supports(device):
             capability = torch.cuda.get_device_capability(device)
-            self._loading = cuda_source.begin_loading(SOURCE, capability)
+            name = "asyncllm_few_rows"
+            self._loading = cuda_source.begin_loading_launch(SOURCE, name, capability, ())
+            properties = torch.cuda.get_device_properties(device)
+            self._num_blocks = properties.multi_processor_count
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
-        """For `linear`: x [rows, hidden_size]; always where `add_linear` left a factor to come."""
+        """For `linear`: x [rows, size]; always where `add_linear` left a factor to come."""
         return x.squares is not None or self._takes(x.values, weight, x.values.shape[1])
 
     def takes_sum(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -49,26 +73,26 @@ class FewRows:
 
     def _takes(self, x: torch.Tensor, weight: torch.Tensor, hidden_size: int) -> bool:
         return (
-            1 < x.shape[0] <= MAX_ROWS
-            and hidden_size <= MAX_HIDDEN_SIZE
-            and weight.numel() <= MAX_WEIGHTS
+            1 < x.shape[0] <= (MAX_ROWS if hidden_size <= SMALL_SIZE else MAX_ROWS_OF_LARGE)
             and hidden_size % COLUMNS == 0
             and x.shape[1] % COLUMNS == 0
+            and weight.shape[0] % FEATURES == 0
             and x.dtype is torch.bfloat16
             and self._is_ready()
         )
 
     def _is_ready(self) -> bool:
-        """Waits for the compiler, once."""
+        """Whether it was compiled and runs, which is waited for and tried once."""
         if self._loading is not None:
-            library, self._loading = self._loading(), None
-            if library is not None:
-                function = library.asyncllm_few_rows
-                pointer, integer = ctypes.c_void_p, ctypes.c_int
-                function.argtypes = [pointer] * POINTERS + [integer] * INTS
-                function.argtypes += [ctypes.c_float, pointer]
-                self._launch_kernel = function
-        return self._launch_kernel is not None
+            self._launch, self._loading = self._loading(), None
+            if self._launch is not None:
+                tried = torch.ones(FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
+                try:
+                    self.linear(Normed(tried), tried, None)
+                except RuntimeError as error:  # no engine fails to start for a faster kernel
+                    logger.info("products of few rows are left to cuBLAS: %s", error)
+                    self._launch = None
+        return self._launch is not None
 
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
@@ -76,7 +100,7 @@ class FewRows:
         """`Ops.linear`, or `Ops.gated_linear`."""
         out_features = weight.shape[0] // 2 if gated else weight.shape[0]
         out = x.values.new_empty((x.values.shape[0], out_features))
-        self._launch(x, weight, bias, out, gated=gated)
+        self._run(x, weight, bias, out, gated=gated)
         return out
 
     def add_linear(
@@ -89,14 +113,14 @@ class FewRows:
     ) -> Normed:
         """`Ops.add_linear`."""
         scaled = torch.empty_like(residual)
-        num_blocks = -(-residual.shape[1] // FEATURES)
-        squares = residual.new_empty((residual.shape[0], num_blocks), dtype=torch.float32)
-        self._launch(
+        num_units = -(-residual.shape[1] // UNIT)
+        squares = residual.new_empty((residual.shape[0], num_units), dtype=torch.float32)
+        self._run(
             Normed(x), weight, bias, residual, norm=norm.weight, scaled=scaled, squares=squares
         )
         return Normed(scaled, squares, norm.eps)
 
-    def _launch(
+    def _run(
         self,
         x: Normed,
         weight: torch.Tensor,
@@ -109,9 +133,10 @@ class FewRows:
         squares: torch.Tensor | None = None,
     ) -> None:
         num_rows, size = x.values.shape
-        tensors = (x.values, x.squares, weight, bias, norm, out, scaled, squares)
+        tensors = (x.values, x.squares, weight, bias, norm, out, scaled, squares)  # as in `Args`
         assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-        error = self._launch_kernel(
+        assert self._launch is not None, "called without having been asked"
+        args = Args(
             *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
             num_rows,
             out.shape[1],
@@ -119,7 +144,7 @@ class FewRows:
             0 if x.squares is None else x.squares.shape[1],
             gated,
             x.eps,
-            torch.cuda.current_stream(out.device).cuda_stream,
         )
-        if error:
+        stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
+        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
             raise RuntimeError(f"few_rows: CUDA error {error}")

@@ -1,5 +1,5 @@
 // Pairs of blocks, boxes of matrices and products of tiles, as emulator.h has the rest:
-// models/cuda/gated/tensor_tiles.cuh.
+// models/cuda/pairs.cuh, models/cuda/gated/tensor_tiles.cuh.
 #pragma once
 
 namespace emulator {
@@ -21,16 +21,20 @@ inline const uint16_t& number(const void* tile, int row, int column) {
 }
 }  // namespace emulator
 
+enum class Order { ROWS, TILES };
 struct Matrix {
     const uint16_t* base;
     int64_t rows, columns;
-    int box_rows;
+    int box_rows, box_columns;
+    Order order;
 };
 inline bool describe(Matrix& matrix, const void* base, uint64_t rows, uint64_t columns,
-                     uint32_t box_rows) {
+                     uint32_t box_rows, uint32_t box_columns, Order order) {
     matrix = {static_cast<const uint16_t*>(base), static_cast<int64_t>(rows),
-              static_cast<int64_t>(columns), static_cast<int>(box_rows)};
-    return box_rows <= 256 && columns % 8 == 0;
+              static_cast<int64_t>(columns), static_cast<int>(box_rows),
+              static_cast<int>(box_columns), order};
+    if (order == Order::TILES && box_columns != 64) return false;
+    return box_rows <= 256 && box_columns <= 256 && columns % 8 == 0;
 }
 inline int rank_in_pair() { return block_index() % 2; }
 inline void sync_pair() {
@@ -40,14 +44,20 @@ inline void sync_pair() {
 inline void arrive_at(Signal& signal, int rank) {
     emulator::change(emulator::in_block(signal, rank), true, 0);
 }
+inline void send(uint4& to, const float (&values)[4], Signal& signal, int rank) {
+    std::memcpy(&emulator::in_block(to, rank), values, 16);
+    emulator::change(emulator::in_block(signal, rank), false, -16);
+}
 inline void copy_box_to(void* to, const Matrix& matrix, int column, int row, Signal& signal, int rank) {
     auto* tile = &emulator::in_block(*static_cast<unsigned char*>(to), rank);
     auto& block = *emulator::blocks_by_index[block_index() / 2 * 2 + rank];
     for (int r = 0; r < matrix.box_rows; r++)
-        for (int c = 0; c < 64; c += 8) {
+        for (int c = 0; c < matrix.box_columns; c += 8) {
             const bool inside = row + r < matrix.rows && column + c < matrix.columns;
             const uint16_t* from = matrix.base + (row + r) * matrix.columns + column + c;
-            auto* chunk = const_cast<uint16_t*>(&emulator::number(tile, r, c));
+            void* chunk = tile + (r * matrix.box_columns + c) * 2;
+            if (matrix.order == Order::TILES)
+                chunk = const_cast<uint16_t*>(&emulator::number(tile, r, c));
             block.on_the_way.push_back(
                 {chunk, inside ? from : nullptr, 16, &emulator::in_block(signal, rank)});
         }

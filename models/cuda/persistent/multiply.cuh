@@ -11,29 +11,6 @@ __device__ __forceinline__ float add_chains(const float (&sums)[CHAINS][4], int 
     return (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
 }
 
-// A lane's 16 bytes of 32 columns, a window, of its row.
-__device__ __forceinline__ uint4 load_window(const unsigned char* row, int window, const Lane& me) {
-    return load_shared_here(row + (window * 4 + me.quad) * 16);
-}
-
-// Of two neighbouring windows, of which odd rows read the second first: what a warp reads at once is
-// then in different banks.
-struct Windows {
-    uint4 values[2];
-
-    __device__ __forceinline__ void load(const unsigned char* row, int first, const Lane& me) {
-        const int other = me.row % 2;
-        values[0] = load_window(row, first + other, me);
-        values[1] = load_window(row, first + 1 - other, me);
-    }
-
-    __device__ __forceinline__ uint4 get(int window, const Lane& me) const {
-        const uint4 &v = values[window], &w = values[1 - window];
-        const bool swap = me.row % 2;
-        return {swap ? w.x : v.x, swap ? w.y : v.y, swap ? w.z : v.z, swap ? w.w : v.w};
-    }
-};
-
 // `upper`, `lower`: the lane's row of either stage. No window is asked for ahead: registers are
 // scarce, and another warp has work meanwhile.
 template <int WINDOWS>
@@ -42,8 +19,8 @@ __device__ __forceinline__ void multiply(float (&sums)[CHAINS][4], const uint4 (
                                          const Lane& me) {
 #pragma unroll
     for (int first = 0; first < WINDOWS; first += 2) {
-        Windows p, q;
-        p.load(upper, first, me), q.load(lower, first, me);
+        const Windows p = load_windows<load_shared_here>(upper, first, me);
+        const Windows q = load_windows<load_shared_here>(lower, first, me);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const uint4 &v = x[first + i], a = p.get(i, me), b = q.get(i, me);

@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
         uint4 x[SLICE / 32];  // rows beyond the batch are what they are: so are their outputs
 #pragma unroll
         for (int window = 0; window < SLICE / 32; window++)
-            x[window] = load_window(rows.row(me.row), window, me);
+            x[window] = load_shared_here(window_of(rows.row(me.row), window, me));
         if (is_first && left == 1 && operands.norm != nullptr) store_squares(squares, shared, me);
 #pragma unroll
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {

@@ -1,6 +1,7 @@
 // What a block keeps in shared memory: most of it is the warps' rings of weights.
 #pragma once
 
+#include "../windows.cuh"
 #include "args.cuh"
 
 namespace {
@@ -120,9 +121,5 @@ struct Shared {
 };
 constexpr int MAX_LAYERS = 96;
 static_assert(sizeof(Shared) + MAX_LAYERS * sizeof(Layer) <= 227 << 10);
-
-struct Lane {
-    int warp, lane, row, quad;  // row: of the tensor cores' operands, 0 to 7
-};
 
 }  // namespace

@@ -1,0 +1,68 @@
+// What a block reads from memory, on its way.
+#pragma once
+
+#include "shared.cuh"
+
+namespace {
+
+// Of so many, those that this share of them has: from `first` on, at most `most`.
+__device__ __forceinline__ int part_of(int num, int first, int most) {
+    return num <= first ? 0 : num - first < most ? num - first : most;
+}
+
+// A warp that copies some rows of each stage, weights by its first lanes and x by the next.
+template <int ROWS, int PARTS>
+struct Feeder {
+    static constexpr int STAGES = Shared<ROWS>::STAGES;
+    static constexpr int SHARE = TILES * FEATURES / FEEDERS, SHARE_OF_X = ROWS / FEEDERS;
+    static_assert(SHARE + SHARE_OF_X <= 32 && FEATURES % SHARE == 0 && ROWS % FEEDERS == 0);
+    const Args& args;
+    Shared<ROWS>& shared;
+    const int feeder, lane;
+    const int tile, first;  // the share's, and its first row there
+
+    __device__ __forceinline__ Feeder(const Args& args, Shared<ROWS>& shared)
+        : args(args), shared(shared), feeder(thread_index() / 32 - WARPS), lane(thread_index() % 32),
+          tile(feeder * SHARE / FEATURES), first(feeder * SHARE % FEATURES) {}
+
+    // Expects the share's x as well.
+    __device__ __forceinline__ void copy_weight(const Walk<PARTS>& walk, int place) {
+        const int feature = (walk.unit + tile / PARTS) * FEATURES + first;
+        const int num = tile < walk.num_tiles() ? part_of(args.features, feature, SHARE) : 0;
+        const int num_of_x = part_of(args.rows, feeder * SHARE_OF_X, SHARE_OF_X);
+        const int bytes = walk.num_columns() * 2;
+        Signal& full = shared.full[place];
+        if (lane == 0) expect_bytes(full, (num + num_of_x) * bytes);
+        sync_warp();
+        if (lane >= num || bytes == 0) return;
+        const int64_t row = static_cast<int64_t>(tile % PARTS) * args.features + feature + lane;
+        copy_bulk(shared.stages[place].weight[tile] + (first + lane) * ROW_BYTES,
+                  args.weight + row * args.size + walk.slice * SLICE, bytes, full);
+    }
+
+    __device__ __forceinline__ void copy_x(const Walk<PARTS>& walk, int place) {
+        const int index = lane - SHARE, row = feeder * SHARE_OF_X + index;
+        const int bytes = walk.num_columns() * 2;
+        if (index < 0 || index >= SHARE_OF_X || row >= args.rows || bytes == 0) return;
+        copy_bulk(shared.stages[place].x + row * ROW_BYTES,
+                  args.x + static_cast<int64_t>(row) * args.size + walk.slice * SLICE, bytes,
+                  shared.full[place]);
+    }
+
+    __device__ __forceinline__ void copy() {
+        int num_early = 0;
+        for (Walk<PARTS> ahead(args); num_early < STAGES && ahead.has_stage(); ahead.next())
+            copy_weight(ahead, num_early++);
+        wait_kernel_before();
+        Turn<STAGES> turn;
+        for (Walk<PARTS> walk(args); walk.has_stage(); walk.next(), turn.next(), num_early--) {
+            if (num_early <= 0) {
+                wait_signal(shared.empty[turn.place], turn.parity ^ 1);
+                copy_weight(walk, turn.place);
+            }
+            copy_x(walk, turn.place);
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,88 @@
+// What a block keeps in shared memory, and its way through what it computes.
+#pragma once
+
+#include "../pairs.cuh"
+#include "../turn.cuh"
+#include "../windows.cuh"
+
+namespace {
+
+constexpr int WARPS = 8;       // that multiply
+constexpr int FEEDERS = 8;     // that copy: one asks for a row of a stage in some 80 cycles
+constexpr int THREADS = WARPS * 32;  // that multiply
+constexpr int FEATURES = 16;   // of a unit
+constexpr int TILES = 4;       // of a stage
+constexpr int SLICE = 256;     // columns of a stage: shorter copies are slow (docs/LOG.md)
+constexpr int QUARTER = 64;    // of them, a warp's: two windows
+constexpr int QUARTERS = SLICE / QUARTER, HALVES = WARPS / QUARTERS;
+constexpr int ROW_BYTES = SLICE * 2;
+constexpr int OWN_TILES = TILES / 2;  // whose outputs are one block's, the first or the last
+static_assert(OWN_TILES % HALVES == 0);  // each warp has something for either block
+
+struct Args {
+    const uint16_t* x;          // bf16 [rows, size]
+    const float* squares;       // [rows, num_squares], or null: the factor is applied already
+    const uint16_t* weight;     // [features (twice if gated), size]
+    const uint16_t* bias;       // or null
+    const uint16_t* next_norm;  // [features], or null: nothing is added
+    uint16_t* out;              // [rows, features]: the result, or the residual it is added to
+    uint16_t* scaled;           // [rows, features]: the sum times next_norm
+    float* next_squares;        // [rows, units]
+    int rows, features, size, num_squares, gated;
+    float eps;
+
+    __device__ __forceinline__ int num_units() const { return (features + FEATURES - 1) / FEATURES; }
+};
+
+template <int ROWS>
+struct Stage {
+    alignas(128) unsigned char weight[TILES][FEATURES * ROW_BYTES];
+    alignas(128) unsigned char x[ROWS * ROW_BYTES];
+};
+
+template <int ROWS>
+struct Shared {
+    static constexpr int STAGES = ROWS == 32 ? 3 : 4;
+    Stage<ROWS> stages[STAGES];
+    // Of the tiles whose outputs are this block's, as the tensor cores leave them: of either block,
+    // each quarter's. Two groups take turns: who hands over the next but one has seen the next summed,
+    // for which all have handed over theirs, done with the one before it.
+    uint4 sums[2][2][QUARTERS][OWN_TILES][ROWS / 8][32];
+    float factors[ROWS];
+    Signal full[STAGES], empty[STAGES];
+    Signal is_summed[2];
+};
+static_assert(sizeof(Shared<8>) <= 227 << 10 && sizeof(Shared<16>) <= 227 << 10
+              && sizeof(Shared<32>) <= 227 << 10);
+
+// A block's way through its stages: every other slice of a group's columns, then the next group. PARTS:
+// 1, or 2 where gate and up are computed together.
+template <int PARTS>
+struct Walk {
+    static constexpr int GROUP = TILES / PARTS;  // units
+    const Args& args;
+    int unit, end, slice;  // the group's first, those of the pair
+
+    __device__ __forceinline__ explicit Walk(const Args& args)
+        : args(args), unit(first_of(block_index() / 2)), end(first_of(block_index() / 2 + 1)),
+          slice(rank_in_pair()) {}
+
+    __device__ __forceinline__ int first_of(int pair) const {
+        return static_cast<int64_t>(args.num_units()) * pair / (num_blocks() / 2);
+    }
+    __device__ __forceinline__ bool has_stage() const { return unit < end; }
+    __device__ __forceinline__ int num_tiles() const {
+        return (end - unit < GROUP ? end - unit : GROUP) * PARTS;
+    }
+    // The last slice may have fewer, and none where a row is one slice: each block has one.
+    __device__ __forceinline__ int num_columns() const {
+        const int left = args.size - slice * SLICE;
+        return left < 0 ? 0 : left < SLICE ? left : SLICE;
+    }
+    __device__ __forceinline__ void next() {
+        slice += 2;
+        if (slice * SLICE >= args.size) slice = rank_in_pair(), unit += GROUP;
+    }
+};
+
+}  // namespace
