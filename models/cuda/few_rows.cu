@@ -82,11 +82,11 @@ template <int ROWS, int PARTS, bool ADD>
 __device__ __forceinline__ void work(const Args& args, Shared<ROWS>& shared) {
     const int thread = thread_index(), lane = thread % 32;
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
+    Walk<PARTS> walk(args);
     wait_kernel_before();
     if (args.squares != nullptr) find_factors(args, shared, me);
     Turn<Shared<ROWS>::STAGES> turn;
-    Turn<2> buffer;
-    for (Walk<PARTS> walk(args); walk.has_stage(); buffer.next()) {
+    for (Turn<2> buffer; walk.has_stage(); buffer.next()) {
         const int unit = walk.unit, num_tiles = walk.num_tiles();
         const int num_own = part_of(num_tiles, rank_in_pair() * OWN_TILES, OWN_TILES);
         Signal& is_summed = shared.is_summed[buffer.place];

@@ -1,5 +1,4 @@
-"""`Ops` by CUDA kernels: ours for one row and for few rows of small weights, else cuBLAS with ours
-between its products."""
+"""`Ops` by CUDA kernels: of one row and of few ours, else cuBLAS with ours between its products."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class CudaOps:
             return one_row_linear(x, weight, bias)
         if self._few_rows.takes(x, weight):
             return self._few_rows.linear(x, weight, bias)
-        return self._linear(x.values, weight, bias)
+        return self._linear(x.whole(), weight, bias)
 
     def gated_linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -50,7 +49,7 @@ class CudaOps:
             return one_row_linear(x, weight, bias, gated=True)
         if self._few_rows.takes(x, weight):
             return self._few_rows.linear(x, weight, bias, gated=True)
-        return self._gated(x.values, weight, bias)
+        return self._gated(x.whole(), weight, bias)
 
     def add_linear(
         self,

@@ -22,10 +22,11 @@ from asyncllm.models.layers.ops import Norm, Normed
 logger = logging.getLogger("asyncllm")
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
-CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
+CAPABILITIES = ((9, 0), (10, 0), (10, 3))  # with 227 KiB of shared memory for a block
 MAX_ROWS = 32
 SMALL_SIZE = 2048  # the largest hidden size of those whose steps gain by it to MAX_ROWS
 MAX_ROWS_OF_LARGE = 16  # beyond them cuBLAS reads large weights as fast (docs/LOG.md)
+MAX_FEATURES = 1 << 16  # of a product; the LM head is cuBLAS's
 COLUMNS = 64  # of a product's size a multiple
 FEATURES = 8  # of its outputs
 UNIT = 16  # outputs whose squares are one sum
@@ -49,7 +50,7 @@ def supports(device: torch.device) -> bool:
 
 
 class FewRows:
-    """Some of `Ops`, for tensors that it `takes`; none on a card before Hopper."""
+    """Some of `Ops`, for tensors that it `takes`; none on cards with less shared memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,8 +65,8 @@ class FewRows:
             self._num_blocks = properties.multi_processor_count
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
-        """For `linear`: x [rows, size]; always where `add_linear` left a factor to come."""
-        return x.squares is not None or self._takes(x.values, weight, x.values.shape[1])
+        """For `linear` and `gated_linear`: x [rows, size]."""
+        return self._takes(x.values, weight, x.values.shape[1])
 
     def takes_sum(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """For `add_linear`: x [rows, size], weight [hidden_size, size]."""
@@ -77,12 +78,13 @@ class FewRows:
             and hidden_size % COLUMNS == 0
             and x.shape[1] % COLUMNS == 0
             and weight.shape[0] % FEATURES == 0
+            and weight.shape[0] <= MAX_FEATURES
             and x.dtype is torch.bfloat16
             and self._is_ready()
         )
 
     def _is_ready(self) -> bool:
-        """Whether it was compiled and runs, which is waited for and tried once."""
+        """Whether it was compiled and can be launched, which is waited for and tried once."""
         if self._loading is not None:
             self._launch, self._loading = self._loading(), None
             if self._launch is not None:

@@ -38,6 +38,13 @@ class Normed:
     squares: torch.Tensor | None = None  # float32 [T, parts], of the norm's input
     eps: float = 0.0
 
+    def whole(self) -> torch.Tensor:
+        """The output itself, for who does not apply the factor later."""
+        if self.squares is None:
+            return self.values
+        mean = self.squares.sum(1, keepdim=True) / self.values.shape[1]
+        return (self.values * (mean + self.eps).rsqrt()).to(self.values.dtype)
+
 
 class Ops(Protocol):
     def before_capture(self) -> None:

@@ -83,6 +83,8 @@ def test_a_sum_and_its_norm(function: Any, shape: tuple[int, int, int], rows: in
     assert normed.squares is not None
     torch.testing.assert_close(normed.squares.sum(1), residual.float().pow(2).sum(1))
     assert torch.equal(normed.values, (residual.float() * norm.weight.float()).bfloat16())
+    whole = F.rms_norm(residual.float(), (features,), norm.weight.float(), norm.eps)
+    torch.testing.assert_close(normed.whole().float(), whole, atol=2e-2, rtol=2e-2)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(function: Any) -> None:
@@ -106,7 +108,8 @@ def test_it_takes_few_rows_of_what_it_divides() -> None:
     assert not kernel.takes(Normed(x[:8].float()), small)
     assert not kernel.takes(Normed(x[:8]), random(60, 2048))
     assert not kernel.takes(Normed(random(8, 96)), random(64, 96))
-    assert kernel.takes(Normed(x, torch.ones(33, 1)), small)  # what it has begun it ends
+    assert not kernel.takes(Normed(x[:8], torch.ones(8, 1)), random(60, 2048))
+    assert not kernel.takes(Normed(x[:8]), torch.empty(128256, 2048, device="meta"))
     assert kernel.takes_sum(x[:32], random(2048, 2048))
     assert not kernel.takes_sum(x[:32], random(4096, 2048))  # by the hidden size
     assert not kernel.takes_sum(x[:8], random(1000, 2048))  # the next product's columns

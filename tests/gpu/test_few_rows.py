@@ -97,16 +97,17 @@ def test_it_is_used_where_it_reads_faster(few_rows: FewRows) -> None:
     assert not few_rows.takes(Normed(random(17, 4096)), large)
 
 
-def test_a_captured_chain_equals_one_launched_by_one(few_rows: FewRows) -> None:
+@pytest.mark.parametrize("rows", [8, 16, 24])
+def test_a_captured_chain_equals_one_launched_by_one(few_rows: FewRows, rows: int) -> None:
     """Each asks for its weights before the one before it has ended, and sends between blocks."""
-    layers = [(random(1024, 512) / 23, random(512, 1024) / 32) for _ in range(8)]
+    layers = [(random(2048, 512) / 23, random(512, 1024) / 32) for _ in range(8)]
     norm = Norm(random(512).abs(), 1e-5)
-    x, residual = random(24, 512), random(24, 512)
+    x, residual = random(rows, 512), random(rows, 512)
 
     def run(residual: torch.Tensor, pause: bool) -> torch.Tensor:
         normed = Normed(x)
-        for up, down in layers:
-            y = few_rows.linear(normed, up, None)
+        for gate_up, down in layers:
+            y = few_rows.linear(normed, gate_up, None, gated=True)
             normed = few_rows.add_linear(y, down, None, residual, norm)
             if pause:
                 torch.cuda.synchronize()
@@ -122,3 +123,12 @@ def test_a_captured_chain_equals_one_launched_by_one(few_rows: FewRows) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, expected)
+
+
+def test_what_it_does_not_take_has_its_factor() -> None:
+    from asyncllm.models.layers.cuda_ops import CudaOps  # needs Triton
+
+    x, odd = random(8, 512), random(60, 512) / 23
+    normed = Normed(x, torch.rand(8, 32, device="cuda") * 512, 1e-5)
+    exact = F.linear(normed.whole(), odd)
+    torch.testing.assert_close(CudaOps(torch.device("cuda")).linear(normed, odd), exact)

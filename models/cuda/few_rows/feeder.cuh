@@ -50,12 +50,12 @@ struct Feeder {
     }
 
     __device__ __forceinline__ void copy() {
+        Walk<PARTS> walk(args);
         int num_early = 0;
-        for (Walk<PARTS> ahead(args); num_early < STAGES && ahead.has_stage(); ahead.next())
+        for (Walk<PARTS> ahead = walk; num_early < STAGES && ahead.has_stage(); ahead.next())
             copy_weight(ahead, num_early++);
         wait_kernel_before();
-        Turn<STAGES> turn;
-        for (Walk<PARTS> walk(args); walk.has_stage(); walk.next(), turn.next(), num_early--) {
+        for (Turn<STAGES> turn; walk.has_stage(); walk.next(), turn.next(), num_early--) {
             if (num_early <= 0) {
                 wait_signal(shared.empty[turn.place], turn.parity ^ 1);
                 copy_weight(walk, turn.place);

@@ -68,7 +68,7 @@ struct Walk {
           slice(rank_in_pair()) {}
 
     __device__ __forceinline__ int first_of(int pair) const {
-        return static_cast<int64_t>(args.num_units()) * pair / (num_blocks() / 2);
+        return args.num_units() * pair / (num_blocks() / 2);
     }
     __device__ __forceinline__ bool has_stage() const { return unit < end; }
     __device__ __forceinline__ int num_tiles() const {
