@@ -84,6 +84,7 @@ __device__ __forceinline__ void work(const Args& args, Shared<ROWS>& shared) {
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
     Walk<PARTS> walk(args);
     wait_kernel_before();
+    wait_for_pair();  // its signals are open
     if (args.squares != nullptr) find_factors(args, shared, me);
     Turn<Shared<ROWS>::STAGES> turn;
     for (Turn<2> buffer; walk.has_stage(); buffer.next()) {
@@ -118,12 +119,14 @@ __global__ void __launch_bounds__(THREADS + FEEDERS * 32, 1) few_rows(const __gr
         show_signals();
     }
     start_kernel_after();
-    sync_pair();
+    arrive_in_pair();
+    sync_block();
     if (thread_index() < THREADS)
         work<ROWS, PARTS, ADD>(args, shared);
     else
         Feeder<ROWS, PARTS>(args, shared).copy();
-    sync_pair();  // nobody sends to a block that has ended
+    arrive_in_pair();
+    wait_for_pair();  // nobody sends to a block that has ended
 }
 
 template <int ROWS, int PARTS, bool ADD>

@@ -45,6 +45,15 @@ __device__ __forceinline__ void sync_pair() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
+// The two halves of such a meeting, for who has something to do between them: that this thread has come,
+// and until all of both blocks have. Signals that were shown before are open to the other block after; of
+// what else was written they say nothing, for a release would wait until it is there.
+__device__ __forceinline__ void arrive_in_pair() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_pair() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // At the signal in the same place of the shared memory of that block of the pair. Says nothing about
 // writes.
 __device__ __forceinline__ void arrive_at(Signal& signal, int rank) {

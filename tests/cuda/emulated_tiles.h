@@ -37,9 +37,24 @@ inline bool describe(Matrix& matrix, const void* base, uint64_t rows, uint64_t c
     return box_rows <= 256 && box_columns <= 256 && columns % 8 == 0;
 }
 inline int rank_in_pair() { return block_index() % 2; }
-inline void sync_pair() {
+inline void arrive_in_pair() {
     emulator::Block& first = *emulator::blocks_by_index[block_index() / 2 * 2];
-    emulator::meet(first.pair, 2 * emulator::num_threads, emulator::WARP, 0);
+    emulator::current->pair_turns++;
+    if (++first.pair_arrivals % (2 * emulator::num_threads)) return;
+    auto& waiting = first.pair_waiting;
+    emulator::ready.insert(emulator::ready.end(), waiting.begin(), waiting.end());
+    waiting.clear();
+    emulator::idle_polls = 0;
+}
+inline void wait_for_pair() {
+    emulator::Block& first = *emulator::blocks_by_index[block_index() / 2 * 2];
+    if (first.pair_arrivals >= emulator::current->pair_turns * 2 * emulator::num_threads) return;
+    first.pair_waiting.push_back(emulator::current);
+    emulator::stop();
+}
+inline void sync_pair() {
+    arrive_in_pair();
+    wait_for_pair();
 }
 inline void arrive_at(Signal& signal, int rank) {
     emulator::change(emulator::in_block(signal, rank), true, 0);

@@ -62,7 +62,9 @@ struct Block {
     int index;
     std::vector<unsigned char> bytes;
     bool has_ended = false;  // one of its threads
-    Meeting whole, first, pair;  // pair: of a pair's first block, for both
+    Meeting whole, first;
+    int pair_arrivals = 0;  // of a pair's first block, for both
+    std::vector<Thread*> pair_waiting;
     std::vector<BulkCopy> on_the_way;
     std::vector<Meeting> warps, warp_groups;  // of 32 threads, of 128
 
@@ -80,6 +82,7 @@ struct Thread {
     int index;
     std::deque<std::vector<Copy>> groups;  // asked for and not yet copied; the last one is open
     std::deque<std::function<void()>> products;
+    int pair_turns = 0;  // meetings of its pair that it has come to
 };
 
 inline ucontext_t scheduler;

@@ -62,6 +62,7 @@ struct Feeder {
             }
             copy_x(walk, turn.place);
         }
+        wait_for_pair();
     }
 };
 
