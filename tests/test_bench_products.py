@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from asyncllm.model_config import resolve_model_path
 from asyncllm.models.layers.ops import Normed
 from asyncllm.models.layers.torch_ops import TorchOps
+from tests.script_module import import_script
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_products.py"
 
 
-def import_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_products", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench_products = import_script()
+bench_products = import_script(SCRIPT)
 
 
 class Off(TorchOps):

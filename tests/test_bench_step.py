@@ -1,30 +1,21 @@
 """The step benchmark's count of bytes, and that its help works without a GPU."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
+from tests.script_module import import_script
 from tests.waiting import PATIENCE_SECONDS
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_step.py"
 
 
-def import_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_step", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench_step = import_script()
+bench_step = import_script(SCRIPT)
 
 
 def test_bytes_of_the_built_in_model():

@@ -207,10 +207,9 @@ int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
 extern "C" int asyncllm_gated_product(const void* untyped, int num_blocks, void* stream) {
     const auto& request = *static_cast<const Request*>(untyped);
     Args args;
-    if (!describe(args.x, request.x, request.rows, request.size, GROUP_ROWS, TILE_COLUMNS,
-                  Order::TILES)
+    if (!describe(args.x, request.x, request.rows, request.size, GROUP_ROWS)
         || !describe(args.weight, request.weight, 2 * static_cast<uint64_t>(request.features),
-                     request.size, FEATURES, TILE_COLUMNS, Order::TILES))
+                     request.size, FEATURES))
         return -1;
     args.out = static_cast<uint16_t*>(request.out);
     args.rows = request.rows;

@@ -9,17 +9,12 @@ kernel, few_rows.cu, is compiled while the model loads, if no start before has d
 from __future__ import annotations
 
 import ctypes
-import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from asyncllm.attention import cuda_source
-from asyncllm.attention.cuda_source import Launch
 from asyncllm.models.layers.ops import Norm, Normed
-
-logger = logging.getLogger("asyncllm")
+from asyncllm.models.layers.tried_kernel import TriedKernel
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))  # with 227 KiB of shared memory for a block
@@ -53,16 +48,8 @@ class FewRows:
     """Some of `Ops`, for tensors that it `takes`; none on cards with less shared memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._loading: Callable[[], Launch | None] | None = None
-        self._launch: Launch | None = None
-        self._num_blocks = 0
-        if supports(device):
-            capability = torch.cuda.get_device_capability(device)
-            name = "asyncllm_few_rows"
-            self._loading = cuda_source.begin_loading_launch(SOURCE, name, capability, ())
-            properties = torch.cuda.get_device_properties(device)
-            self._num_blocks = properties.multi_processor_count
+        self._device = device if supports(device) else torch.device("cpu")
+        self._kernel = TriedKernel(SOURCE, "asyncllm_few_rows", self._device)
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
         """For `linear` and `gated_linear`: x [rows, size]."""
@@ -80,21 +67,12 @@ class FewRows:
             and weight.shape[0] % FEATURES == 0
             and weight.shape[0] <= MAX_FEATURES
             and x.dtype is torch.bfloat16
-            and self._is_ready()
+            and self._kernel.is_ready(self._try)
         )
 
-    def _is_ready(self) -> bool:
-        """Whether it was compiled and can be launched, which is waited for and tried once."""
-        if self._loading is not None:
-            self._launch, self._loading = self._loading(), None
-            if self._launch is not None:
-                tried = torch.ones(FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
-                try:
-                    self.linear(Normed(tried), tried, None)
-                except RuntimeError as error:  # no engine fails to start for a faster kernel
-                    logger.info("products of few rows are left to cuBLAS: %s", error)
-                    self._launch = None
-        return self._launch is not None
+    def _try(self) -> None:
+        tried = torch.ones(FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
+        self.linear(Normed(tried), tried, None)
 
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
@@ -137,7 +115,6 @@ class FewRows:
         num_rows, size = x.values.shape
         tensors = (x.values, x.squares, weight, bias, norm, out, scaled, squares)  # as in `Args`
         assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-        assert self._launch is not None, "called without having been asked"
         args = Args(
             *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
             num_rows,
@@ -147,6 +124,4 @@ class FewRows:
             gated,
             x.eps,
         )
-        stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
-        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
-            raise RuntimeError(f"few_rows: CUDA error {error}")
+        self._kernel.run(args, out)

@@ -9,18 +9,15 @@ how many tokens is measured (products.py).
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from asyncllm.attention import cuda_source
-from asyncllm.attention.cuda_source import Launch
 from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
 from asyncllm.models.layers.products import Algorithms
-
-logger = logging.getLogger("asyncllm")
+from asyncllm.models.layers.tried_kernel import TriedKernel
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "gated_product.cu"
 CAPABILITY = (9, 0)  # whose tensor cores it is written for
@@ -61,48 +58,29 @@ class GatedProduct:
     """The kernel, for products that it `takes`; compiled meanwhile where no start did it before."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._loading: Callable[[], Launch | None] | None = None
-        self._launch: Launch | None = None
-        self._num_blocks = 0
-        if supports(device, dtype):
-            function = "asyncllm_gated_product"
-            self._loading = cuda_source.begin_loading_launch(SOURCE, function, CAPABILITY, ())
-            properties = torch.cuda.get_device_properties(device)
-            self._num_blocks = properties.multi_processor_count
+        self._device = device if supports(device, dtype) else torch.device("cpu")
+        self._kernel = TriedKernel(SOURCE, "asyncllm_gated_product", self._device)
 
     def takes(self, shape: Shape) -> bool:
         """Waits for the compiler, once."""
         return (
-            self._is_ready()
+            self._kernel.is_ready(self._try)
             and shape.in_features % COLUMNS == 0
             and shape.out_features % (2 * FEATURES) == 0
         )
 
-    def _is_ready(self) -> bool:
-        """Whether it was compiled and runs, which is tried once."""
-        if self._loading is not None:
-            self._launch, self._loading = self._loading(), None
-            if self._launch is not None:
-                tried = torch.ones(2 * FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
-                try:
-                    self(tried, tried)
-                except RuntimeError as error:  # no engine fails to start for a faster kernel
-                    logger.info("gated products are left to cuBLAS: %s", error)
-                    self._launch = None
-        return self._launch is not None
+    def _try(self) -> None:
+        tried = torch.ones(2 * FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
+        self(tried, tried)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [rows, size], weight [2 * features, size], both contiguous -> [rows, features], new.
 
         Capturable. Raises `RuntimeError` where the device does not take it.
         """
-        assert self._launch is not None, "called without having been asked"
         out = x.new_empty((x.shape[0], weight.shape[0] // 2))
         args = Args(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *out.shape, x.shape[1])
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
-            raise RuntimeError(f"gated_product: CUDA error {error}")
+        self._kernel.run(args, out)
         return out
 
 

@@ -21,20 +21,16 @@ inline const uint16_t& number(const void* tile, int row, int column) {
 }
 }  // namespace emulator
 
-enum class Order { ROWS, TILES };
 struct Matrix {
     const uint16_t* base;
     int64_t rows, columns;
-    int box_rows, box_columns;
-    Order order;
+    int box_rows;
 };
 inline bool describe(Matrix& matrix, const void* base, uint64_t rows, uint64_t columns,
-                     uint32_t box_rows, uint32_t box_columns, Order order) {
+                     uint32_t box_rows) {
     matrix = {static_cast<const uint16_t*>(base), static_cast<int64_t>(rows),
-              static_cast<int64_t>(columns), static_cast<int>(box_rows),
-              static_cast<int>(box_columns), order};
-    if (order == Order::TILES && box_columns != 64) return false;
-    return box_rows <= 256 && box_columns <= 256 && columns % 8 == 0;
+              static_cast<int64_t>(columns), static_cast<int>(box_rows)};
+    return box_rows <= 256 && columns % 8 == 0;
 }
 inline int rank_in_pair() { return block_index() % 2; }
 inline void arrive_in_pair() {
@@ -67,12 +63,10 @@ inline void copy_box_to(void* to, const Matrix& matrix, int column, int row, Sig
     auto* tile = &emulator::in_block(*static_cast<unsigned char*>(to), rank);
     auto& block = *emulator::blocks_by_index[block_index() / 2 * 2 + rank];
     for (int r = 0; r < matrix.box_rows; r++)
-        for (int c = 0; c < matrix.box_columns; c += 8) {
+        for (int c = 0; c < 64; c += 8) {
             const bool inside = row + r < matrix.rows && column + c < matrix.columns;
             const uint16_t* from = matrix.base + (row + r) * matrix.columns + column + c;
-            void* chunk = tile + (r * matrix.box_columns + c) * 2;
-            if (matrix.order == Order::TILES)
-                chunk = const_cast<uint16_t*>(&emulator::number(tile, r, c));
+            auto* chunk = const_cast<uint16_t*>(&emulator::number(tile, r, c));
             block.on_the_way.push_back(
                 {chunk, inside ? from : nullptr, 16, &emulator::in_block(signal, rank)});
         }

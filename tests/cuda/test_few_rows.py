@@ -34,8 +34,10 @@ def function(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def kernel_of(function: Any, num_blocks: int) -> FewRows:
     """On a device of so many blocks."""
     kernel = FewRows(torch.device("cpu"))
-    kernel._launch = lambda args, blocks, stream: function(args, blocks, num_blocks)  # the seed
-    kernel._num_blocks = num_blocks
+    kernel._kernel._launch = lambda args, blocks, stream: function(
+        args, blocks, num_blocks
+    )  # the seed
+    kernel._kernel._num_blocks = num_blocks
     return kernel
 
 
@@ -100,7 +102,7 @@ def test_it_takes_few_rows_of_what_it_divides() -> None:
     small, large = random(64, 2048), random(64, 4096)
     x, y = random(33, 2048), random(33, 4096)
     assert not kernel.takes(Normed(x[:16]), small)  # no card that has it
-    kernel._launch = lambda args, blocks, stream: 0
+    kernel._kernel._launch = lambda args, blocks, stream: 0
     assert kernel.takes(Normed(x[:2]), small) and kernel.takes(Normed(x[:32]), small)
     assert kernel.takes(Normed(y[:16]), large)
     assert not kernel.takes(Normed(y[:17]), large)
@@ -117,6 +119,6 @@ def test_it_takes_few_rows_of_what_it_divides() -> None:
 
 def test_what_does_not_run_is_not_used() -> None:
     kernel = FewRows(torch.device("cpu"))
-    kernel._loading = lambda: lambda args, blocks, stream: 98
+    kernel._kernel._loading = lambda: lambda args, blocks, stream: 98
     assert not kernel.takes(Normed(random(8, 64)), random(64, 64))
-    assert kernel._launch is None and kernel._loading is None
+    assert kernel._kernel._launch is None and kernel._kernel._loading is None

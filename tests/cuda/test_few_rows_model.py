@@ -55,7 +55,8 @@ def test_logits_are_those_of_torch(tmp_path: Path) -> None:
         return int(function(args, num_blocks, len(launched)))  # the seed
 
     ops = CudaOps(torch.device("cpu"))
-    ops._few_rows._launch, ops._few_rows._num_blocks = launch, NUM_BLOCKS
+    kernel = ops._few_rows._kernel
+    kernel._launch, kernel._num_blocks = launch, NUM_BLOCKS
     ours, expected = logits_by(ops), logits_by(TorchOps())
     assert len(launched) == 4 * CONFIG.num_layers + 1  # its head is small
     assert (ours - expected).norm() < 2e-2 * expected.norm()

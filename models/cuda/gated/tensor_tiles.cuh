@@ -1,9 +1,14 @@
 // What Hopper's tensor cores take from shared memory, and how it comes there: tiles of 64 columns, 128
 // bytes, whose chunks of 16 bytes lie where the hardware looks for them. A tile of any number of rows
-// begins at a multiple of 1024 bytes.
+// begins at a multiple of 1024 bytes. Blocks come in pairs, clusters of two, and copy for each other.
 #pragma once
 
 #include "../pairs.cuh"
+
+#ifndef ASYNCLLM_EMULATED
+#include <cuda.h>
+#include <dlfcn.h>
+#endif
 
 namespace {
 
@@ -17,6 +22,46 @@ constexpr int GROUP_ROWS = 64;  // of x, that four warps multiply
 
 #ifndef ASYNCLLM_EMULATED
 namespace {
+
+using Matrix = CUtensorMap;
+
+// For copies of boxes of so many rows; zeros where a box is beyond the matrix. bf16, contiguous.
+// False where the driver cannot.
+bool describe(Matrix& matrix, const void* base, uint64_t rows, uint64_t columns, uint32_t box_rows) {
+    using Encode = decltype(&cuTensorMapEncodeTiled);
+    static const auto encode = [] {
+        void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+        return driver ? reinterpret_cast<Encode>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+    }();
+    if (encode == nullptr) return false;
+    const cuuint64_t sizes[] = {columns, rows}, strides[] = {columns * 2};
+    const cuuint32_t box[] = {TILE_COLUMNS, box_rows}, steps[] = {1, 1};
+    return encode(&matrix, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base), sizes,
+                  strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+        == CUDA_SUCCESS;
+}
+
+// A box to this block's shared memory.
+__device__ __forceinline__ void copy_box(void* to, const Matrix& matrix, int column, int row,
+                                         Signal& signal) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%2, %3}], [%4];"
+        ::"r"(shared_address(to)), "l"(&matrix), "r"(column), "r"(row),
+          "r"(shared_address(&signal))
+        : "memory");
+}
+// A box into the same place of both blocks of the pair, each told by its own signal.
+__device__ __forceinline__ void copy_box_to_both(void* to, const Matrix& matrix, int column, int row,
+                                                 Signal& signal) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(shared_address(to)), "l"(&matrix), "r"(column), "r"(row),
+          "r"(shared_address(&signal)), "h"(static_cast<uint16_t>(3))
+        : "memory");
+}
 
 // A tile's place and order, as the tensor cores are told: groups of 8 rows follow each other.
 __device__ __forceinline__ uint64_t describe_tile(const void* tile) {
