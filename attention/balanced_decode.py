@@ -3,7 +3,10 @@
 A step of many rows reads its keys and values and does little else, so what counts is how much is on
 its way from memory at any time, and that nobody is left with more than others. The kernel,
 balanced_decode.cu, takes the tiles of all rows as one list and shares it out evenly; it finds the
-shares from the lengths on the device, so there is no plan, and a captured graph replays as it is.
+shares from the positions on the device, so there is no plan, and a captured graph replays as it is.
+
+It takes rotated heads, or all from the projection on. Then it does what `heads_kernel` would before
+it, and asks for the keys of earlier tokens before the projection has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 import torch
 
 from asyncllm.attention import cuda_source
-from asyncllm.attention.base import AttendRows, AttentionLayer
+from asyncllm.attention.base import Attend, AttendRows, AttentionLayer, DecodeRows, Rotation
 from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
 
@@ -33,11 +36,12 @@ class Args(ctypes.Structure):
     """The kernel's, field by field."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("q", "cache", "tables", "lengths", "out")),
+        *((name, _pointer) for name in ("q", "cache", "tables", "positions", "out")),
         *((name, _pointer) for name in ("parts", "counts")),
+        *((name, _pointer) for name in ("angles", "cos_sin", "q_weight", "k_weight")),
         *((name, _int64) for name in ("page_stride", "kv_stride")),
         *((name, _int32) for name in ("rows", "kv_heads", "table_stride")),
-        ("scale", _float),
+        *((name, _float) for name in ("eps", "scale")),
         ("starts_early", _int32),
     )
 
@@ -88,48 +92,81 @@ class BalancedDecode:
         self._parts = torch.empty(parts, dtype=torch.float32, device=device)
         self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
 
+    def decode(self, rows: DecodeRows) -> Attend:
+        """From the projection on. Capturable.
+
+        Reads rows and rotation before the projection has ended: they must have been there before
+        some kernel that started when all before it had ended.
+        """
+        args = self._args(rows.block_tables, rows.positions)
+
+        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            cos_sin, norm = rotation.cos_sin, layer.head_norm
+            assert qkv.is_contiguous() and cos_sin.is_contiguous()
+            assert rotation.rows.dtype is torch.int32 and cos_sin.dtype is torch.float32
+            out = qkv.new_empty((len(rows.positions), layer.num_heads * layer.head_dim))
+            args.q, args.out = qkv.data_ptr(), out.data_ptr()
+            args.angles, args.cos_sin = rotation.rows.data_ptr(), cos_sin.data_ptr()
+            args.q_weight = None if norm is None else norm.q_weight.data_ptr()
+            args.k_weight = None if norm is None else norm.k_weight.data_ptr()
+            args.eps = 0 if norm is None else norm.eps
+            self._run(layer, args, _stream(qkv))
+            return out
+
+        return attend
+
     def bind(
         self,
         q: torch.Tensor,
         block_tables: torch.Tensor,
-        lengths: torch.Tensor,
+        positions: torch.Tensor,
         out: torch.Tensor,
         *,
         starts_early: bool = True,
     ) -> AttendRows:
-        """q, out [rows, heads, head_dim], contiguous; lengths of 32 bits [rows, 1], of rows that
-        are none's 0, and behind the others. Capturable. The result keeps what it was given, and
-        belongs to the current stream.
+        """q, rotated, and out [rows, heads, head_dim], contiguous; positions int32 [rows], of rows
+        that are none's -1, and behind the others. Their keys and values are written. Capturable.
+        The result keeps what it was given, and belongs to the current stream.
 
         starts_early: with what the kernel before leaves of the device, before that has ended.
         """
-        num_rows = len(q)
-        assert num_rows <= len(self._counts)
-        assert q.is_contiguous() and out.is_contiguous() and block_tables.stride(1) == 1
+        assert q.is_contiguous() and out.is_contiguous() and len(q) == len(positions)
+        args = self._args(block_tables, positions)
+        args.q, args.out, args.starts_early = q.data_ptr(), out.data_ptr(), starts_early
+        stream = _stream(q)
+
+        # Only their addresses are used, and whose memory was let go of is somebody else's.
+        kept = (q, block_tables, positions, out)
+
+        def call(layer: AttentionLayer, _kept: object = kept) -> None:
+            self._run(layer, args, stream)
+
+        return call
+
+    def _args(self, block_tables: torch.Tensor, positions: torch.Tensor) -> Args:
+        assert len(positions) <= len(self._counts)
+        assert positions.dtype is torch.int32 and positions.is_contiguous()
+        assert block_tables.dtype is torch.int32 and block_tables.stride(1) == 1
         pages = self._cache.layers[0]
-        args = Args(
-            q=q.data_ptr(),
+        return Args(
             tables=block_tables.data_ptr(),
-            lengths=lengths.data_ptr(),
-            out=out.data_ptr(),
+            positions=positions.data_ptr(),
             parts=self._parts.data_ptr(),
             counts=self._counts.data_ptr(),
             page_stride=pages.stride(0),
             kv_stride=pages.stride(1),
-            rows=num_rows,
+            rows=len(positions),
             kv_heads=pages.shape[3],
             table_stride=block_tables.stride(0),
-            starts_early=starts_early,
+            starts_early=True,
         )
-        stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
 
-        # Only their addresses are used, and whose memory was let go of is somebody else's.
-        kept = (q, block_tables, lengths, out)
+    def _run(self, layer: AttentionLayer, args: Args, stream: int) -> None:
+        args.cache = self._cache.layers[layer.index].data_ptr()
+        args.scale = layer.scale
+        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
+            raise RuntimeError(f"balanced_decode: CUDA error {error}")
 
-        def call(layer: AttentionLayer, _kept: object = kept) -> None:
-            args.cache = self._cache.layers[layer.index].data_ptr()
-            args.scale = layer.scale
-            if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
-                raise RuntimeError(f"balanced_decode: CUDA error {error}")
 
-        return call
+def _stream(tensor: torch.Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0

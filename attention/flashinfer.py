@@ -4,9 +4,9 @@ With xqa_call.py, flashinfer_prefill.py, flashinfer_steps.py, flashinfer_plans.p
 prefill_lists.py the adapter to FlashInfer's attention: whatever it renames breaks in these six and
 nowhere else (0.6.12).
 
-  decode   one row: one kernel of ours with all from the projection on (fused_decode.py).
-           Beyond, balanced_decode.py where it can be, else XQA, and triton_decode.py on cards and
-           page sizes without that. They read block tables and lengths on the device and need no
+  decode   one kernel of ours with all from the projection on: of one row fused_decode.py, beyond
+           balanced_decode.py where it can be. Else XQA, and triton_decode.py on cards and page
+           sizes without that. They read block tables and positions on the device and need no
            plan, so a captured graph replays as it is.
   prefill  planned on the host per step (flashinfer_prefill.py), by plans that take turns.
 """
@@ -70,6 +70,8 @@ class FlashInferAttention:
     def decode(self, rows: DecodeRows) -> Attend:
         if self._fused.takes(rows.positions.shape[0]):
             return self._decode_fused(rows)
+        if (balanced := self._get_balanced(rows)) is not None:
+            return balanced.decode(rows)
         write_slots = rows.write_slots(self._cache.block_size)
         lengths = _lengths(rows)
 
@@ -77,7 +79,7 @@ class FlashInferAttention:
             cache = self._cache.layers[layer.index]
             q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
             out = torch.empty_like(q)
-            self._bind_decode(q, rows.block_tables, lengths, out)(layer)
+            self._bind_unbalanced(q, rows.block_tables, lengths, out)(layer)
             return out.flatten(1)
 
         return attend
@@ -113,7 +115,7 @@ class FlashInferAttention:
         start = decodes.positions.shape[0]
         end = start + prefills.num_tokens
         prefill = plan.bind(q[start:end], out[start:end])
-        decode = self._bind_decode(q[:start], decodes.block_tables, _lengths(decodes), out[:start])
+        decode = self._bind_decode(q[:start], decodes, out[:start])
 
         def attend(layer: AttentionLayer) -> None:
             decode(layer)
@@ -123,7 +125,7 @@ class FlashInferAttention:
 
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
         """Where FA3 and balanced_decode do all layers."""
-        balanced = self._get_balanced()
+        balanced = self._wait_for_balanced()
         if balanced is None or not supports(self._layers, self._workspace.device):
             return None
         lists = prefill_lists.load(self._workspace.device)
@@ -131,12 +133,16 @@ class FlashInferAttention:
             self._layers[0], self._cache, self._workspace, balanced, max_tokens, lists
         )
 
-    def _bind_decode(
+    def _bind_decode(self, q: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> AttendRows:
+        """q, out [rows, heads, head_dim], contiguous."""
+        if (balanced := self._get_balanced(rows)) is not None:
+            return balanced.bind(q, rows.block_tables, rows.positions, out)
+        return self._bind_unbalanced(q, rows.block_tables, _lengths(rows), out)
+
+    def _bind_unbalanced(
         self, q: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
     ) -> AttendRows:
-        """q, out [rows, heads, head_dim], contiguous; lengths uint32 [rows, 1]."""
-        if len(q) <= MAX_ROWS and (balanced := self._get_balanced()) is not None:
-            return balanced.bind(q, block_tables, lengths, out)
+        """`_bind_decode`; lengths uint32 [rows, 1]."""
         if self.uses_xqa:
             return self._xqa.bind(q, block_tables, lengths, out)
 
@@ -154,8 +160,12 @@ class FlashInferAttention:
 
         return decode
 
-    def _get_balanced(self) -> BalancedDecode | None:
-        """Waits for the compiler, once."""
+    def _get_balanced(self, rows: DecodeRows) -> BalancedDecode | None:
+        """Where it can do so many."""
+        return self._wait_for_balanced() if len(rows.positions) <= MAX_ROWS else None
+
+    def _wait_for_balanced(self) -> BalancedDecode | None:
+        """For the compiler, once."""
         if self._load_balanced is not None:
             launch, self._load_balanced = self._load_balanced(), None
             if launch is not None:

@@ -3,7 +3,7 @@
 FlashInfer's FA3 kernel has one block for each multiprocessor, which takes its work from lists in a
 workspace: a launch knows only where these begin. So a captured launch does what the last lists
 there say, ours (prefill_lists.py) or those of FlashInfer's planner (flashinfer_plans.py). The
-decodes' kernel (balanced_decode.py) goes by lengths on the device. It is launched on a stream of
+decodes' kernel (balanced_decode.py) goes by positions on the device. It is launched on a stream of
 its own, a moment behind FA3: multiprocessors that have no prompt's tiles left begin with the
 decodes' while others still work.
 
@@ -83,12 +83,12 @@ class FlashInferSteps:
         prefill = self._module.bind(q, out)
         if decodes is None:
             return lambda layer: prefill(*self._keys_values[layer.index])
-        tables, lengths = decodes.block_tables, decodes.positions + 1  # 0: none's
-        rows = slice(len(lengths))
+        tables, positions = decodes.block_tables, decodes.positions
+        rows = slice(len(positions))
         main, side = torch.cuda.current_stream(q.device), self._side
         with torch.cuda.stream(side):
             # Started early it would come before FA3.
-            decode = self._balanced.bind(q[rows], tables, lengths, out[rows], starts_early=False)
+            decode = self._balanced.bind(q[rows], tables, positions, out[rows], starts_early=False)
 
         def attend(layer: AttentionLayer) -> None:
             side.wait_stream(main)  # keys and values are written

@@ -6,6 +6,10 @@
 // them because that much is on the way at once. Their shares are neighbours, so that a row that
 // several warps have is mostly one block's; there is little to merge between blocks, and that is
 // slow.
+//
+// Positions, tables and the keys of earlier steps were there before the kernel before began, so all
+// that is asked for before that has ended. If the kernel rotates, this includes the first tiles: the
+// new key and value come from the projection, and the row's last tile takes them from registers.
 #include "balanced/merge.cuh"
 
 namespace {
@@ -16,19 +20,34 @@ __device__ __forceinline__ void attend(const Args& args, const Share& share, Sha
     Tile* ring = shared.rings[warp];
     Cursor asked(args, share);
     int slot = 0;
+    if (!args.rotates()) wait_kernel_before();  // which writes newest keys
     for (int i = 0; i < DEPTH - 1; i++) asked.ask(args, ring[i]);
+    wait_kernel_before();
+    if (share.start == share.end) return;
 
     const float scale = args.scale * 1.4426950408889634f;
     Softmax sums;
+    NewToken newest;
     Place place = share.place;
-    sums.open(args, place);
+    const auto open_row = [&](int i) {
+        sums.open(args, place);
+        if (!args.rotates()) return;
+        const bool ends = i - place.tile + place.num_tiles() <= share.end;
+        if (ends) newest.load(args, place);
+        Angles angles;
+        angles.load(args, place.angle);
+        rotate(args, angles, args.q_weight, sums.q);
+        if (ends) newest.rotate(args, angles);
+    };
+    open_row(share.start);
     for (int i = share.start; i < share.end; i++) {
         wait_copies<DEPTH - 2>();
         sync_warp();  // all lanes' copies have come, and all have read the tile before
         asked.ask(args, ring[slot == 0 ? DEPTH - 1 : slot - 1]);
+        const int begin = i - place.tile, end = begin + place.num_tiles();  // of the row
+        if (args.rotates() && i + 1 == end) newest.put(args, place, ring[slot]);
         sums.add(ring[slot], place.length - place.tile * TILE, scale);
         slot = slot == DEPTH - 1 ? 0 : slot + 1;
-        const int begin = i - place.tile, end = begin + place.num_tiles();  // of the row
         if (i + 1 < end && i + 1 < share.end) {
             place.tile++;
             continue;
@@ -47,7 +66,7 @@ __device__ __forceinline__ void attend(const Args& args, const Share& share, Sha
         }
         if (i + 1 == share.end) break;
         place.next_row(args);
-        sums.open(args, place);
+        open_row(i + 1);
     }
 }
 
@@ -58,9 +77,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) balanced_decode(const Args args
     if (thread <= WARPS) shared.runs[thread] = {};
     if (thread < 2) shared.ended[thread] = {};
     sync_block();
-    wait_kernel_before();
-    const Share share = find_share(args, block_index() * WARPS + thread / 32);
-    if (share.start < share.end) attend(args, share, shared);
+    attend(args, find_share(args, block_index() * WARPS + thread / 32), shared);
     sync_block();
     merge(args, shared);
 }

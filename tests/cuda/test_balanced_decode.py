@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from asyncllm.attention.balanced_decode import SOURCE, BalancedDecode, definitions, supports
-from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
+from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVCache
 from tests.cuda.emulated import compile_for_cpu
 
@@ -88,9 +90,15 @@ class Case:
 
     def ours(self, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         out = torch.full_like(q, torch.nan)
-        rows = torch.tensor(lengths, dtype=torch.int32).unsqueeze(1)
-        self.decode.bind(q, self.tables[: len(q)], rows, out)(self.layer)
+        positions = torch.tensor(lengths, dtype=torch.int32) - 1
+        self.decode.bind(q, self.tables[: len(q)], positions, out)(self.layer)
         return out
+
+    def ours_from(self, qkv: torch.Tensor, rotation: Rotation, lengths: list[int]) -> torch.Tensor:
+        positions = torch.tensor(lengths, dtype=torch.int32) - 1
+        rows = DecodeRows(self.tables[: len(qkv)], positions)
+        out = self.decode.decode(rows)(self.layer, qkv, rotation)
+        return out.view(len(qkv), self.layer.num_heads, self.layer.head_dim)
 
     def expected(self, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """In float64: [rows, heads, head_dim]."""
@@ -117,6 +125,41 @@ def test_equals_the_reference(shape: str, name: str, compiled: Compiled) -> None
     for _ in range(2):  # the second time with what the first left in its counters
         error = (case.ours(q, lengths).double() - expected).norm() / expected.norm()
         assert error < 0.01
+
+
+def normed(layer: AttentionLayer) -> AttentionLayer:
+    weights = torch.rand(2, layer.head_dim).bfloat16() + 0.5
+    return replace(layer, head_norm=HeadNorm(weights[0], weights[1], 1e-6))
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_from_the_projection_on(shape: str, name: str, compiled: Compiled) -> None:
+    """The new keys and values are attended to, and come into the cache, where nothing was."""
+    case = Case(shape, compiled, num_blocks=3)
+    if shape in ("gqa", "odd"):
+        case.layer = normed(case.layer)
+    lengths, block_size = LENGTHS[name], case.cache.block_size
+    case.poison_the_unseen([length - 1 for length in lengths])
+    heads = case.layer.num_heads + 2 * case.layer.num_kv_heads
+    qkv = torch.randn(len(lengths), heads, case.layer.head_dim).bfloat16()
+    angles = torch.rand(50, case.layer.head_dim // 2) * 7
+    rows = torch.randint(50, (len(lengths),), dtype=torch.int32)
+    rotation = Rotation(rows, torch.cat((angles.cos(), angles.sin()), dim=1))
+    before = case.cache.layers[1].clone()
+    ours = case.ours_from(qkv, rotation, lengths)
+
+    q, *new = rotated_heads(case.layer, qkv.float(), rotation)
+    kept = case.cache.layers[1].clone()
+    for row, length in enumerate(lengths):
+        page, token = case.tables[row, (length - 1) // block_size], (length - 1) % block_size
+        for i in range(2):
+            place = page, i, token
+            torch.testing.assert_close(kept[place].float(), new[i][row], rtol=0.01, atol=0.01)
+            kept[place] = before[place]
+    torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)
+    expected = case.expected(q, lengths)
+    assert (ours.double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_the_order_of_threads_changes_nothing(compiled: Compiled) -> None:
@@ -158,7 +201,7 @@ def test_rows_that_are_nobodys_are_left_alone(num_rows: int, compiled: Compiled)
 
 def test_what_a_launch_reads_lives_as_long_as_it(compiled: Compiled) -> None:
     case = Case("gqa", compiled, num_blocks=1)
-    tensors = [torch.zeros(2, 16, 128).bfloat16(), torch.ones(2, 1, dtype=torch.int32)]
+    tensors = [torch.zeros(2, 16, 128).bfloat16(), torch.ones(2, dtype=torch.int32)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     call = case.decode.bind(tensors[0], case.tables[:2], tensors[1], torch.zeros_like(tensors[0]))
     tensors.clear()

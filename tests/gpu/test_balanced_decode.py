@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from asyncllm.attention.balanced_decode import BalancedDecode, begin_loading
-from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
+from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVCache
 
 pytestmark = [
@@ -54,7 +57,7 @@ class Case:
         return torch.randn(shape, dtype=torch.bfloat16, device=CUDA)
 
     def enqueue(self, q: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        self.decode.bind(q, self.tables[: len(q)], lengths.unsqueeze(1), out)(self.layer)
+        self.decode.bind(q, self.tables[: len(q)], lengths - 1, out)(self.layer)
 
     def expected(self, q: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         group = self.layer.num_heads // self.layer.num_kv_heads
@@ -103,6 +106,57 @@ def test_few_rows(shape: tuple[int, int, int, int], name: str) -> None:
     assert_near(results[0][:num_rows], case.expected(q[:num_rows], lengths[:num_rows]))
     assert results[0][num_rows:].isnan().all()
     assert all(torch.equal(out[:num_rows], results[0][:num_rows]) for out in results)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 12, 64, 300])
+def test_from_the_projection_on(
+    num_rows: int, has_norm: bool, shape: tuple[int, int, int, int]
+) -> None:
+    """Behind a product that fills the card, in a graph: what is asked for early is there."""
+    case = Case(*shape)
+    heads, kv_heads, head_dim, block_size = shape
+    if has_norm:
+        weights = torch.rand(2, head_dim, device=CUDA, dtype=torch.bfloat16) + 0.5
+        case.layer = replace(case.layer, head_norm=HeadNorm(weights[0], weights[1], 1e-6))
+    case.tables = 1 + torch.randperm(NUM_PAGES - 1, device=CUDA)[: num_rows * 60].int().view(-1, 60)
+    width = (heads + 2 * kv_heads) * head_dim
+    x = torch.randn(num_rows, 256, device=CUDA, dtype=torch.bfloat16)
+    projection = torch.randn(256, width, device=CUDA, dtype=torch.bfloat16) / 16
+    qkv = (x @ projection).view(num_rows, -1, head_dim)
+    angles = torch.rand(1000, head_dim // 2, device=CUDA) * 7
+    positions = torch.zeros(num_rows, device=CUDA, dtype=torch.int32)
+    rotation = Rotation(positions, torch.cat((angles.cos(), angles.sin()), dim=1))
+    attend = case.decode.decode(DecodeRows(case.tables, positions))
+
+    def step() -> torch.Tensor:
+        return attend(case.layer, (x @ projection).view(num_rows, -1, head_dim), rotation)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()  # another stream reads all that
+    with torch.cuda.stream(stream):
+        step()
+        with torch.cuda.graph(graph, stream=stream):
+            out = step()
+    for most in (1, 17, 640):
+        lengths = torch.randint(1, most + 1, (num_rows,), dtype=torch.int32, device=CUDA)
+        positions.copy_(lengths - 1)
+        pages = case.tables.gather(1, (positions // block_size).unsqueeze(1).long()).squeeze(1)
+        tokens = positions % block_size
+        case.cache.layers[0][pages, :, tokens] = torch.nan
+        results = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append(out.clone())
+        q, *new = rotated_heads(case.layer, qkv.float(), rotation)
+        for i in range(2):
+            kept = case.cache.layers[0][pages, i, tokens].float()
+            torch.testing.assert_close(kept, new[i], rtol=0.02, atol=0.02)
+        assert_near(out.view_as(q), case.expected(q, lengths))
+        assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_a_captured_launch_takes_other_lengths() -> None:

@@ -3,11 +3,10 @@
 // the sums of the values.
 #pragma once
 
-#include "ring.cuh"
+#include "heads.cuh"
 
 namespace {
 
-constexpr int WINDOWS = HEAD_DIM / 32;
 constexpr int BANDS = HEAD_DIM / 16;
 constexpr float NO_SCORE = -1e30f;  // below any score, and finite
 
@@ -24,19 +23,14 @@ struct Part {
 // The tiles so far. With quad = lane % 4 and group = lane / 4, a lane has the query heads 2 * quad
 // and 2 * quad + 1, and of the sums entries group + 8 * i.
 struct Softmax {
-    uint4 q[WINDOWS];  // of query head `group`: 8 entries of each 32
+    Entries q;  // of query head `group`
     float best[2], total[2], sums[BANDS][4];
 
     __device__ __forceinline__ void open(const Args& args, const Place& place) {
-        const int lane = thread_index() % 32, head = lane / 4;
-        const int64_t first = static_cast<int64_t>(place.row) * args.kv_heads + place.kv_head;
+        const int head = thread_index() % 32 / 4;
 #pragma unroll
-        for (int i = 0; i < WINDOWS; i++) {
-            q[i] = {0, 0, 0, 0};
-            if (head < GROUP_SIZE)
-                q[i] = load_fresh(
-                    at(args.q, (first * GROUP_SIZE + head) * HEAD_DIM + i * 32 + lane % 4 * 8));
-        }
+        for (int i = 0; i < WINDOWS; i++) q[i] = {0, 0, 0, 0};
+        if (head < GROUP_SIZE) load_head(args, place.row, place.kv_head * GROUP_SIZE + head, q);
 #pragma unroll
         for (int h = 0; h < 2; h++) best[h] = NO_SCORE, total[h] = 0;
 #pragma unroll
