@@ -17,6 +17,7 @@ from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.filter_kernels import (
     GROUP,
     draw_filtered,
+    largest_of,
     may_filter,
     summarise_block,
 )
@@ -133,21 +134,18 @@ def _pick_of_row(
     token = 0
     if may_filter(temperature, top_k, top_p, min_p, vocab_size):
         num_groups = num_blocks * (BLOCK // GROUP)
-        first_group = row.to(tl.int64) * num_groups
-        group = tl.arange(0, BLOCKS * (BLOCK // GROUP))
-        maxima = tl.load(
-            maxima_ptr + first_group + group, group < num_groups, other=float("-inf")
-        )  # fmt: skip
-        largest = tl.max(maxima, axis=0)
+        maxima_ptr += row.to(tl.int64) * num_groups
+        largest = largest_of(maxima_ptr, num_groups)
         if (largest > float("-inf")) & (largest < float("inf")):
             opened = _open_row(
                 row, slot, logits_ptr, row_stride, vocab_size, of_row_ptr, bits_ptr, bits_stride,
                 penalties, MASKED,
             )  # fmt: skip
             unit = tl.where(opened[5][0], 1, UNIT)  # penalised logits are float32's
+            listed_ptr += row.to(tl.int64) * num_groups
             seed = tl.load(seeds_ptr + slot)
             best, token = draw_filtered(
-                opened, maxima, listed_ptr + first_group, values, largest,
+                opened, maxima_ptr, listed_ptr, num_groups, values, largest,
                 temperature, top_k, top_p, min_p, seed, position, unit,
             )  # fmt: skip
     else:

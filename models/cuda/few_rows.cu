@@ -3,7 +3,7 @@
 // A pair of blocks computes some of the outputs, group by group, and each block has every other slice of
 // the columns: x is read once for 64 rows of weights, and what both add up stays between them. Half of a
 // block's warps copy, as far ahead as there is shared memory, weights before the kernel before has ended.
-// The others share out a stage, each a quarter of its columns and half of its tiles.
+// The others share out a stage.
 //
 //   unit   16 outputs, the tensor cores' rows; if gated 16 gates and their 16 ups
 //   tile   a unit's 16 rows of weights, or of one of its parts
@@ -17,21 +17,21 @@
 
 namespace {
 
-template <int ROWS>
-using Sums = float[TILES / HALVES][ROWS / 8][4];
+template <int ROWS, int TILES>
+using Sums = float[Tiling<TILES>::TILES_OF_WARP][ROWS / 8][4];
 
-// A warp's part of a stage.
-template <int ROWS>
-__device__ __forceinline__ void multiply(Sums<ROWS>& sums, const Stage<ROWS>& stage, int num_tiles,
-                                         const Lane& me) {
-    const int first = me.warp % QUARTERS * 2, half = me.warp / QUARTERS;
+// Of two windows, from `first` on.
+template <int ROWS, int TILES>
+__device__ __forceinline__ void multiply_windows(Sums<ROWS, TILES>& sums, const Stage<ROWS, TILES>& stage,
+                                                 int first, int num_tiles, const Lane& me) {
+    using Own = Tiling<TILES>;
     Windows x[ROWS / 8];
 #pragma unroll
     for (int n = 0; n < ROWS / 8; n++)
         x[n] = load_windows<load_shared>(stage.x + (n * 8 + me.row) * ROW_BYTES, first, me);
 #pragma unroll
-    for (int t = 0; t < TILES / HALVES; t++) {
-        const int tile = t * HALVES + half;
+    for (int t = 0; t < Own::TILES_OF_WARP; t++) {
+        const int tile = t * Own::TEAMS + me.warp / Own::PARTS_OF_SLICE;
         if (tile >= num_tiles) break;
         const unsigned char* row = stage.weight[tile] + me.row * ROW_BYTES;
         const Windows upper = load_windows<load_shared>(row, first, me);
@@ -49,25 +49,39 @@ __device__ __forceinline__ void multiply(Sums<ROWS>& sums, const Stage<ROWS>& st
     }
 }
 
-// To the block whose outputs they are.
-template <int ROWS>
-__device__ __forceinline__ void hand_over(const Sums<ROWS>& sums, Shared<ROWS>& shared, int buffer,
-                                          int num_tiles, const Lane& me) {
-    const int quarter = me.warp % QUARTERS, half = me.warp / QUARTERS, rank = rank_in_pair();
+// A warp's part of a stage.
+template <int ROWS, int TILES>
+__device__ __forceinline__ void multiply(Sums<ROWS, TILES>& sums, const Stage<ROWS, TILES>& stage,
+                                         int num_columns, int num_tiles, const Lane& me) {
+    using Own = Tiling<TILES>;
+    const int first = me.warp % Own::PARTS_OF_SLICE * Own::COLUMNS;
 #pragma unroll
-    for (int t = 0; t < TILES / HALVES; t++) {
-        const int tile = t * HALVES + half;
+    for (int column = first; column < first + Own::COLUMNS; column += PAIR)
+        if (column < num_columns)
+            multiply_windows<ROWS, TILES>(sums, stage, column / (PAIR / 2), num_tiles, me);
+}
+
+// To the block whose outputs they are.
+template <int ROWS, int TILES>
+__device__ __forceinline__ void hand_over(const Sums<ROWS, TILES>& sums, Shared<ROWS, TILES>& shared,
+                                          int buffer, int num_tiles, const Lane& me) {
+    using Own = Tiling<TILES>;
+    const int columns = me.warp % Own::PARTS_OF_SLICE, rank = rank_in_pair();
+#pragma unroll
+    for (int t = 0; t < Own::TILES_OF_WARP; t++) {
+        const int tile = t * Own::TEAMS + me.warp / Own::PARTS_OF_SLICE;
         if (tile >= num_tiles) break;
 #pragma unroll
         for (int n = 0; n < ROWS / 8; n++)
-            send(shared.sums[buffer][rank][quarter][tile % OWN_TILES][n][me.lane], sums[t][n],
-                 shared.is_summed[buffer], tile / OWN_TILES);
+            send(shared.sums[buffer][rank][columns][tile % Own::OWN_TILES][n][me.lane], sums[t][n],
+                 shared.is_summed[buffer], tile / Own::OWN_TILES);
     }
 }
 
 // Of the norm before, by the sums of squares that its product left.
-template <int ROWS>
-__device__ __forceinline__ void find_factors(const Args& args, Shared<ROWS>& shared, const Lane& me) {
+template <int ROWS, int TILES>
+__device__ __forceinline__ void find_factors(const Args& args, Shared<ROWS, TILES>& shared,
+                                             const Lane& me) {
     for (int row = me.warp; row < args.rows; row += WARPS) {
         float sum = 0;
         for (int i = me.lane; i < args.num_squares; i += 32)
@@ -78,63 +92,84 @@ __device__ __forceinline__ void find_factors(const Args& args, Shared<ROWS>& sha
     sync_first(THREADS);
 }
 
-template <int ROWS, int PARTS, bool ADD>
-__device__ __forceinline__ void work(const Args& args, Shared<ROWS>& shared) {
+template <int ROWS, int TILES, int PARTS, bool ADD>
+__device__ __forceinline__ void work(const Args& args, Shared<ROWS, TILES>& shared) {
+    using Own = Tiling<TILES>;
+    using Outputs = Output<ROWS, TILES, PARTS, ADD>;
     const int thread = thread_index(), lane = thread % 32;
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
-    Walk<PARTS> walk(args);
+    Walk<TILES, PARTS> walk(args);
     wait_kernel_before();
     wait_for_pair();  // its signals are open
     if (args.squares != nullptr) find_factors(args, shared, me);
-    Turn<Shared<ROWS>::STAGES> turn;
+    Turn<Shared<ROWS, TILES>::STAGES> turn;
+    Turn<1> read;
     for (Turn<2> buffer; walk.has_stage(); buffer.next()) {
         const int unit = walk.unit, num_tiles = walk.num_tiles();
-        const int num_own = part_of(num_tiles, rank_in_pair() * OWN_TILES, OWN_TILES);
+        const int num_own = part_of(num_tiles, rank_in_pair() * Own::OWN_TILES, Own::OWN_TILES);
         Signal& is_summed = shared.is_summed[buffer.place];
         if (thread == 0 && num_own > 0)
-            expect_bytes(is_summed, num_own * 2 * QUARTERS * FEATURES * ROWS * 4);
-        Sums<ROWS> sums = {};
+            expect_bytes(is_summed, num_own * 2 * Own::PARTS_OF_SLICE * FEATURES * ROWS * 4);
+        Sums<ROWS, TILES> sums = {};
         for (; walk.unit == unit; walk.next(), turn.next()) {
             wait_signal(shared.full[turn.place], turn.parity);
-            if (me.warp % QUARTERS * QUARTER < walk.num_columns())
-                multiply(sums, shared.stages[turn.place], num_tiles, me);
+            multiply<ROWS, TILES>(sums, shared.stages[turn.place], walk.num_columns(), num_tiles, me);
             sync_warp();
             if (lane == 0) arrive(shared.empty[turn.place]);
         }
-        const Output<ROWS, PARTS, ADD> output(args, unit, num_tiles / PARTS);
-        hand_over<ROWS>(sums, shared, buffer.place, num_tiles, me);
+        const auto output = [&](int i) { return Outputs(args, unit, num_tiles / PARTS, i); };
+        const Outputs first = output(0), second = output(Outputs::NUM - 1);
+        wait_signal(shared.is_read, read.parity ^ 1);
+        hand_over<ROWS, TILES>(sums, shared, buffer.place, num_tiles, me);
         if (num_own == 0) break;  // of the last group
         wait_signal(is_summed, buffer.parity);
-        output.store(args, shared, buffer.place);
+        first.store(args, shared, buffer.place);
+        if constexpr (Outputs::NUM == 2) second.store(args, shared, buffer.place);
+        sync_warp();
+        if (lane == 0) arrive(shared.is_read);
+        read.next();
     }
 }
 
-template <int ROWS, int PARTS, bool ADD>
+template <int ROWS, int TILES, int PARTS, bool ADD>
 __global__ void __launch_bounds__(THREADS + FEEDERS * 32, 1) few_rows(const __grid_constant__ Args args) {
-    auto& shared = *reinterpret_cast<Shared<ROWS>*>(shared_memory());
+    using Own = Shared<ROWS, TILES>;
+    auto& shared = *reinterpret_cast<Own*>(shared_memory());
     if (thread_index() == 0) {
-        for (int i = 0; i < Shared<ROWS>::STAGES; i++)
+        for (int i = 0; i < Own::STAGES; i++)
             open_signal<FEEDERS>(shared.full[i]), open_signal<WARPS>(shared.empty[i]);
         for (Signal& signal : shared.is_summed) open_signal(signal);
+        open_signal<WARPS>(shared.is_read);
         show_signals();
     }
     start_kernel_after();
     arrive_in_pair();
     sync_block();
     if (thread_index() < THREADS)
-        work<ROWS, PARTS, ADD>(args, shared);
+        work<ROWS, TILES, PARTS, ADD>(args, shared);
     else
-        Feeder<ROWS, PARTS>(args, shared).copy();
+        Feeder<ROWS, TILES, PARTS>(args, shared).copy();
     arrive_in_pair();
     wait_for_pair();  // nobody sends to a block that has ended
 }
 
+template <int ROWS, int TILES, int PARTS, bool ADD>
+int launch_tiled(const Args& args, int num_pairs, void* stream) {
+    return launch_after(few_rows<ROWS, TILES, PARTS, ADD>, args, 2 * num_pairs, THREADS + FEEDERS * 32,
+                        static_cast<int>(sizeof(Shared<ROWS, TILES>)), stream, true, 2);
+}
+
+// Where a pair has more than a small stage's tiles, larger ones have x read half as often: it counts
+// where rows are many.
 template <int ROWS, int PARTS, bool ADD>
 int launch(const Args& args, int num_blocks, void* stream) {
     const int num_units = (args.features + FEATURES - 1) / FEATURES;
     const int num_pairs = num_blocks / 2 < num_units ? num_blocks / 2 : num_units;
-    return launch_after(few_rows<ROWS, PARTS, ADD>, args, 2 * num_pairs, THREADS + FEEDERS * 32,
-                        static_cast<int>(sizeof(Shared<ROWS>)), stream, true, 2);
+    const int num_tiles = (num_units * PARTS + num_pairs - 1) / num_pairs;  // of a pair
+    if constexpr (ROWS >= 16)
+        if (num_tiles > 4 && (ROWS == 32 || num_tiles <= 8))
+            return launch_tiled<ROWS, 8, PARTS, ADD>(args, num_pairs, stream);
+    return launch_tiled<ROWS, 4, PARTS, ADD>(args, num_pairs, stream);
 }
 
 template <int ROWS>

@@ -22,6 +22,8 @@ SHAPES = [  # features, size, blocks
     (72, 320, 4),  # a group that is all one block's
     (144, 1024, 4),  # several groups for each pair
     (208, 512, 6),
+    (400, 576, 4),  # more tiles than one of the largest stages has
+    (1024, 64, 2),  # groups that are done as soon as they begin
 ]
 
 

@@ -11,22 +11,23 @@ __device__ __forceinline__ int part_of(int num, int first, int most) {
 }
 
 // A warp that copies some rows of each stage, weights by its first lanes and x by the next.
-template <int ROWS, int PARTS>
+template <int ROWS, int TILES, int PARTS>
 struct Feeder {
-    static constexpr int STAGES = Shared<ROWS>::STAGES;
+    using OwnWalk = Walk<TILES, PARTS>;
+    static constexpr int STAGES = Shared<ROWS, TILES>::STAGES;
     static constexpr int SHARE = TILES * FEATURES / FEEDERS, SHARE_OF_X = ROWS / FEEDERS;
     static_assert(SHARE + SHARE_OF_X <= 32 && FEATURES % SHARE == 0 && ROWS % FEEDERS == 0);
     const Args& args;
-    Shared<ROWS>& shared;
+    Shared<ROWS, TILES>& shared;
     const int feeder, lane;
     const int tile, first;  // the share's, and its first row there
 
-    __device__ __forceinline__ Feeder(const Args& args, Shared<ROWS>& shared)
+    __device__ __forceinline__ Feeder(const Args& args, Shared<ROWS, TILES>& shared)
         : args(args), shared(shared), feeder(thread_index() / 32 - WARPS), lane(thread_index() % 32),
           tile(feeder * SHARE / FEATURES), first(feeder * SHARE % FEATURES) {}
 
     // Expects the share's x as well.
-    __device__ __forceinline__ void copy_weight(const Walk<PARTS>& walk, int place) {
+    __device__ __forceinline__ void copy_weight(const OwnWalk& walk, int place) {
         const int feature = (walk.unit + tile / PARTS) * FEATURES + first;
         const int num = tile < walk.num_tiles() ? part_of(args.features, feature, SHARE) : 0;
         const int num_of_x = part_of(args.rows, feeder * SHARE_OF_X, SHARE_OF_X);
@@ -40,7 +41,7 @@ struct Feeder {
                   args.weight + row * args.size + walk.slice * SLICE, bytes, full);
     }
 
-    __device__ __forceinline__ void copy_x(const Walk<PARTS>& walk, int place) {
+    __device__ __forceinline__ void copy_x(const OwnWalk& walk, int place) {
         const int index = lane - SHARE, row = feeder * SHARE_OF_X + index;
         const int bytes = walk.num_columns() * 2;
         if (index < 0 || index >= SHARE_OF_X || row >= args.rows || bytes == 0) return;
@@ -50,9 +51,9 @@ struct Feeder {
     }
 
     __device__ __forceinline__ void copy() {
-        Walk<PARTS> walk(args);
+        OwnWalk walk(args);
         int num_early = 0;
-        for (Walk<PARTS> ahead = walk; num_early < STAGES && ahead.has_stage(); ahead.next())
+        for (OwnWalk ahead = walk; num_early < STAGES && ahead.has_stage(); ahead.next())
             copy_weight(ahead, num_early++);
         wait_kernel_before();
         for (Turn<STAGES> turn; walk.has_stage(); walk.next(), turn.next(), num_early--) {

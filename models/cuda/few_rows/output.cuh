@@ -21,22 +21,26 @@ struct alignas(8) Four {
 
 // A thread's four neighbouring outputs of a group. What is added to them is on its way before they are
 // there.
-template <int ROWS, int PARTS, bool ADD>
+template <int ROWS, int TILES, int PARTS, bool ADD>
 struct Output {
-    static constexpr int OWN_UNITS = OWN_TILES / PARTS, FOURS = FEATURES / 4;
-    static_assert(OWN_UNITS * ROWS * FOURS <= THREADS);
+    using Own = Tiling<TILES>;
+    static constexpr int OWN_UNITS = Own::OWN_TILES / PARTS, FOURS = FEATURES / 4;
+    static constexpr int ALL = OWN_UNITS * ROWS * FOURS;
+    static constexpr int NUM = ALL < THREADS ? 1 : ALL / THREADS;  // of a thread
+    static_assert(NUM <= 2);
     int own, unit, row, feature;  // own: which of this block's units
-    bool is_one;                  // false: this thread has none
+    bool is_one;                  // false: there is none
     int64_t place;
     Four addend = {}, norm = {};
 
-    __device__ __forceinline__ Output(const Args& args, int first_unit, int num_units) {
-        const int thread = thread_index();
-        own = thread / (ROWS * FOURS);
-        row = thread / FOURS % ROWS;
+    // The `number`-th of a thread.
+    __device__ __forceinline__ Output(const Args& args, int first_unit, int num_units, int number) {
+        const int four = number * THREADS + thread_index();
+        own = four / (ROWS * FOURS);
+        row = four / FOURS % ROWS;
         const int index = rank_in_pair() * OWN_UNITS + own;
         unit = first_unit + index;
-        feature = unit * FEATURES + thread % FOURS * 4;
+        feature = unit * FEATURES + four % FOURS * 4;
         place = static_cast<int64_t>(row) * args.features + feature;
         is_one = own < OWN_UNITS && index < num_units && row < args.rows && feature < args.features;
         if (!ADD || !is_one) return;
@@ -45,7 +49,7 @@ struct Output {
     }
 
     // Always in the same order.
-    __device__ __forceinline__ void add_up(const Args& args, const Shared<ROWS>& shared, int buffer,
+    __device__ __forceinline__ void add_up(const Args& args, const Shared<ROWS, TILES>& shared, int buffer,
                                            int part, float (&sums)[4]) const {
         const int lane = feature % 8 * 4 + row % 8 / 2, number = feature % FEATURES / 8 * 2 + row % 2;
 #pragma unroll
@@ -53,9 +57,9 @@ struct Output {
 #pragma unroll
         for (int rank = 0; rank < 2; rank++)
 #pragma unroll
-            for (int quarter = 0; quarter < QUARTERS; quarter++) {
+            for (int columns = 0; columns < Own::PARTS_OF_SLICE; columns++) {
                 const auto& from
-                    = shared.sums[buffer][rank][quarter][own * PARTS + part][row / 8];
+                    = shared.sums[buffer][rank][columns][own * PARTS + part][row / 8];
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     sums[i] += reinterpret_cast<const float*>(&from[lane + i * 4])[number];
@@ -68,7 +72,7 @@ struct Output {
         for (int i = 0; i < 4; i++) sums[i] += bias.get(i);
     }
 
-    __device__ __forceinline__ void find(const Args& args, const Shared<ROWS>& shared, int buffer,
+    __device__ __forceinline__ void find(const Args& args, const Shared<ROWS, TILES>& shared, int buffer,
                                          float (&result)[4]) const {
         add_up(args, shared, buffer, 0, result);
         if constexpr (PARTS == 1) return;
@@ -80,7 +84,7 @@ struct Output {
     }
 
     // By all threads.
-    __device__ __forceinline__ void store(const Args& args, const Shared<ROWS>& shared,
+    __device__ __forceinline__ void store(const Args& args, const Shared<ROWS, TILES>& shared,
                                           int buffer) const {
         float square = 0;
         if (is_one) {

@@ -11,13 +11,21 @@ constexpr int WARPS = 8;       // that multiply
 constexpr int FEEDERS = 8;     // that copy: one asks for a row of a stage in some 80 cycles
 constexpr int THREADS = WARPS * 32;  // that multiply
 constexpr int FEATURES = 16;   // of a unit
-constexpr int TILES = 4;       // of a stage
 constexpr int SLICE = 256;     // columns of a stage: shorter copies are slow (docs/LOG.md)
-constexpr int QUARTER = 64;    // of them, a warp's: two windows
-constexpr int QUARTERS = SLICE / QUARTER, HALVES = WARPS / QUARTERS;
 constexpr int ROW_BYTES = SLICE * 2;
-constexpr int OWN_TILES = TILES / 2;  // whose outputs are one block's, the first or the last
-static_assert(OWN_TILES % HALVES == 0);  // each warp has something for either block
+constexpr int PAIR = 64;       // columns of two windows
+
+// Of how many tiles a stage is. Of few a warp has half, and a quarter of the columns; of many one, and
+// all columns, so that there is less to add up.
+template <int TILES>
+struct Tiling {
+    static constexpr int PARTS_OF_SLICE = TILES == WARPS ? 1 : SLICE / PAIR;
+    static constexpr int COLUMNS = SLICE / PARTS_OF_SLICE;  // a warp's
+    static constexpr int TEAMS = WARPS / PARTS_OF_SLICE;    // of warps, which share out the tiles
+    static constexpr int TILES_OF_WARP = TILES / TEAMS;
+    static constexpr int OWN_TILES = TILES / 2;  // whose outputs are one block's, the first or the last
+    static_assert(TILES_OF_WARP * TEAMS == TILES);
+};
 
 struct Args {
     const uint16_t* x;          // bf16 [rows, size]
@@ -34,30 +42,30 @@ struct Args {
     __device__ __forceinline__ int num_units() const { return (features + FEATURES - 1) / FEATURES; }
 };
 
-template <int ROWS>
+template <int ROWS, int TILES>
 struct Stage {
     alignas(128) unsigned char weight[TILES][FEATURES * ROW_BYTES];
     alignas(128) unsigned char x[ROWS * ROW_BYTES];
 };
 
-template <int ROWS>
+template <int ROWS, int TILES>
 struct Shared {
-    static constexpr int STAGES = ROWS == 32 ? 3 : 4;
-    Stage<ROWS> stages[STAGES];
-    // Of the tiles whose outputs are this block's, as the tensor cores leave them: of either block,
-    // each quarter's. Two groups take turns: who hands over the next but one has seen the next summed,
-    // for which all have handed over theirs, done with the one before it.
-    uint4 sums[2][2][QUARTERS][OWN_TILES][ROWS / 8][32];
+    static constexpr int STAGES = TILES == WARPS ? 2 : ROWS == 32 ? 3 : 4;
+    Stage<ROWS, TILES> stages[STAGES];
+    // Of the tiles whose outputs are this block's, as the tensor cores leave them: of either block, each
+    // part of its slices. Two groups take turns: who hands over the next but one has seen the next
+    // summed, and nobody hands that over before all of its block have read the one before it.
+    uint4 sums[2][2][Tiling<TILES>::PARTS_OF_SLICE][Tiling<TILES>::OWN_TILES][ROWS / 8][32];
     float factors[ROWS];
     Signal full[STAGES], empty[STAGES];
-    Signal is_summed[2];
+    Signal is_summed[2], is_read;
 };
-static_assert(sizeof(Shared<8>) <= 227 << 10 && sizeof(Shared<16>) <= 227 << 10
-              && sizeof(Shared<32>) <= 227 << 10);
+static_assert(sizeof(Shared<16, 4>) <= 227 << 10 && sizeof(Shared<32, 4>) <= 227 << 10
+              && sizeof(Shared<32, 8>) <= 227 << 10);
 
 // A block's way through its stages: every other slice of a group's columns, then the next group. PARTS:
 // 1, or 2 where gate and up are computed together.
-template <int PARTS>
+template <int TILES, int PARTS>
 struct Walk {
     static constexpr int GROUP = TILES / PARTS;  // units
     const Args& args;
