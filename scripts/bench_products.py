@@ -7,8 +7,7 @@ Each product as one captured chain of all layers, so that weights come from memo
 follow each other as in a step; with what belongs to it: SwiGLU, the addition to the residual, the
 next norm. `layers` is all of them in a step's order, without attention. Microseconds of one
 product, with the TB/s at which its weights are read, and how far apart the two ways' results are.
-Our kernel is used wherever it can be, not only where a step would use it. Weights are made up. The
-last line is JSON.
+Weights are made up. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.layers import few_rows
+from asyncllm.models.layers.few_rows import FewRows
 from asyncllm.models.layers.ops import Norm, Normed, Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
@@ -33,13 +32,6 @@ from asyncllm.models.registry import build_model
 
 CONTEXT = 64  # positions that the model knows: nothing here asks for them
 SecondsOf = Callable[[Sequence[Callable[[], object]]], list[float]]
-
-
-class AnyFewRows(few_rows.FewRows):
-    """Of large models, too, all rows that the kernel can do."""
-
-    def _takes(self, x: torch.Tensor, weight: torch.Tensor, hidden_size: int) -> bool:
-        return super()._takes(x, weight, min(hidden_size, few_rows.SMALL_SIZE))
 
 
 class Chains:
@@ -120,8 +112,7 @@ def ways_on(device: torch.device) -> dict[str, Ops]:
     from asyncllm.models.layers.cuda_ops import CudaOps  # needs Triton
 
     ways = {"cublas": CudaOps(device), "few_rows": CudaOps(device)}
-    ways["cublas"]._few_rows = few_rows.FewRows(torch.device("cpu"))  # has no such kernel
-    ways["few_rows"]._few_rows = AnyFewRows(device)
+    ways["cublas"]._few_rows = FewRows(torch.device("cpu"))  # has no such kernel
     return dict(ways)
 
 

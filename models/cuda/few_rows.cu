@@ -18,13 +18,13 @@
 namespace {
 
 template <int ROWS, int TILES>
-using Sums = float[Tiling<TILES>::TILES_OF_WARP][ROWS / 8][4];
+using Sums = float[Tiling<ROWS, TILES>::TILES_OF_WARP][ROWS / 8][4];
 
 // Of two windows, from `first` on.
 template <int ROWS, int TILES>
 __device__ __forceinline__ void multiply_windows(Sums<ROWS, TILES>& sums, const Stage<ROWS, TILES>& stage,
                                                  int first, int num_tiles, const Lane& me) {
-    using Own = Tiling<TILES>;
+    using Own = Tiling<ROWS, TILES>;
     Windows x[ROWS / 8];
 #pragma unroll
     for (int n = 0; n < ROWS / 8; n++)
@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply_windows(Sums<ROWS, TILES>& sums, const 
 template <int ROWS, int TILES>
 __device__ __forceinline__ void multiply(Sums<ROWS, TILES>& sums, const Stage<ROWS, TILES>& stage,
                                          int num_columns, int num_tiles, const Lane& me) {
-    using Own = Tiling<TILES>;
+    using Own = Tiling<ROWS, TILES>;
     const int first = me.warp % Own::PARTS_OF_SLICE * Own::COLUMNS;
 #pragma unroll
     for (int column = first; column < first + Own::COLUMNS; column += PAIR)
@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply(Sums<ROWS, TILES>& sums, const Stage<RO
 template <int ROWS, int TILES>
 __device__ __forceinline__ void hand_over(const Sums<ROWS, TILES>& sums, Shared<ROWS, TILES>& shared,
                                           int buffer, int num_tiles, const Lane& me) {
-    using Own = Tiling<TILES>;
+    using Own = Tiling<ROWS, TILES>;
     const int columns = me.warp % Own::PARTS_OF_SLICE, rank = rank_in_pair();
 #pragma unroll
     for (int t = 0; t < Own::TILES_OF_WARP; t++) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void find_factors(const Args& args, Shared<ROWS, TILE
 
 template <int ROWS, int TILES, int PARTS, bool ADD>
 __device__ __forceinline__ void work(const Args& args, Shared<ROWS, TILES>& shared) {
-    using Own = Tiling<TILES>;
+    using Own = Tiling<ROWS, TILES>;
     using Outputs = Output<ROWS, TILES, PARTS, ADD>;
     const int thread = thread_index(), lane = thread % 32;
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
@@ -159,15 +159,15 @@ int launch_tiled(const Args& args, int num_pairs, void* stream) {
                         static_cast<int>(sizeof(Shared<ROWS, TILES>)), stream, true, 2);
 }
 
-// Where a pair has more than a small stage's tiles, larger ones have x read half as often: it counts
-// where rows are many.
+// Where columns are few, as many tiles to a stage as a pair has, and one group: between groups warps
+// have nothing to multiply.
 template <int ROWS, int PARTS, bool ADD>
 int launch(const Args& args, int num_blocks, void* stream) {
     const int num_units = (args.features + FEATURES - 1) / FEATURES;
     const int num_pairs = num_blocks / 2 < num_units ? num_blocks / 2 : num_units;
     const int num_tiles = (num_units * PARTS + num_pairs - 1) / num_pairs;  // of a pair
     if constexpr (ROWS >= 16)
-        if (num_tiles > 4 && (ROWS == 32 || num_tiles <= 8))
+        if (num_tiles > 4 && num_tiles <= 8 && args.size <= FEW_COLUMNS)
             return launch_tiled<ROWS, 8, PARTS, ADD>(args, num_pairs, stream);
     return launch_tiled<ROWS, 4, PARTS, ADD>(args, num_pairs, stream);
 }

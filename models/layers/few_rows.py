@@ -18,9 +18,7 @@ from asyncllm.models.layers.tried_kernel import TriedKernel
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))  # with 227 KiB of shared memory for a block
-MAX_ROWS = 32
-SMALL_SIZE = 2048  # the largest hidden size of those whose steps gain by it to MAX_ROWS
-MAX_ROWS_OF_LARGE = 16  # beyond them cuBLAS reads large weights as fast (docs/LOG.md)
+MAX_ROWS = 32  # beyond, cuBLAS reads weights as fast (docs/LOG.md)
 MAX_FEATURES = 1 << 16  # of a product; the LM head is cuBLAS's
 COLUMNS = 64  # of a product's size a multiple
 FEATURES = 8  # of its outputs
@@ -53,16 +51,15 @@ class FewRows:
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
         """For `linear` and `gated_linear`: x [rows, size]."""
-        return self._takes(x.values, weight, x.values.shape[1])
+        return self._takes(x.values, weight)
 
     def takes_sum(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """For `add_linear`: x [rows, size], weight [hidden_size, size]."""
-        return self._takes(x, weight, weight.shape[0])
+        return weight.shape[0] % COLUMNS == 0 and self._takes(x, weight)
 
-    def _takes(self, x: torch.Tensor, weight: torch.Tensor, hidden_size: int) -> bool:
+    def _takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         return (
-            1 < x.shape[0] <= (MAX_ROWS if hidden_size <= SMALL_SIZE else MAX_ROWS_OF_LARGE)
-            and hidden_size % COLUMNS == 0
+            1 < x.shape[0] <= MAX_ROWS
             and x.shape[1] % COLUMNS == 0
             and weight.shape[0] % FEATURES == 0
             and weight.shape[0] <= MAX_FEATURES

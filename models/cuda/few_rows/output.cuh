@@ -23,7 +23,7 @@ struct alignas(8) Four {
 // there.
 template <int ROWS, int TILES, int PARTS, bool ADD>
 struct Output {
-    using Own = Tiling<TILES>;
+    using Own = Tiling<ROWS, TILES>;
     static constexpr int OWN_UNITS = Own::OWN_TILES / PARTS, FOURS = FEATURES / 4;
     static constexpr int ALL = OWN_UNITS * ROWS * FOURS;
     static constexpr int NUM = ALL < THREADS ? 1 : ALL / THREADS;  // of a thread

@@ -14,12 +14,13 @@ constexpr int FEATURES = 16;   // of a unit
 constexpr int SLICE = 256;     // columns of a stage: shorter copies are slow (docs/LOG.md)
 constexpr int ROW_BYTES = SLICE * 2;
 constexpr int PAIR = 64;       // columns of two windows
+constexpr int FEW_COLUMNS = 2048;  // at 4096 large stages are slower, at 1024 quicker (docs/LOG.md)
 
-// Of how many tiles a stage is. Of few a warp has half, and a quarter of the columns; of many one, and
-// all columns, so that there is less to add up.
-template <int TILES>
+// How the warps share out a stage of so many tiles. Parts of a slice are added up in shared memory: of
+// many rows they would leave no room for stages.
+template <int ROWS, int TILES>
 struct Tiling {
-    static constexpr int PARTS_OF_SLICE = TILES == WARPS ? 1 : SLICE / PAIR;
+    static constexpr int PARTS_OF_SLICE = TILES == WARPS ? 1 : ROWS == 32 ? 2 : 4;
     static constexpr int COLUMNS = SLICE / PARTS_OF_SLICE;  // a warp's
     static constexpr int TEAMS = WARPS / PARTS_OF_SLICE;    // of warps, which share out the tiles
     static constexpr int TILES_OF_WARP = TILES / TEAMS;
@@ -50,12 +51,12 @@ struct Stage {
 
 template <int ROWS, int TILES>
 struct Shared {
-    static constexpr int STAGES = TILES == WARPS ? 2 : ROWS == 32 ? 3 : 4;
+    static constexpr int STAGES = TILES == WARPS ? 2 : 4;
     Stage<ROWS, TILES> stages[STAGES];
     // Of the tiles whose outputs are this block's, as the tensor cores leave them: of either block, each
     // part of its slices. Two groups take turns: who hands over the next but one has seen the next
     // summed, and nobody hands that over before all of its block have read the one before it.
-    uint4 sums[2][2][Tiling<TILES>::PARTS_OF_SLICE][Tiling<TILES>::OWN_TILES][ROWS / 8][32];
+    uint4 sums[2][2][Tiling<ROWS, TILES>::PARTS_OF_SLICE][Tiling<ROWS, TILES>::OWN_TILES][ROWS / 8][32];
     float factors[ROWS];
     Signal full[STAGES], empty[STAGES];
     Signal is_summed[2], is_read;
