@@ -95,14 +95,15 @@ class BalancedDecode:
     def decode(self, rows: DecodeRows) -> Attend:
         """From the projection on. Capturable.
 
-        Reads rows and rotation before the projection has ended: they must have been there before
-        some kernel that started when all before it had ended.
+        Reads rows and rotation before the projection has ended, which itself may start early: they
+        must have been there before some kernel that started when all before it had ended.
         """
         args = self._args(rows.block_tables, rows.positions)
 
         def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             cos_sin, norm = rotation.cos_sin, layer.head_norm
-            assert qkv.is_contiguous() and cos_sin.is_contiguous()
+            assert qkv.is_contiguous() and len(qkv) == len(rows.positions)
+            assert rotation.rows.is_contiguous() and cos_sin.is_contiguous()
             assert rotation.rows.dtype is torch.int32 and cos_sin.dtype is torch.float32
             out = qkv.new_empty((len(rows.positions), layer.num_heads * layer.head_dim))
             args.q, args.out = qkv.data_ptr(), out.data_ptr()
@@ -128,7 +129,8 @@ class BalancedDecode:
         that are none's -1, and behind the others. Their keys and values are written. Capturable.
         The result keeps what it was given, and belongs to the current stream.
 
-        starts_early: with what the kernel before leaves of the device, before that has ended.
+        starts_early: with what the kernel before leaves of the device, before that has ended. It
+        reads tables and positions then, as `decode` does.
         """
         assert q.is_contiguous() and out.is_contiguous() and len(q) == len(positions)
         args = self._args(block_tables, positions)

@@ -83,11 +83,12 @@ def draw_filtered(
         target = top_k.to(tl.float32)
         floor = tl.maximum(_enough_groups(groups, high, target, unit), cutoff)
         num_listed = _list_groups(groups, floor)
-        low = _key(floor) & -unit
-        never = low >= high
+        is_cut = floor > float("-inf")
+        low = tl.where(is_cut, tl.minimum(_key(floor) & -unit, high - unit), high - unit)
         cutoff = _raise_cutoff(
-            row, groups, num_listed, temperature, top, cutoff, low, high, never, target, unit, True
-        )
+            row, groups, num_listed, temperature, top, cutoff, low, high, is_cut == 0, target, unit,
+            True,
+        )  # fmt: skip
     if top_p < 1:
         total = tl.sum(tl.exp(log_sums - top), axis=0) * ONE
         low = high - unit
@@ -108,8 +109,10 @@ def draw_filtered(
 
 @triton.jit
 def _enough_groups(groups, high, num, unit):
-    """A logit that at least `num` groups reach, and SLACK more where such is soon found; -inf where
-    there are fewer. high: a key above all."""
+    """A logit that at least `num` groups reach, and at most SLACK more where one parts them so.
+
+    -inf where there are fewer. high: a key above all.
+    """
     maxima_ptr, _, num_groups = groups
     low = high * 0 + LOWEST_KEY
     count = num + (SLACK + 1)

@@ -7,9 +7,10 @@
 // several warps have is mostly one block's; there is little to merge between blocks, and that is
 // slow.
 //
-// Positions, tables and the keys of earlier steps were there before the kernel before began, so all
-// that is asked for before that has ended. If the kernel rotates, this includes the first tiles: the
-// new key and value come from the projection, and the row's last tile takes them from registers.
+// Positions, tables and the keys of earlier steps were there before any kernel that may still run, so
+// all that is asked for before the kernel before has ended. If this one rotates, that includes the first
+// tiles: the new key and value come from the projection, and the row's last tile takes them from
+// registers.
 #include "balanced/merge.cuh"
 
 namespace {

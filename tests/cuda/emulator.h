@@ -1,7 +1,8 @@
 // Runs one of our CUDA kernels on a CPU, to see that it computes what it should and never waits for
 // what will not come. `g++ -include emulator.h -x c++ kernel.cu`.
 //
-// Every CUDA thread is a coroutine; which one goes on is drawn by lot. A barrier, an exchange between
+// Every CUDA thread is a coroutine; which one goes on is drawn by lot, and now and then some warps stay
+// behind, as they may on a device. A barrier, an exchange between
 // the lanes of a warp and a poll of memory are where they stop. Asynchronous copies happen at once
 // or when they are waited for, by chance, and shared memory starts as NaN: what is used before it is
 // there, or overwritten while it is used, is seen. What is not shown: the memory order between blocks, and time.
@@ -34,6 +35,7 @@ namespace emulator {
 
 constexpr int WARP = 32;
 constexpr size_t STACK_BYTES = 64 << 10;
+constexpr size_t MOST_POLLS = 5000;  // of each thread there is, in which nothing happens: a deadlock
 
 struct Copy {
     void* to;
@@ -94,11 +96,45 @@ inline size_t num_live, idle_polls;
 inline std::function<void()> body;
 inline std::mt19937 shuffle;
 
+// Warps of one block that hardly run for some while, then others: where nothing else keeps those ahead of
+// them from what they still use, it shows.
+struct Laggards {
+    static constexpr int MOST = 4, TRIES = 12;
+    static constexpr size_t STEPS = 400;  // of each thread there is, at most
+    int block, first, end;                // warps
+    size_t steps = 0;
+
+    void pass() {
+        if (steps-- > 0) return;
+        steps = shuffle() % (STEPS * num_live + 1);
+        block = shuffle() % num_blocks;
+        first = shuffle() % (num_threads / WARP);
+        end = first + shuffle() % (MOST + 1);
+    }
+    bool have(const Thread& thread) const {
+        const int warp = thread.index / WARP;
+        return thread.block->index == block && warp >= first && warp < end;
+    }
+};
+inline Laggards laggards;
+
+// Who goes on.
+inline Thread* draw() {
+    laggards.pass();
+    size_t drawn = shuffle() % ready.size();
+    for (int i = 0; i < Laggards::TRIES && laggards.have(*ready[drawn]); i++)
+        drawn = shuffle() % ready.size();
+    std::swap(ready[drawn], ready.back());
+    Thread* thread = ready.back();
+    ready.pop_back();
+    return thread;
+}
+
 inline void stop() { swapcontext(&current->context, &scheduler); }
 
 // Others must run before what this thread waits for can change.
 inline void poll() {
-    if (++idle_polls > 100 * num_live) {
+    if (++idle_polls > MOST_POLLS * num_live) {
         std::fprintf(stderr, "deadlock: %zu threads wait for what does not come\n", num_live);
         std::_Exit(3);
     }
@@ -150,6 +186,7 @@ inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
     num_threads = threads;
     body = std::move(kernel);
     shuffle.seed(seed);
+    laggards = {};
     std::vector<std::unique_ptr<Block>> all;
     blocks_by_index.clear();
     std::vector<std::unique_ptr<Thread>> everyone;
@@ -177,9 +214,7 @@ inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
     num_live = everyone.size();
     idle_polls = 0;
     while (!ready.empty()) {
-        std::swap(ready[shuffle() % ready.size()], ready.back());
-        current = ready.back();
-        ready.pop_back();
+        current = draw();
         swapcontext(&scheduler, &current->context);
     }
     if (num_live > 0) {

@@ -84,17 +84,19 @@ def test_the_sum_and_its_norm_equal_float64(
 
 
 def test_a_row_does_not_depend_on_its_neighbours(few_rows: FewRows) -> None:
+    """Only on whether its step has room for 8, 16 or 32, by which columns are shared out."""
     weight, x = random(512, 192), random(32, 192)
-    whole = few_rows.linear(Normed(x), weight, None)
-    for rows in (2, 8, 9, 16, 17):
-        assert torch.equal(few_rows.linear(Normed(x[:rows]), weight, None), whole[:rows])
+    for most, fewer in ((8, (2, 7)), (16, (9, 15)), (32, (17, 24))):
+        whole = few_rows.linear(Normed(x[:most]), weight, None)
+        for rows in fewer:
+            assert torch.equal(few_rows.linear(Normed(x[:rows]), weight, None), whole[:rows])
 
 
-def test_it_is_used_where_it_reads_faster(few_rows: FewRows) -> None:
-    small, large = random(64, 2048), random(64, 4096)
-    assert few_rows.takes(Normed(random(32, 2048)), small)
-    assert few_rows.takes(Normed(random(16, 4096)), large)
-    assert not few_rows.takes(Normed(random(17, 4096)), large)
+@pytest.mark.parametrize("size", [2048, 4096])
+def test_it_takes_up_to_32_rows(few_rows: FewRows, size: int) -> None:
+    weight = random(64, size)
+    assert few_rows.takes(Normed(random(32, size)), weight)
+    assert not few_rows.takes(Normed(random(33, size)), weight)
 
 
 @pytest.mark.parametrize("rows", [8, 16, 24])

@@ -47,7 +47,7 @@ struct Cursor {
         if (place.tile == 0 || place.tile == first + 32) load_pages(args);
     }
 
-    // The next tile, if there is one; without a token that is not in the cache yet.
+    // The next tile, if there is one; without a token that is not in the cache yet, and is put there.
     __device__ __forceinline__ void ask(const Args& args, Tile& to) {
         if (left > 0) {
             const int lane = thread_index() % 32, chunk = lane % CHUNKS;
