@@ -24,7 +24,6 @@ SHAPES = [  # features, size, blocks
     (144, 1024, 4),  # several groups for each pair
     (208, 512, 6),
     (400, 576, 4),  # more tiles than one of the largest stages has
-    (1024, 64, 2),  # groups that are done as soon as they begin
 ]
 
 
