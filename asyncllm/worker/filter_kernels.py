@@ -76,44 +76,37 @@ def draw_filtered(
     """
     groups = maxima_ptr, listed_ptr, num_groups
     top = best / temperature
-    high = (_key(best) & -unit) + unit  # above all
     cutoff = best + temperature * tl.log(min_p)
     _, vocab_size, _, _, _, _ = row
     if _by_rank(top_k, vocab_size):
         target = top_k.to(tl.float32)
-        floor = tl.maximum(_enough_groups(groups, high, target, unit), cutoff)
+        floor = tl.maximum(_enough_groups(groups, best, target, unit), cutoff)
         num_listed = _list_groups(groups, floor)
-        is_cut = floor > float("-inf")
-        low = tl.where(is_cut, tl.minimum(_key(floor) & -unit, high - unit), high - unit)
         cutoff = _raise_cutoff(
-            row, groups, num_listed, temperature, top, cutoff, low, high, is_cut == 0, target, unit,
-            True,
-        )  # fmt: skip
+            row, groups, num_listed, temperature, top, best, cutoff, floor, target, unit, True
+        )
     if top_p < 1:
         total = tl.sum(tl.exp(log_sums - top), axis=0) * ONE
-        low = high - unit
         num_listed = 0
-        is_cut = cutoff > float("-inf")
-        if is_cut:
-            low = _key(cutoff) & -unit
+        if cutoff > float("-inf"):
             num_listed = _list_groups(groups, cutoff)
             total = _weigh(row, listed_ptr, num_listed, temperature, top, cutoff, False)
         target = top_p * total
         cutoff = _raise_cutoff(
-            row, groups, num_listed, temperature, top, cutoff, low, high, is_cut == 0, target, unit,
-            False,
-        )  # fmt: skip
+            row, groups, num_listed, temperature, top, best, cutoff, cutoff, target, unit, False
+        )
     num_listed = _list_groups(groups, cutoff)
     return _best_of_listed(row, listed_ptr, num_listed, temperature, cutoff, seed, position)
 
 
 @triton.jit
-def _enough_groups(groups, high, num, unit):
+def _enough_groups(groups, best, num, unit):
     """A logit that at least `num` groups reach, and at most SLACK more where one parts them so.
 
-    -inf where there are fewer. high: a key above all.
+    -inf where there are fewer.
     """
     maxima_ptr, _, num_groups = groups
+    high = (_key(best) & -unit) + unit  # above all
     low = high * 0 + LOWEST_KEY
     count = num + (SLACK + 1)
     while (high - low > unit) & (count > num + SLACK):
@@ -134,16 +127,19 @@ def _enough_groups(groups, high, num, unit):
 
 @triton.jit
 def _raise_cutoff(
-    row, groups, num_listed, temperature, top, cutoff, low, high, is_stepping, target, unit,
+    row, groups, num_listed, temperature, top, best, cutoff, least, target, unit,
     BY_RANK: tl.constexpr,
 ):  # fmt: skip
     """The highest cutoff that leaves what weighs `target`; the given one where all weighs less.
 
-    low: a key that is enough, or the given cutoff's, whose groups are listed; high: one above all.
-    If it `is_stepping`, the best token's: first down from there in growing steps, until it is
-    enough. Only what is as likely as that need be read for the rest, which is bisection.
+    least: a logit that is enough, or the given cutoff, whose groups are listed; where it is -inf,
+    first down from the best token in growing steps, until it is enough. Only what is as likely as
+    that need be read for the rest, which is bisection.
     """
     _, listed_ptr, _ = groups
+    high = (_key(best) & -unit) + unit  # above all
+    is_stepping = least == float("-inf")
+    low = tl.minimum(tl.where(is_stepping, high, _key(least) & -unit), high - unit)
     step = high * 0 + FIRST_STEP
     while is_stepping | (high - low > unit):
         key = tl.where(is_stepping, low, ((low + high) >> 1) & -unit)

@@ -1,7 +1,7 @@
 // Matrix products of 2 to 32 rows, with what comes before and after them: see few_rows.py.
 //
 // A pair of blocks computes some of the outputs, group by group, and each block has every other slice of
-// the columns: x is read once for 64 rows of weights, and what both add up stays between them. Half of a
+// the columns: x is read once for 64 or 128 rows of weights, what both add up stays between them. Half of a
 // block's warps copy, as far ahead as there is shared memory, weights before the kernel before has ended.
 // The others share out a stage.
 //
