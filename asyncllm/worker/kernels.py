@@ -15,7 +15,6 @@ import torch
 
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.models.layers.cublas_lt import CublasLt
-from asyncllm.models.layers.gated_product import GatedAlgorithms, GatedProduct, kernel_version
 from asyncllm.models.layers.kept_choices import KeptChoices
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.products import Products
@@ -77,22 +76,14 @@ def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int])
     """`sizes`: tokens of the steps whose products are worth a choice."""
     if not has_fast_ops(device, dtype):
         return TorchOps()
-    # Slow to import: Triton.
-    from asyncllm.models.layers.cuda_ops import CudaOps, gated_linear
-    from asyncllm.models.layers.many_rows import swiglu
+    from asyncllm.models.layers.cuda_ops import CudaOps  # slow to import: Triton
 
     library = _open_library(device, dtype, sizes)
     if library is None:
         return CudaOps(device)
-    gated = GatedAlgorithms(library, GatedProduct(device, dtype), swiglu)
     # How it is timed is part of it: what starts kept that launched one by one is not taken over.
     key = (torch.cuda.get_device_name(device), library.version, dtype, "in graphs")
-    gated_key = (*key, "gated", kernel_version(device, dtype))
-    return CudaOps(
-        device,
-        Products(library, sizes, KeptChoices(*key), captured_seconds),
-        Products(gated, sizes, KeptChoices(*gated_key), captured_seconds, gated_linear),
-    )
+    return CudaOps(device, Products(library, sizes, KeptChoices(*key), captured_seconds))
 
 
 def _open_library(

@@ -17,7 +17,7 @@ from asyncllm.attention.registry import resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.models import persistent_decode
 from asyncllm.models.base import CausalLM
-from asyncllm.models.layers import few_rows, gated_product
+from asyncllm.models.layers import few_rows
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
 from asyncllm.worker.decode_choice import is_measured
@@ -83,11 +83,7 @@ def own_kernels(config: EngineConfig, model: CausalLM, device: torch.device) -> 
 
 def _product_kernels(config: EngineConfig, device: torch.device) -> list[OwnKernel]:
     capability = torch.cuda.get_device_capability(device)
-    found = [OwnKernel(few_rows.SOURCE, capability)] if few_rows.supports(device) else []
-    is_chosen = not config.enforce_eager  # for captured steps
-    if is_chosen and gated_product.supports(device, getattr(torch, config.dtype)):
-        found.append(OwnKernel(gated_product.SOURCE, capability))
-    return found
+    return [OwnKernel(few_rows.SOURCE, capability)] if few_rows.supports(device) else []
 
 
 def _attention_kernels(

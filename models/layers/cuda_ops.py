@@ -13,22 +13,16 @@ from asyncllm.models.layers.products import Products
 
 
 class CudaOps:
-    """In half precision. `products`, `gated_products`: of many rows; None: torch's."""
+    """In half precision. `products`: of many rows; None: torch's."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        products: Products | None = None,
-        gated_products: Products | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, products: Products | None = None) -> None:
         self._few_rows = FewRows(device)
-        self._products = [each for each in (products, gated_products) if each is not None]
+        self._products = products
         self._linear = F.linear if products is None else products.linear
-        self._gated = gated_linear if gated_products is None else gated_products.linear
 
     def before_capture(self) -> None:
-        for products in self._products:
-            products.choose()
+        if self._products is not None:
+            self._products.choose()
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm)
@@ -49,7 +43,7 @@ class CudaOps:
             return one_row_linear(x, weight, bias, gated=True)
         if self._few_rows.takes(x, weight):
             return self._few_rows.linear(x, weight, bias, gated=True)
-        return self._gated(x.whole(), weight, bias)
+        return swiglu(self._linear(x.whole(), weight, bias))
 
     def add_linear(
         self,
@@ -66,10 +60,3 @@ class CudaOps:
         y = self._linear(x, weight, bias)
         add_rms_norm(y, residual, norm)
         return Normed(y)
-
-
-def gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`Ops.gated_linear`, by torch's product and SwiGLU."""
-    return swiglu(F.linear(x, weight, bias))

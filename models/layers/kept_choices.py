@@ -1,6 +1,6 @@
 """Which algorithm each product is to be run by, kept on disk between starts.
 
-One file per card, library and type of numbers, for all models, and one for gated products: a
+One file per card, library and type of numbers, for all models: a
 product is its three sizes. A file that cannot be read or written, or holds anything else, is a
 start that measures again. What the bytes of an algorithm mean only the library knows, which is
 asked before they are used.

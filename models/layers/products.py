@@ -3,8 +3,7 @@
 torch runs what cuBLAS's heuristic puts first. At some numbers of tokens another is quicker: of an
 8B model's products 4 to 6 % in steps of 640 to 1280 tokens, none at 512 (docs/LOG.md). So before a
 step is captured, what the heuristic names for each of its products is timed on the model's own
-weights. Choices are kept on disk; a start that finds them times nothing. Gated products have a
-kernel of ours among the algorithms (gated_product.py), and a `Products` of their own.
+weights. Choices are kept on disk; a start that finds them times nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ logger = logging.getLogger("asyncllm")
 COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as in a step
 MOST_WEIGHTS = 32
 Ways = Sequence[Callable[[], object]]
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class Algorithms(Protocol):
@@ -38,7 +36,7 @@ class Algorithms(Protocol):
 
 
 class Products:
-    """`plain` of x, weight and bias, for `sizes` tokens by choice."""
+    """torch's `linear`, for `sizes` tokens by choice."""
 
     def __init__(
         self,
@@ -46,11 +44,9 @@ class Products:
         sizes: Collection[int],
         kept: KeptChoices,
         time_ways: Callable[[Ways], list[float]],
-        plain: Linear = F.linear,
     ) -> None:
         """time_ways: seconds of each. Raises `RuntimeError` where it cannot say."""
         self._library = library
-        self._plain = plain
         self._sizes = frozenset(sizes)
         self._kept = kept
         self._time_ways = time_ways
@@ -61,11 +57,10 @@ class Products:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, in] times weight [out, in] transposed, plus bias [out], or what `plain` makes of
-        it: a new tensor."""
+        """x [T, in] times weight [out, in] transposed, plus bias [out]: a new tensor."""
         shape = Shape(x.shape[0], *weight.shape)
         if shape.num_tokens not in self._sizes or bias is not None or not _takes(x, weight):
-            return self._plain(x, weight, bias)
+            return F.linear(x, weight, bias)
         if shape not in self._choices and not self._remembers(shape):
             weights = self._open.setdefault(shape, [])
             if len(weights) < MOST_WEIGHTS:
@@ -116,7 +111,7 @@ class Products:
 
     def _run(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes | None) -> torch.Tensor:
         if algorithm is None:
-            return self._plain(x, weight, None)
+            return F.linear(x, weight)
         return self._library.linear(x, weight, algorithm)
 
 

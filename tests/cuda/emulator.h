@@ -68,7 +68,7 @@ struct Block {
     int pair_arrivals = 0;  // of a pair's first block, for both
     std::vector<Thread*> pair_waiting;
     std::vector<BulkCopy> on_the_way;
-    std::vector<Meeting> warps, warp_groups;  // of 32 threads, of 128
+    std::vector<Meeting> warps;
 
     // At the same place of an aligned address in every block.
     unsigned char* memory() {
@@ -83,7 +83,6 @@ struct Thread {
     Block* block;
     int index;
     std::deque<std::vector<Copy>> groups;  // asked for and not yet copied; the last one is open
-    std::deque<std::function<void()>> products;
     int pair_turns = 0;  // meetings of its pair that it has come to
 };
 
@@ -196,7 +195,6 @@ inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
         all.back()->bytes.assign(shared_bytes + Block::ALIGNMENT, 0xff);
         blocks_by_index.push_back(all.back().get());
         all.back()->warps.resize(threads / WARP);
-        all.back()->warp_groups.resize((threads + 127) / 128);
         for (int t = 0; t < threads; t++) {
             everyone.push_back(std::make_unique<Thread>());
             Thread& thread = *everyone.back();
