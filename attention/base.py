@@ -11,58 +11,18 @@ Token order in a step: the decodes, one token each, then each prefill row's toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadNorm:
-    """RMSNorm over each head of q and of k, before the rotation. Weights: [head_dim]."""
-
-    q_weight: torch.Tensor
-    k_weight: torch.Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rotation:
-    """Rotary embedding of one step, NeoX style: entry i of a head pairs with i + head_dim / 2.
-
-    rows: int32 or int64 [tokens], each token's row of cos_sin: float32 [rows, head_dim], the
-    cosines in the first half, the sines in the second.
-    """
-
-    rows: torch.Tensor
-    cos_sin: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """The constants of one layer's attention. `window` counts the tokens seen, itself included."""
-
-    index: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    head_norm: HeadNorm | None = None
-
-
-class Attend(Protocol):
-    """One step's attention, bound to its batch.
-
-    qkv: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous: the heads of q, of k, of v;
-    may be overwritten. Returns [tokens, num_heads * head_dim].
-    """
-
-    def __call__(
-        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation
-    ) -> torch.Tensor: ...
+from asyncllm.kernels.records import Attend as Attend
+from asyncllm.kernels.records import AttendRows as AttendRows
+from asyncllm.kernels.records import AttentionLayer as AttentionLayer
+from asyncllm.kernels.records import DecodeRows as DecodeRows
+from asyncllm.kernels.records import HeadNorm as HeadNorm
+from asyncllm.kernels.records import Rotation as Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +42,6 @@ class PrefillRows:
     def is_fresh(self) -> bool:
         """One prompt, none of it computed by an earlier step."""
         return len(self.kv_lens) == 1 and int(self.kv_lens[0]) == self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Rows of one token each, on the device. Padding rows have table 0 and position 0.
-
-    In a graph of whole mixed steps (`StepAttention`) rows may be none's: their position is -1.
-    """
-
-    block_tables: torch.Tensor  # int32 [rows, pages per sequence]
-    positions: torch.Tensor  # int32 [rows]
-    max_len: int | None = None  # longest context, where the host knows it (not under capture)
-
-    def write_slots(self, block_size: int) -> torch.Tensor:
-        """int64 [rows]: the flat KV position page * block_size + offset of each row's token."""
-        positions = self.positions.long()
-        pages = self.block_tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
-        return pages.long() * block_size + positions % block_size
-
-
-# Attention of one layer over a mixed step's rows, from its q to its out (see `mixed`).
-AttendRows = Callable[[AttentionLayer], None]
 
 
 class StepAttention(Protocol):

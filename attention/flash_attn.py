@@ -18,8 +18,8 @@ from asyncllm.attention.base import (
     PrefillRows,
     Rotation,
 )
-from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 
 PAGE_MULTIPLE = 256
 

@@ -4,9 +4,9 @@ With xqa_call.py, flashinfer_prefill.py, flashinfer_steps.py, flashinfer_plans.p
 prefill_lists.py the adapter to FlashInfer's attention: whatever it renames breaks in these six and
 nowhere else (0.6.12).
 
-  decode   one kernel of ours with all from the projection on: of one row fused_decode.py, beyond
-           balanced_decode.py where it can be. Else XQA, and triton_decode.py on cards and page
-           sizes without that. They read block tables and positions on the device and need no
+  decode   one kernel of ours with all from the projection on: of one row fused_decode, beyond
+           balanced_decode where it can be. Else XQA, and paged_decode on GPUs and page sizes
+           without that. They read block tables and positions on the device and need no
            plan, so a captured graph replays as it is.
   prefill  planned on the host per step (flashinfer_prefill.py), by plans that take turns.
 """
@@ -17,8 +17,6 @@ from collections.abc import Callable
 
 import torch
 
-from asyncllm.attention import prefill_lists
-from asyncllm.attention.balanced_decode import MAX_ROWS, BalancedDecode, begin_loading
 from asyncllm.attention.base import (
     Attend,
     AttendRows,
@@ -27,15 +25,17 @@ from asyncllm.attention.base import (
     PrefillRows,
     Rotation,
 )
-from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.flashinfer_prefill import PrefillPlan
 from asyncllm.attention.flashinfer_steps import FlashInferSteps, supports
-from asyncllm.attention.fused_decode import FusedDecode
-from asyncllm.attention.heads_kernel import rotate_and_write
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.triton_decode import paged_decode
 from asyncllm.attention.turns import Turns
 from asyncllm.attention.xqa_call import Xqa
+from asyncllm.kernels import balanced_decode, prefill_lists
+from asyncllm.kernels.balanced_decode import MAX_ROWS, BalancedDecode
+from asyncllm.kernels.declaration import Launch
+from asyncllm.kernels.fused_decode.kernel import FusedDecode
+from asyncllm.kernels.paged_decode.kernel import paged_decode
+from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 
 WORKSPACE_BYTES = 128 << 20
 PREFILL_HEAD_DIMS = (64, 128, 256)
@@ -64,7 +64,9 @@ class FlashInferAttention:
         plans = [PrefillPlan(layers, cache, self._workspace) for _ in range(NUM_PLANS)]
         self._turns = Turns(plans, device)
         self._fused = FusedDecode(layers[0], FUSED_ROWS, self._num_sms, device)
-        self._load_balanced: Callable[[], Launch | None] | None = begin_loading(layers, cache)
+        definitions = balanced_decode.definitions(layers, tensor.dtype, cache.block_size)
+        self._load_balanced: Callable[[], Launch | None] | None
+        self._load_balanced = balanced_decode.KERNEL.begin_loading(device, definitions)
         self._balanced: BalancedDecode | None = None
 
     def decode(self, rows: DecodeRows) -> Attend:
@@ -128,7 +130,7 @@ class FlashInferAttention:
         balanced = self._wait_for_balanced()
         if balanced is None or not supports(self._layers, self._workspace.device):
             return None
-        lists = prefill_lists.load(self._workspace.device)
+        lists = prefill_lists.KERNEL.begin_loading(self._workspace.device)()
         return FlashInferSteps(
             self._layers[0], self._cache, self._workspace, balanced, max_tokens, lists
         )
@@ -169,7 +171,8 @@ class FlashInferAttention:
         if self._load_balanced is not None:
             launch, self._load_balanced = self._load_balanced(), None
             if launch is not None:
-                self._balanced = BalancedDecode(self._cache, self._layers[0], launch, self._num_sms)
+                pages, layer = self._cache.layers, self._layers[0]
+                self._balanced = BalancedDecode(pages, layer, launch, self._num_sms)
         return self._balanced
 
 

@@ -3,7 +3,7 @@
 FlashInfer's FA3 kernel has one block for each multiprocessor, which takes its work from lists in a
 workspace: a launch knows only where these begin. So a captured launch does what the last lists
 there say, ours (prefill_lists.py) or those of FlashInfer's planner (flashinfer_plans.py). The
-decodes' kernel (balanced_decode.py) goes by positions on the device. It is launched on a stream of
+decodes' kernel (balanced_decode) goes by positions on the device. It is launched on a stream of
 its own, a moment behind FA3: multiprocessors that have no prompt's tiles left begin with the
 decodes' while others still work.
 
@@ -16,14 +16,14 @@ from typing import Protocol
 
 import torch
 
-from asyncllm.attention.balanced_decode import MAX_ROWS, BalancedDecode
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
-from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.flashinfer_import import flashinfer
 from asyncllm.attention.flashinfer_plans import FlashInferPlans
 from asyncllm.attention.flashinfer_prefill import TESTED_VERSION, PrefillModule, prefill_backend
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.prefill_lists import Limits, PrefillLists
+from asyncllm.kernels.balanced_decode import MAX_ROWS, BalancedDecode
+from asyncllm.kernels.declaration import Launch
 
 MAX_PREFILLS = 256  # rows
 MAX_PAGES = 1 << 16  # of all rows

@@ -1,4 +1,4 @@
-"""From a merged projection to rotated heads, in plain torch: the reference for `heads_kernel`.
+"""From a merged projection to rotated heads, in plain torch: the reference for rope_kv_write.
 
 In half precision the norm is rounded before the multiplication by its weight, as transformers does;
 the rotation stays in float32 until its result is rounded, as CUDA kernels do.

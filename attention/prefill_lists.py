@@ -1,69 +1,41 @@
-"""The lists by which FA3's prefill kernel works, made by ourselves and brought in one copy.
+"""The lists by which FA3's prefill kernel works, of one step after another, brought in one copy.
 
-FlashInfer's planner keeps vectors for each block and list and copies lists for the most rows that
-there may be. prefill_lists.cu makes the same lists, word by word. They lie below each other like
-the rows of a matrix, whose first columns a step fills and one copy takes. Its last row is what the
-step is told of prompts: the pages, which are read there, travel with the lists.
+FlashInfer's planner copies lists for the most rows that there may be. Ours lie below each other
+like the rows of a matrix, whose first columns a step fills and one copy takes. Its last row is what
+the step is told of prompts: the pages, which are read there, travel with the lists.
 
 Knows what the kernel reads, as FlashInfer 0.6.12 has it, and not how it is launched.
 """
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from asyncllm.attention import cuda_source
 from asyncllm.attention.base import AttentionLayer, PrefillRows
-from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.turns import Turns
+from asyncllm.kernels.declaration import Launch
+from asyncllm.kernels.prefill_lists import (
+    HEADS_SHARE,
+    KERNEL,
+    NUM_LISTS,
+    PLAN_ORDER,
+    Args,
+    tile_size,
+)
 
-SOURCE = Path(__file__).parent / "cuda" / "prefill_lists.cu"
-FUNCTION = "asyncllm_prefill_lists"
-CAPABILITY = (9, 0)  # whose prefills FA3 does
 NUM_BUFFERS = 2  # steps between plan and completion: one running, one launched ahead
 LINE_WORDS = 32  # a list begins with a line of the cache
 
-# The lists in the order of memory: where each block's tiles end, then an entry for each tile.
-BLOCK_ENDS, HEADS, TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS = range(7)
-NUM_LISTS = 7
-# As FlashInfer's PrefillPlanSM90Info has them. Its last says which row a tile is of: the kernel
-# looks at it for what we do not use, so it may be any list.
-PLAN_ORDER = (
-    TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS, HEADS, BLOCK_ENDS, TILES,
-)  # fmt: skip
-HEADS_SHARE = 0  # of the same plan: each head has tiles of its own
-
-_pointer, _int32 = ctypes.c_void_p, ctypes.c_int32
-
-
-class Args(ctypes.Structure):
-    """The function's, field by field."""
-
-    _fields_ = (
-        *((name, _pointer) for name in ("host", "device")),
-        *((name, _int32) for name in ("pitch", "heads", "tile", "blocks", "num_decodes")),
-    )
-
 
 class Limits(NamedTuple):
-    """Of a step's prompts."""
+    """The most that a step's prompts have."""
 
     tokens: int
     rows: int
     pages: int  # of all rows
-
-
-def load(device: torch.device) -> Launch | None:
-    """The function that makes them; waits for the compiler. None where there is no such library."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability != CAPABILITY:
-        return None
-    return cuda_source.begin_loading_launch(SOURCE, FUNCTION, capability, ())()
 
 
 class _Buffer(NamedTuple):
@@ -85,7 +57,7 @@ class PrefillLists:
         device: torch.device,
         stream: int,
     ) -> None:
-        """num_blocks: of the kernel, one for each multiprocessor. stream: on which it is run."""
+        """num_blocks: of the kernel, one for each SM. stream: on which it is run."""
         tile = tile_size(layer.head_dim)
         max_tiles = -(-limits.tokens // tile) + limits.rows - 1  # of one head
         max_words = max(max_tiles * layer.num_heads, num_blocks + 1)
@@ -129,10 +101,4 @@ class PrefillLists:
             args = buffer.args
             np.concatenate(rows, out=buffer.rows[: 3 * num_rows + 2 + len(pages)])
             args.num_decodes = num_decodes
-            if error := self._make(ctypes.byref(args), num_rows, self._stream):
-                raise RuntimeError(f"prefill_lists: CUDA error {error}")
-
-
-def tile_size(head_dim: int) -> int:
-    """Queries of a tile."""
-    return 192 if head_dim == 64 else 128
+            KERNEL.launch(self._make, args, num_rows, self._stream)

@@ -1,7 +1,7 @@
-"""What several ways to do the same take in a captured graph, as a step has them.
+"""Times of several implementations of the same, captured in a graph as a step has them.
 
-Launched one by one a kernel costs the device some 3 us more than in a graph, so a way of fewer
-kernels would look better than it is.
+Launched one by one a kernel costs the device some 3 us more than in a graph, so an implementation
+of fewer kernels would look better than it is.
 """
 
 from __future__ import annotations
@@ -11,42 +11,47 @@ from functools import partial
 
 import torch
 
-from asyncllm.attention.device_trial import seconds_by_turns
 from asyncllm.graphs.pool import Graph, GraphPool
+from asyncllm.kernels.autotune import alternated_seconds
 
 ROUNDS = 3
-MOST_SPREAD = 1.5  # of the times of one way; above it the device has another's work too
+MOST_SPREAD = 1.5  # of one implementation's times; above it the device has another's work too
 
 
 def captured_seconds(
-    ways: Sequence[Callable[[], object]], make_graph: Callable[[], Graph] | None = None
+    implementations: Sequence[Callable[[], object]],
+    make_graph: Callable[[], Graph] | None = None,
 ) -> list[float]:
-    """Of each, the quickest of ROUNDS in which they take turns. On the current stream, which is not
+    """The quickest of ROUNDS of each, in which they alternate. On the current stream, which is not
     the default one, and where nothing is being captured.
 
     make_graph: for tests, another kind. Raises `RuntimeError` where the device is not theirs alone.
     """
-    rounds = _seconds_of_rounds(ways, GraphPool() if make_graph is None else GraphPool(make_graph))
+    rounds = _seconds_of_rounds(
+        implementations, GraphPool(make_graph) if make_graph else GraphPool()
+    )
     # The graphs are gone, but torch keeps what their pool has, of which nobody else may take.
     torch.cuda.empty_cache()
     return [least(seconds) for seconds in rounds]
 
 
-def _seconds_of_rounds(ways: Sequence[Callable[[], object]], pool: GraphPool) -> list[list[float]]:
-    replays = [pool.record(partial(_drop_outputs, way))[0].replay for way in ways]
+def _seconds_of_rounds(
+    implementations: Sequence[Callable[[], object]], pool: GraphPool
+) -> list[list[float]]:
+    replays = [pool.record(partial(_drop_outputs, each))[0].replay for each in implementations]
     for replay in replays:
         replay()  # the first one brings the graph to the device
-    return seconds_by_turns(replays, ROUNDS)
+    return alternated_seconds(replays, ROUNDS)
 
 
-def _drop_outputs(way: Callable[[], object]) -> tuple[()]:
-    way()
+def _drop_outputs(implementation: Callable[[], object]) -> tuple[()]:
+    implementation()
     return ()
 
 
 def least(seconds: Sequence[float]) -> float:
-    """Of one way's rounds. Raises `RuntimeError` where they are too different to say anything: what
-    was measured beside another process would be kept for ever."""
+    """The quickest round of an implementation. Raises `RuntimeError` where they are too different
+    to say anything: what was measured beside another process would be kept for ever."""
     if max(seconds) > MOST_SPREAD * min(seconds):
         us = ", ".join(f"{each * 1e6:.0f}" for each in seconds)
         raise RuntimeError(f"the device has other work: it took {us} us")

@@ -3,7 +3,7 @@
 A graph reads the slots of its rows where they always are and everything else from tensors indexed
 by slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are
 padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's next. Where there are
-several ways to run a step (decode_ways.py), a size is captured in each and its quickest graph kept.
+several implementations (decode_kernels.py), a size is captured in each and its quickest graph kept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import partial
 
 import torch
 
-from asyncllm.attention.device_trial import quickest
 from asyncllm.graphs.captured_sizes import CapturedSizes
-from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Trial, Way
+from asyncllm.graphs.decode_kernels import LAYERS, Autotune, DecodeKernel, DecodeStep
 from asyncllm.graphs.pool import Graph, GraphPool, Outputs
 from asyncllm.graphs.step_graph import Clear
+from asyncllm.kernels.autotune import quickest
 
 logger = logging.getLogger("asyncllm")
 
@@ -35,8 +35,8 @@ class DecodeGraphs:
         slots: torch.Tensor,
         clear: Clear,
         pool: GraphPool,
-        others: Sequence[Way] = (),
-        trial: Trial | None = None,
+        others: Sequence[DecodeKernel] = (),
+        trial: Autotune | None = None,
     ) -> None:
         """`step`: the model's layers. slots: int32, of a step's rows, 0 behind them. `trial` times
         the layers against the `others`, if there are any."""

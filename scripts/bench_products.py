@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from asyncllm.graphs.captured_times import captured_seconds
+from asyncllm.kernels.skinny_gemm import SkinnyGemm
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.layers.few_rows import FewRows
 from asyncllm.models.layers.ops import Norm, Normed, Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
@@ -111,8 +111,8 @@ def load(folder: str, device: torch.device) -> DenseDecoder:
 def ways_on(device: torch.device) -> dict[str, Ops]:
     from asyncllm.models.layers.cuda_ops import CudaOps  # needs Triton
 
-    ways = {"cublas": CudaOps(device), "few_rows": CudaOps(device)}
-    ways["cublas"]._few_rows = FewRows(torch.device("cpu"))  # has no such kernel
+    ways = {"cublas": CudaOps(device), "skinny_gemm": CudaOps(device)}
+    ways["cublas"]._skinny_gemm = SkinnyGemm(torch.device("cpu"))  # has no such kernel
     return dict(ways)
 
 

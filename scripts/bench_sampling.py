@@ -68,7 +68,7 @@ def time_us(work: Callable[[], Any]) -> float:
 
 
 def sample(kind: str, logits: torch.Tensor) -> Callable[[], torch.Tensor]:
-    from asyncllm.worker.sampling_kernels import sample_slots_triton
+    from asyncllm.kernels.sampling.kernel import sample_slots_triton
 
     rows, vocab = logits.shape
     state = DeviceState(rows + 1, 1, vocab, logits.device)

@@ -27,15 +27,15 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_ways import LAYERS
+from asyncllm.graphs.decode_kernels import LAYERS
 from asyncllm.graphs.pool import GraphPool
+from asyncllm.kernels import persistent_decode
+from asyncllm.kernels.declaration import DenseShape
+from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.persistent_decode import (
-    MAX_ROWS,
-    PersistentDecode,
-    begin_loading,
-    num_blocks_on,
-)
+from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.worker import Worker
 
 REPEATS = 30
@@ -105,7 +105,7 @@ class Bench:
     """One worker, and steps on it at a given context."""
 
     def __init__(self, config: EngineConfig, context: int) -> None:
-        self._worker = Worker(config)
+        self._config, self._worker = config, Worker(config)
         while self._worker.num_pending_graphs:
             self._worker.capture_one()
         self._runner = self._worker.runner
@@ -126,10 +126,16 @@ class Bench:
         """From now on, for these."""
         runner, device = self._runner, self._state.positions.device
         model, cache = runner._model, runner._cache
-        launch = begin_loading(model, cache.block_size, device)()
+        assert isinstance(model, DenseDecoder)
+        sizes, num_blocks = DenseShape.of(self._config.model), num_sms(device)
+        dtype = cache.layers[0].dtype
+        flags = persistent_decode.definitions(
+            sizes, model.attention_layers, dtype, cache.block_size, num_blocks
+        )
+        launch = persistent_decode.KERNEL.begin_loading(device, flags)()
         if launch is None:
             raise SystemExit("no persistent decode for this model on this device")
-        self._persistent = PersistentDecode(model, cache, launch, num_blocks_on(device))
+        self._persistent = PersistentDecode(model, cache, launch, num_blocks)
         step = partial(runner.decode_step, forward=self._persistent.forward)
         inbox = runner.inbox
         graphs = DecodeGraphs(step, inbox.decode_slots, inbox.clear, GraphPool())
@@ -142,7 +148,7 @@ class Bench:
 
     @property
     def is_stuck(self) -> bool:
-        return self._persistent is not None and self._persistent.is_stuck
+        return self._persistent is not None and self._persistent.kernel.is_stuck
 
     def logits(self, batch: int) -> torch.Tensor:
         """Of the step that `decode` times, [batch, V]."""

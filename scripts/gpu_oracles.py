@@ -19,9 +19,9 @@ from unittest.mock import patch
 import torch
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
-from asyncllm.models.persistent_decode import CAPABILITIES, MAX_ROWS
-from asyncllm.worker.decode_choice import ONE_KERNEL
-from asyncllm.worker.decode_trial import DecodeTrial
+from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS
+from asyncllm.worker.decode_autotune import DecodeAutotune
+from asyncllm.worker.decode_kernels import ONE_KERNEL
 
 Args = dict[str, Any]
 Outcome = tuple[bool, str]  # whether it holds, and what was seen
@@ -231,15 +231,15 @@ def prompt_logprob_gap(ours: Answers, reference: Answers) -> float:
 def layers_lose() -> Iterator[None]:
     """Every trial of ways to run a decode step, meanwhile: the last of the others wins."""
 
-    def trial(self: DecodeTrial, slots: torch.Tensor, replays: list[Any]) -> list[float]:
+    def trial(self: DecodeAutotune, slots: torch.Tensor, replays: list[Any]) -> list[float]:
         return [1.0 / (1 + place) for place in range(len(replays))]
 
-    with patch.object(DecodeTrial, "__call__", trial):
+    with patch.object(DecodeAutotune, "__call__", trial):
         yield
 
 
 async def one_kernel_as_layers() -> Outcome:
-    if torch.cuda.get_device_capability() not in CAPABILITIES:
+    if torch.cuda.get_device_capability() not in KERNEL.capabilities:
         return True, "this card has no such kernel"
     args = ROOMY | {"max_num_seqs": MAX_ROWS}
     with layers_lose():

@@ -17,7 +17,7 @@ from asyncllm.commands.bytecode import keep_bytecode
 from asyncllm.commands.compile_ahead import compile_ahead
 from asyncllm.commands.spared import COMMAND_LINE, spare_libraries
 from asyncllm.commands.unopened import leave_unopened
-from asyncllm.worker.triton_key import hash_compiler
+from asyncllm.kernels.triton_key import hash_compiler
 
 # Packages -> where they were installed from, and names that their own modules ask them for
 # (transformers 5.17's do).

@@ -70,15 +70,13 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
     import torch
 
     from asyncllm.attention.flashinfer_modules import modules_for
-    from asyncllm.models.layers.torch_ops import TorchOps
-    from asyncllm.models.registry import build_model
-    from asyncllm.worker.own_kernels import own_kernels
+    from asyncllm.kernels.registry import libraries
+    from asyncllm.worker.kernel_prewarm import early_start
 
-    dtype = getattr(torch, config.dtype)
-    model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
+    start = early_start(config, torch.device("cuda"))
     capability = torch.cuda.get_device_capability()
-    modules = modules_for(model.attention_layers, dtype, config.block_size, capability)
-    return [*modules, *own_kernels(config, model, torch.device("cuda"))]
+    modules = modules_for(list(start.layers), start.dtype, config.block_size, capability)
+    return [*modules, *libraries(start)]
 
 
 def _build(missing: list[Buildable]) -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
-class TritonKernel:
+class CachedVariant:
     """One variant, as Triton's cache has it: `file` is there as long as it need not be compiled."""
 
     name: str
@@ -37,17 +37,17 @@ class TritonKernel:
 
 
 @contextmanager
-def print_compiled() -> Iterator[list[TritonKernel]]:
+def print_compiled() -> Iterator[list[CachedVariant]]:
     """Fills the list with what is launched meanwhile; a line for each that had to be compiled."""
     from triton import knobs
 
-    launched: list[TritonKernel] = []
+    launched: list[CachedVariant] = []
 
     def listener(
         *, metadata: dict[str, Any], metadata_group: dict[str, str], cache_hit: bool, **_: Any
     ) -> None:
         name = str(metadata.get("name"))
-        launched.append(TritonKernel(name, metadata_group[f"{name}.json"]))
+        launched.append(CachedVariant(name, metadata_group[f"{name}.json"]))
         if not cache_hit:
             print(f"  {name}", flush=True)
 
@@ -58,20 +58,20 @@ def print_compiled() -> Iterator[list[TritonKernel]]:
         knobs.compilation.listener = before
 
 
-def write_list(config: EngineConfig, kernels: list[TritonKernel]) -> None:
+def write_list(config: EngineConfig, kernels: list[CachedVariant]) -> None:
     path = _path(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.encode(list(dict.fromkeys(kernels))))
 
 
-def read_list(config: EngineConfig) -> list[TritonKernel] | None:
-    """What `write_list` was given for such a start; None where no build has been here, or what it
-    left is no list any more."""
+def read_list(config: EngineConfig) -> list[CachedVariant] | None:
+    """The list that `write_list` was given for such a start; None where no build has been here, or
+    what it left is no list any more."""
     path = _path(config)
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[TritonKernel])
+        return msgspec.json.decode(path.read_bytes(), type=list[CachedVariant])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         logger.warning("%s is no list of kernels: %s", path, error)
         return None

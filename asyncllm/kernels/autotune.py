@@ -1,8 +1,8 @@
-"""Several ways to do the same on a device, timed against each other, and which of them to keep.
+"""Several implementations of the same, timed against each other, and which of them to keep.
 
-Which is quicker depends on the model, the card and the number of rows, so it is measured. The first
-way stays unless another is clearly quicker: what is as quick must not change between two starts,
-whose answers may differ with it in the last bit.
+Which is quicker depends on the model, the GPU and the number of rows, so it is measured. The first
+stays unless another is clearly quicker: what is as quick must not change between two starts, whose
+answers may differ with it in the last bit.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-LEAST_GAIN = 0.02  # of the first one's time; repeated measurements of one way differ by less
+LEAST_GAIN = 0.02  # of the first one's time; repeated measurements differ by less
 
 
-def seconds_by_turns(
-    ways: Sequence[Callable[[], object]],
+def alternated_seconds(
+    implementations: Sequence[Callable[[], object]],
     num_rounds: int,
     prepare: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
-    """What each way took in each round, in which they take turns, on the current stream.
+    """Seconds of each in each round, in which they alternate, on the current stream.
 
     Nothing waits between them, so that launching hides behind the device as it does in service.
     `prepare` comes before each, untimed.
     """
-    timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ways]
+    timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in implementations]
     for _ in range(num_rounds):
-        for way, events in zip(ways, timed, strict=True):
+        for implementation, events in zip(implementations, timed, strict=True):
             prepare()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            way()
+            implementation()
             end.record()
             events.append((start, end))
     torch.cuda.current_stream().synchronize()  # to read the times

@@ -2,8 +2,8 @@
 
 They hold neither Python nor torch, only C functions that launch on a stream, so any version of both
 may load them. Kept in $XDG_CACHE_HOME/asyncllm, as Triton and FlashInfer keep theirs; without a
-compiler, or a folder that may be written and loaded from, there is no library, and its user does
-without: no engine fails to start for a faster kernel.
+compiler, or a folder that may be written and loaded from, there is no library, and its user falls
+back: no engine fails to start for a faster kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -24,94 +25,98 @@ from asyncllm.cache_folder import cache_folder
 
 logger = logging.getLogger("asyncllm")
 
-DEVICE_FOLDER = Path(__file__).parent / "cuda"  # of what all sources include
+INCLUDE_FOLDER = Path(__file__).parent / "include"  # headers of all sources
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 COMPILE_SECONDS = 120
 MAX_ERROR_CHARS = 2000
 
-# (arguments, blocks, stream) -> cudaError_t
-Launch = Callable[[object, int, int], int]
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A source compiled for GPUs of one compute capability.
 
-def load(
-    source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
-) -> ctypes.CDLL | None:
-    """The library of `source` for a card of this compute capability; None where it cannot be made.
-
-    `definitions`: -DNAME=VALUE, each set of them another library. Takes seconds where it is not in
-    the cache; the compiler is another process.
+    `definitions`: -DNAME=VALUE, each set of them another library. `fallback`: what is said to run
+    where it cannot be made.
     """
-    try:
-        return _load(source, capability, definitions)
-    except (OSError, RuntimeError) as error:  # no home, not ours to look into, mounted noexec
-        logger.warning("%s is not used, other kernels do its work: %s", source.name, error)
-        return None
 
+    source: Path
+    capability: tuple[int, int]
+    definitions: tuple[str, ...] = ()
+    fallback: str = field(default="other kernels", compare=False)
 
-def begin_loading(
-    source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()
-) -> Callable[[], ctypes.CDLL | None]:
-    """`load`, by a thread from now on; to call what this returns is to wait for its result.
+    @property
+    def path(self) -> Path:
+        """Where it is kept, be it there or not."""
+        folders = (self.source.parent, INCLUDE_FOLDER)
+        headers = sorted({header for folder in folders for header in folder.rglob("*.cuh")})
+        texts = [file.read_bytes() for file in (self.source, *headers)]
+        key = hashlib.sha256(b"\0".join([*texts, *map(str.encode, self._flags)]))
+        return cache_folder() / f"{self.source.stem}-{key.hexdigest()[:16]}.so"
 
-    Whoever asks again, in this process, waits for the same.
-    """
-    return _begin_loading(source, capability, tuple(definitions)).result
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def is_built(self) -> bool:
+        """False also where our cache is not to be looked into: nothing can be loaded from there."""
+        try:
+            return self.path.exists()
+        except (OSError, RuntimeError):  # not ours to look into, no home
+            return False
+
+    def build(self) -> Library:
+        """Compile it; what the compiler has against it is a warning."""
+        self.load()
+        return self
+
+    def begin_loading(self) -> Callable[[], ctypes.CDLL | None]:
+        """`load`, by a thread from now on; to call what this returns is to wait for its result.
+
+        Whoever asks again, in this process, waits for the same.
+        """
+        return _begin_loading(self).result
+
+    def load(self) -> ctypes.CDLL | None:
+        """None where it cannot be made. Takes seconds where it is not in the cache; the compiler is
+        another process."""
+        try:
+            path = self.path
+            if not path.exists() and not self._compile(path):
+                return None
+            return ctypes.CDLL(str(path))
+        except (OSError, RuntimeError) as error:  # no home, not ours to look into, mounted noexec
+            self._log_fallback(logging.WARNING, str(error))
+            return None
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        gpu = f"{self.capability[0]}{self.capability[1]}a"  # a: all that it has
+        return (*FLAGS, f"-gencode=arch=compute_{gpu},code=sm_{gpu}", *self.definitions)
+
+    def _compile(self, path: Path) -> bool:
+        compiler = find_compiler()
+        if compiler is None:
+            self._log_fallback(logging.INFO, "no nvcc")
+            return False
+        try:
+            _run(compiler, self._flags, self.source, path)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            self._log_fallback(logging.WARNING, said[-MAX_ERROR_CHARS:])
+            return False
+        return True
+
+    def _log_fallback(self, level: int, reason: str) -> None:
+        logger.log(level, "%s: falling back to %s: %s", self.source.name, self.fallback, reason)
 
 
 @cache
-def _begin_loading(
-    source: Path, capability: tuple[int, int], definitions: tuple[str, ...]
-) -> Future[ctypes.CDLL | None]:
+def _begin_loading(library: Library) -> Future[ctypes.CDLL | None]:
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-nvcc")
-    loading = thread.submit(load, source, capability, definitions)
+    loading = thread.submit(library.load)
     thread.shutdown(wait=False)
     return loading
-
-
-def begin_loading_launch(
-    source: Path, name: str, capability: tuple[int, int], definitions: Sequence[str]
-) -> Callable[[], Launch | None]:
-    """`begin_loading`, of the library's function `name` alone."""
-    loading = begin_loading(source, capability, definitions)
-
-    def wait() -> Launch | None:
-        library = loading()
-        if library is None:
-            return None
-        launch = getattr(library, name)
-        launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-        return launch
-
-    return wait
-
-
-def path_of(source: Path, capability: tuple[int, int], definitions: Sequence[str] = ()) -> Path:
-    """Where `load` keeps its library, be it there or not."""
-    flags = _flags(capability, definitions)
-    folders = {source.parent, DEVICE_FOLDER}
-    headers = sorted({header for folder in folders for header in folder.rglob("*.cuh")})
-    texts = [file.read_bytes() for file in (source, *headers)]
-    key = hashlib.sha256(b"\0".join([*texts, *map(str.encode, flags)]))
-    return cache_folder() / f"{source.stem}-{key.hexdigest()[:16]}.so"
-
-
-def _flags(capability: tuple[int, int], definitions: Sequence[str]) -> tuple[str, ...]:
-    card = f"{capability[0]}{capability[1]}a"  # a: all that it has
-    return (*FLAGS, f"-gencode=arch=compute_{card},code=sm_{card}", *definitions)
-
-
-def _load(
-    source: Path, capability: tuple[int, int], definitions: Sequence[str]
-) -> ctypes.CDLL | None:
-    library = path_of(source, capability, definitions)
-    if not library.exists():
-        compiler = find_compiler()
-        if compiler is None:
-            logger.info("no nvcc: %s is not compiled, other kernels do its work", source.name)
-            return None
-        if not _compile(compiler, source, _flags(capability, definitions), library):
-            return None
-    return ctypes.CDLL(str(library))
 
 
 def find_compiler() -> str | None:
@@ -120,19 +125,11 @@ def find_compiler() -> str | None:
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
-def _compile(compiler: str, source: Path, flags: Sequence[str], library: Path) -> bool:
+def _run(compiler: str, flags: Sequence[str], source: Path, library: Path) -> None:
     """Whole or not at all: other engines may start at the same time."""
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            command = [compiler, *flags, str(source), "-o", str(made)]
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS
-            )
-            made.replace(library)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        logger.warning("%s was not compiled: %s", source.name, said[-MAX_ERROR_CHARS:])
-        return False
-    return True
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        command = [compiler, *flags, str(source), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        made.replace(library)

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from asyncllm.attention.device_trial import seconds_by_turns
+from asyncllm.kernels.autotune import alternated_seconds
 from asyncllm.types import PADDING_PAGE
 from asyncllm.worker.device_state import DeviceState
 
@@ -25,8 +25,8 @@ NUM_ROUNDS = 5
 Replay = Callable[[], None]
 
 
-class DecodeTrial:
-    """A `Trial`, on the current CUDA stream, for rows that the state has slots for."""
+class DecodeAutotune:
+    """An `Autotune`, on the current CUDA stream, for rows that the state has slots for."""
 
     def __init__(self, state: DeviceState, block_size: int, num_pages: int) -> None:
         """`num_pages`: usable ones, from 1."""
@@ -37,13 +37,13 @@ class DecodeTrial:
         self._position = self._row_pages * block_size
 
     def __call__(self, slots: torch.Tensor, replays: Sequence[Replay]) -> list[float]:
-        """The quickest of NUM_ROUNDS, in which the graphs take turns, in seconds.
+        """The quickest of NUM_ROUNDS, in which the graphs alternate, in seconds.
 
         Whoever held the GIL or the clock for a while spoils one time of several.
         """
         with self._rows(slots) as positions:
             a_step_moves_on = partial(positions.fill_, self._position)
-            rounds = seconds_by_turns(replays, NUM_ROUNDS, a_step_moves_on)
+            rounds = alternated_seconds(replays, NUM_ROUNDS, a_step_moves_on)
         return [min(seconds) for seconds in rounds]
 
     @contextmanager

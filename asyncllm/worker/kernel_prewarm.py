@@ -1,9 +1,10 @@
-"""What steps will launch, launched before by threads on tensors that nobody reads.
+"""Kernels compiled and launched before the first request, which then waits for none of them.
 
-Triton compiles a kernel at its first launch, for a second or so, or finds it in its cache; most of
-that is outside of the GIL. So it happens while FlashInfer is imported and the weights load, a
-variant to a thread. Which variant a launch takes follows from its tensors' types and sizes: only
-what the launch's own code makes of such tensors is sure to be what a step asks for.
+nvcc compiles our CUDA sources in the background. Triton compiles a kernel at its first launch, for
+a second or so, or finds it in its cache; most of that is outside of the GIL. So what steps will
+launch is launched by threads on tensors that nobody reads, a variant to a thread, while FlashInfer
+is imported and the weights load. Which variant a launch takes follows from its tensors' types and
+sizes: only what the launch's own code makes of such tensors is sure to be what a step asks for.
 
 To look for its first kernel Triton hashes its own libraries, 300 MB and more, in pieces between
 which it takes the GIL; every thread that comes before the end does so again. So one does it first.
@@ -13,75 +14,82 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
+import numpy as np
 import torch
 
-from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.attention.registry import resolve_backend
+from asyncllm.config import EngineConfig
 from asyncllm.graphs.token_buffers import TokenBuffers
-from asyncllm.model_config import ModelConfig
+from asyncllm.kernels import registry
+from asyncllm.kernels.declaration import DenseShape, Start
+from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
-from asyncllm.models.layers.ops import Norm, Normed, Ops
+from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.registry import build_model
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.kernels import SlotKernels
-from asyncllm.worker.memory import forward_without_attention
+from asyncllm.worker.kernels import SlotKernels, has_fast_ops
+from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.slot_changes import RECORD_WORDS
-from asyncllm.worker.token_masks import RowMasks
-from asyncllm.worker.triton_key import hash_compiler
+from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.token_masks import TokenMaskBuffer
 
 MAX_THREADS = 8  # more launches wait; each is a second or two of one core
-FEW_PAGES = 16
-MANY_ROWS = 128  # what no kernel of few rows takes
+ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
 
 
-class EarlyLaunches:
+def early_start(config: EngineConfig, device: torch.device) -> Start:
+    """Before the model is built: by one without memory."""
+    dtype, meta = getattr(torch, config.dtype), torch.device("meta")
+    model = build_model(config.model, dtype, meta, TorchOps(), ANY_LENGTH)
+    return start_of(config, model, device)
+
+
+def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Start:
+    dtype = getattr(torch, config.dtype)
+    is_captured = not config.enforce_eager
+    # Who names a backend gets its kernels in every step.
+    is_autotuned = is_captured and config.attention_backend == "auto"
+    return Start(
+        device=device,
+        dtype=dtype,
+        block_size=config.block_size,
+        layers=model.attention_layers,
+        sizes=DenseShape.of(config.model),
+        is_dense=isinstance(model, DenseDecoder),
+        attention_backend=resolve_backend(config.attention_backend, device),
+        has_fast_ops=has_fast_ops(device, dtype),
+        captures_prefills=is_captured and bool(config.prefill_graph_sizes),
+        autotuned_sizes=config.cuda_graph_sizes if is_autotuned else (),
+        new_state=lambda num_pages, vocab_size: DeviceState(1, num_pages, vocab_size, device),
+    )
+
+
+class KernelPrewarm:
     """On a CPU, where nothing is compiled, nothing is launched."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="asyncllm-early")
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="asyncllm-prewarm")
         self._launches: list[Future[None]] = []
+
+    def begin_all(self, config: EngineConfig) -> None:
+        """Every kernel that a start under this configuration uses, as its declaration says."""
+        if self._device.type != "cuda":
+            return
+        start = early_start(config, self._device)
+        if start.has_fast_ops:
+            for library in registry.libraries(start):
+                library.begin_loading()
+        for launch in registry.prewarm_launches(start):
+            self.begin(launch)
 
     def begin(self, launch: Callable[[], object], stream: torch.cuda.Stream | None = None) -> None:
         """Call it in a thread, on this stream, else on the default one."""
         if self._device.type != "cuda":
             return
         self._launches.append(self._threads.submit(_run, launch, stream))
-
-    def begin_sampling(self, kernels: SlotKernels, vocab_size: int, dtype: torch.dtype) -> None:
-        """One row, in each way that a step may sample. `dtype`: of the model's logits."""
-        # In float32 after `Sampler.full` has edited the logits, which masks them by itself.
-        for of_logits, is_masked in dict.fromkeys(
-            [(dtype, False), (dtype, True), (torch.float32, False)]
-        ):
-            self.begin(partial(self._sample, kernels, vocab_size, of_logits, is_masked))
-        self.begin(partial(self._mask, kernels, vocab_size))
-
-    def begin_slots(self, kernels: SlotKernels, block_size: int) -> None:
-        """One slot, read and written."""
-        self.begin(partial(self._gather, kernels))
-        self.begin(partial(self._fill, kernels, block_size))
-        self.begin(partial(self._write, kernels))
-
-    def begin_ops(self, ops: Ops, config: ModelConfig, dtype: torch.dtype) -> None:
-        """What is between products of many rows."""
-        hf = config.hf_config
-        self.begin(partial(self._normalise, ops, hf.hidden_size, dtype))
-        self.begin(partial(self._add_and_normalise, ops, hf.hidden_size, dtype))
-        self.begin(partial(self._gate, ops, hf.intermediate_size, dtype))
-
-    def begin_heads(self, layer: AttentionLayer, block_size: int, dtype: torch.dtype) -> None:
-        """Between projection and attention, where the backend is not torch's."""
-        for num_tokens in (1, MANY_ROWS):
-            self.begin(partial(self._rotate, layer, num_tokens, block_size, dtype))
-
-    def begin_one_row(self, model: CausalLM) -> None:
-        """Its products, which are other kernels than those of more rows. Weights may be missing."""
-
-        def launch() -> torch.Tensor:
-            return model.compute_logits(forward_without_attention(model, 1, self._device))
-
-        self.begin(launch)
 
     def wait_for_hash(self) -> None:
         """Until a launch from another thread does not have to hash the compiler itself."""
@@ -94,76 +102,36 @@ class EarlyLaunches:
         for launch in self._launches:
             launch.result()
 
-    def _sample(
-        self, kernels: SlotKernels, vocab_size: int, dtype: torch.dtype, is_masked: bool
-    ) -> None:
-        state = DeviceState(1, 1, vocab_size, self._device)
-        slots = self._zeros(1)
-        masks = self._masks(vocab_size) if is_masked else None
-        logits = torch.zeros(1, vocab_size, dtype=dtype, device=self._device)
-        kernels.sample_slots(state, logits, slots, slots, masks)
-
-    def _gather(self, kernels: SlotKernels) -> None:
-        kernels.gather_slots(self._few_pages(), self._zeros(1))
-
-    def _fill(self, kernels: SlotKernels, block_size: int) -> None:
-        row = self._zeros(1)
-        tokens = TokenBuffers(row, row, row, row.long(), row, row)
-        kernels.fill_decodes(self._few_pages(), row, tokens, block_size)
-
-    def _write(self, kernels: SlotKernels) -> None:
-        kernels.write_slots(self._few_pages(), self._zeros(1, RECORD_WORDS), self._zeros(3, 1))
-
-    def _rotate(
-        self, layer: AttentionLayer, num_tokens: int, block_size: int, dtype: torch.dtype
-    ) -> None:
-        from asyncllm.attention.heads_kernel import rotate_and_write  # needs Triton
-
-        num_heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        rotate_and_write(
-            layer,
-            self._zeros(num_tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype),
-            Rotation(self._zeros(num_tokens), self._zeros(1, head_dim, dtype=torch.float32)),
-            self._zeros(1, 2, block_size, kv_heads, head_dim, dtype=dtype),
-            self._zeros(num_tokens, dtype=torch.int64),
-        )
-
-    # Products of nothing: cuBLAS, which takes memory for every thread, is not asked.
-
-    def _normalise(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
-        ops.rms_norm(self._zeros(MANY_ROWS, size, dtype=dtype), self._norm(size, dtype))
-
-    def _add_and_normalise(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
-        x, weight, residual = (
-            self._zeros(*shape, dtype=dtype)
-            for shape in ((MANY_ROWS, 0), (size, 0), (MANY_ROWS, size))
-        )
-        ops.add_linear(x, weight, None, residual, self._norm(size, dtype))
-
-    def _gate(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
-        x = Normed(self._zeros(MANY_ROWS, 0, dtype=dtype))
-        ops.gated_linear(x, self._zeros(2 * size, 0, dtype=dtype))
-
-    def _norm(self, size: int, dtype: torch.dtype) -> Norm:
-        return Norm(self._zeros(size, dtype=dtype), 1.0)
-
-    def _few_pages(self) -> DeviceState:
-        """Of one slot, its pages as aligned as those of usual context windows."""
-        return DeviceState(1, FEW_PAGES, 1, self._device)
-
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
-
-    def _mask(self, kernels: SlotKernels, vocab_size: int) -> None:
-        logits = torch.zeros(1, vocab_size, device=self._device)
-        kernels.apply_masks(logits, self._masks(vocab_size))
-
-    def _masks(self, vocab_size: int) -> RowMasks:
-        """Of one row, which allow every token."""
-        return RowMasks(self._zeros(1), self._zeros(1, -(-vocab_size // 32)) - 1)
-
 
 def _run(launch: Callable[[], object], stream: torch.cuda.Stream | None) -> None:
     hash_compiler()
     with torch.inference_mode(), torch.cuda.stream(stream):
         launch()
+
+
+def prewarm_slots(
+    state: DeviceState,
+    kernels: SlotKernels,
+    masks: TokenMaskBuffer,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """The padding slot written and read, a row sampled in each way that no step of padding is. On
+    the current stream. `dtype`: of the model's logits.
+
+    A variant that steps can meet and that is not launched here, nor by `ModelRunner.run_padding` or
+    a capture, is compiled while a request waits.
+    """
+    zero = torch.zeros(1, dtype=torch.int32, device=state.positions.device)
+    record = torch.zeros(1, RECORD_WORDS, dtype=torch.int32, device=zero.device)
+    kernels.write_slots(state, record, zero.expand(3, 1).contiguous())
+    # Tables of this width: a kernel's variant, unless a graph has it already.
+    tokens = TokenBuffers(zero, zero, zero, zero.long(), zero, zero)
+    kernels.fill_decodes(state, zero, tokens, block_size)
+    masks.host()[:1] = -1
+    row_masks = masks.upload(np.zeros(1, np.int32), 1)
+    sampler = Sampler(state, kernels.sample_slots, kernels.apply_masks)
+    logits = torch.zeros(1, state.in_prompt.shape[1], dtype=dtype, device=zero.device)
+    for positions in (zero, None):  # as after prefills, as after a decode step
+        sampler.plain(logits, zero, positions, row_masks)
+        sampler.full(logits, zero, positions, Feature(0), {}, row_masks)

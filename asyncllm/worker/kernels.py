@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.graphs.captured_times import captured_seconds
-from asyncllm.models.layers.cublas_lt import CublasLt
-from asyncllm.models.layers.kept_choices import KeptChoices
+from asyncllm.kernels.gemm.cublas_lt import CublasLt
+from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
+from asyncllm.kernels.gemm.gemm_cache import GemmCache
 from asyncllm.models.layers.ops import Ops
-from asyncllm.models.layers.products import Products
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.decode_rows import FillDecodes, fill_decodes_torch
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
@@ -31,7 +31,7 @@ logger = logging.getLogger("asyncllm")
 
 @dataclass(frozen=True, slots=True)
 class SlotKernels:
-    """What is done to slots around the model's forward pass."""
+    """Operations on slots around the model's forward pass."""
 
     gather_slots: GatherSlots
     fill_decodes: FillDecodes
@@ -51,11 +51,13 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
             apply_masks_torch,
         )
     # Slow to import: only where they are used.
-    from asyncllm.worker.decode_rows_kernel import fill_decodes_triton
-    from asyncllm.worker.mask_kernel import apply_masks_triton
-    from asyncllm.worker.sampling_kernels import sample_slots_triton
-    from asyncllm.worker.slot_changes_kernel import write_slots_triton
-    from asyncllm.worker.slot_rows_kernel import gather_slots_triton
+    from asyncllm.kernels.sampling.kernel import sample_slots_triton
+    from asyncllm.kernels.sampling.logits import apply_masks_triton
+    from asyncllm.kernels.slots.kernel import (
+        fill_decodes_triton,
+        gather_slots_triton,
+        write_slots_triton,
+    )
 
     return SlotKernels(
         gather_slots_triton,
@@ -73,30 +75,28 @@ def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int]) -> Ops:
-    """`sizes`: tokens of the steps whose products are worth a choice."""
+    """`sizes`: tokens of the steps whose GEMMs are worth a choice."""
     if not has_fast_ops(device, dtype):
         return TorchOps()
     from asyncllm.models.layers.cuda_ops import CudaOps  # slow to import: Triton
 
-    library = _open_library(device, dtype, sizes)
-    if library is None:
-        return CudaOps(device)
-    # How it is timed is part of it: what starts kept that launched one by one is not taken over.
-    key = (torch.cuda.get_device_name(device), library.version, dtype, "in graphs")
-    return CudaOps(device, Products(library, sizes, KeptChoices(*key), captured_seconds))
+    return CudaOps(device, _select_gemm(device, dtype, sizes))
 
 
-def _open_library(
+def _select_gemm(
     device: torch.device, dtype: torch.dtype, sizes: Collection[int]
-) -> CublasLt | None:
-    """None, for torch's own products, where nothing is captured or there is none to choose with."""
+) -> AutotunedGemm | None:
+    """None, for torch's own, where nothing is captured or there is no library to choose with."""
     if not sizes:
         return None
     try:
-        return CublasLt(dtype, device)
+        library = CublasLt(dtype, device)
     except (OSError, RuntimeError) as error:
-        logger.info("products are left to torch: %s", error)
+        logger.info("falling back to torch's cuBLAS: %s", error)
         return None
+    # How it is timed is part of it: what starts kept that launched one by one is not taken over.
+    key = (torch.cuda.get_device_name(device), library.version, dtype, "in graphs")
+    return AutotunedGemm(library, sizes, GemmCache(*key), captured_seconds)
 
 
 def make_executor(device: torch.device) -> Executor:

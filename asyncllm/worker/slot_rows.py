@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from asyncllm.kernels.records import SlotRows as SlotRows
 from asyncllm.worker.device_state import DeviceState
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRows:
-    """The state of a step's slots, one row each, as the step found it."""
-
-    last_tokens: torch.Tensor  # int32 [rows]
-    positions: torch.Tensor  # int32 [rows]
-    next_positions: torch.Tensor  # int32 [rows], of the tokens to be sampled
-    block_tables: torch.Tensor  # int32 [rows, pages per sequence]
-
 
 # (state, slots int32 [rows]); only enqueues, and may be captured. Counts the inputs.
 GatherSlots = Callable[[DeviceState, torch.Tensor], SlotRows]

@@ -15,12 +15,12 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_ways import Way
+from asyncllm.graphs.decode_kernels import DecodeKernel
 from asyncllm.graphs.masked_graphs import MaskedGraphs
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.progress import DELAY_S, ProgressBar
-from asyncllm.worker.decode_trial import DecodeTrial
+from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncllm")
@@ -68,7 +68,7 @@ class StepCaptures:
             samples.capture(size)
         runner.mixed_forward.graphs, runner.mixed_logits.graphs = graphs, samples
 
-    def decodes(self, others: list[Way], trial: DecodeTrial) -> None:
+    def decodes(self, others: list[DecodeKernel], trial: DecodeAutotune) -> None:
         """`others`: ways to run a step besides the layers, which `trial` times."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots, clear = runner.inbox.decode_slots, runner.inbox.clear

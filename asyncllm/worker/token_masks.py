@@ -8,24 +8,14 @@ of their own, beside the forward pass whose logits they are for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-# What a mask leaves alone when nothing that it allows is finite: whatever else forbids them (bad
-# words, min_tokens), a grammar's only tokens stay possible. Far from what float32 can hold, because
-# a small temperature multiplies it.
-LEAST_LOGIT = -1e30
+from asyncllm.kernels.records import LEAST_LOGIT as LEAST_LOGIT
+from asyncllm.kernels.records import RowMasks as RowMasks
+
 NO_MASK = -1  # of a row that no mask restricts
-
-
-@dataclass(frozen=True, slots=True)
-class RowMasks:
-    """The masks of a step, on the device."""
-
-    of_row: torch.Tensor  # int32 [rows]: each row's place in `bits`, or NO_MASK
-    bits: torch.Tensor  # int32 [masked, ceil(V / 32)]
 
 
 # (logits f32 [rows, V], masks): in place

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 
 from asyncllm.attention.base import AttentionBackend
-from asyncllm.attention.cuda_source import Launch
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
+from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
@@ -26,35 +26,28 @@ from asyncllm.models.registry import build_model
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost, SwapCost
-from asyncllm.worker import decode_choice
-from asyncllm.worker.decode_trial import DecodeTrial
+from asyncllm.worker import decode_kernels
+from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.inbox import Inbox
-from asyncllm.worker.kernels import (
-    SlotKernels,
-    has_fast_ops,
-    make_executor,
-    select_ops,
-    select_slot_kernels,
-)
+from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
+from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
 from asyncllm.worker.kv_memory import allocate_cache, begin_host_pages, kv_page_bytes
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
     MemoryPlan,
+    forward_without_attention,
     measure_swap_cost,
     plan_memory,
     profile_step,
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
-from asyncllm.worker.own_kernels import begin_building
 from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_inputs import StepBuilder
 from asyncllm.worker.token_masks import TokenMaskBuffer
-from asyncllm.worker.warm_up import warm_up_slots
 from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
@@ -85,7 +78,7 @@ class Worker:
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
         host_pages = begin_host_pages(config, self._dtype, self.device)
-        early = EarlyLaunches(self.device)
+        early = KernelPrewarm(self.device)
         with self._phase("kernels"):
             kernels, ops = self._begin_kernels(early)
             import_backend(self.backend_name)
@@ -176,32 +169,28 @@ class Worker:
 
     # --- the parts, in the order of their making ---------------------------------------------
 
-    def _begin_kernels(self, early: EarlyLaunches) -> tuple[SlotKernels, Ops]:
+    def _begin_kernels(self, early: KernelPrewarm) -> tuple[SlotKernels, Ops]:
         """What is done to slots, and the model's layers, while all of it is being compiled."""
-        config = self._config
+        early.begin_all(self._config)
         kernels = select_slot_kernels(self.device)
-        early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
-        early.begin_slots(kernels, config.block_size)
-        if has_fast_ops(self.device, self._dtype):
-            begin_building(config, self.device)
-        ops = select_ops(self.device, self._dtype, self._captured_sizes)
-        early.begin_ops(ops, config.model, self._dtype)
-        return kernels, ops
+        return kernels, select_ops(self.device, self._dtype, self._captured_sizes)
 
     def _load_model(
-        self, ops: Ops, early: EarlyLaunches, progress: bool
+        self, ops: Ops, early: KernelPrewarm, progress: bool
     ) -> tuple[CausalLM, Callable[[], Launch | None]]:
-        """And the other way to run its decodes, as `decode_choice` begins to load it. What can be
-        compiled without the weights is, meanwhile."""
+        """And the other implementation of its decodes, as `decode_kernels` begins to load it. What
+        can be compiled without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
         model = build_model(config.model, self._dtype, self.device, ops, model_len)
-        early.begin_one_row(model)
-        if self.backend_name != "torch":
-            early.begin_heads(model.attention_layers[0], config.block_size, self._dtype)
-        loading = decode_choice.begin_loading(config, model, self.device)
+        early.begin(partial(self._run_one_row, model))  # its GEMMs are other kernels
+        loading = decode_kernels.begin_loading(start_of(config, model, self.device))
         load_weights(model, config.model.path, config.load_format, config.seed, progress)
         return model, loading
+
+    def _run_one_row(self, model: CausalLM) -> torch.Tensor:
+        """Weights may be missing."""
+        return model.compute_logits(forward_without_attention(model, 1, self.device))
 
     def _plan_memory(self, model: CausalLM) -> MemoryPlan:
         peak_bytes = profile_step(model, self._config, self.device)
@@ -240,7 +229,7 @@ class Worker:
             device=self.device,
         )
 
-    def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: EarlyLaunches) -> None:
+    def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
         """On the current stream, and in the threads of what else is to be compiled."""
         if isinstance(self._executor, StreamExecutor):
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
@@ -248,7 +237,7 @@ class Worker:
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
             self.runner.run_padding(min(num_tokens, self._most_tokens))
         early.wait()
-        warm_up_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
+        prewarm_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
 
     def _capture(
         self,
@@ -257,14 +246,14 @@ class Worker:
         state: DeviceState,
         loading: Callable[[], Launch | None],
     ) -> None:
-        """`loading`: of the other way to run decodes, as `decode_choice` began it."""
+        """`loading`: of the other implementation of decodes, as `decode_kernels` began it."""
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills(self._dtype)
         with self._phase("decode_kernel"):
-            ways = decode_choice.other_ways(self.runner, model, cache, loading)
-        trial = DecodeTrial(state, self._config.block_size, self.memory.num_pages)
+            others = decode_kernels.other_kernels(self.runner, model, cache, loading)
+        autotune = DecodeAutotune(state, self._config.block_size, self.memory.num_pages)
         with self._phase("graphs"), self._executor.between_steps():
-            self._captures.decodes(ways, trial)
+            self._captures.decodes(others, autotune)
 
     @property
     def _captured_sizes(self) -> set[int]:

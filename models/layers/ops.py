@@ -10,40 +10,12 @@ said otherwise, and are contiguous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """The constants of one RMSNorm. weight: [size]."""
-
-    weight: torch.Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normed:
-    """A norm's output [T, size], or one whose last factor is still to come.
-
-    The factor is one number per token, so the product of one token applies it to its result and the
-    norm needs no pass of its own: with `squares` the output is
-
-        values * rsqrt(squares.sum(1, keepdim=True) / size + eps)
-    """
-
-    values: torch.Tensor
-    squares: torch.Tensor | None = None  # float32 [T, parts], of the norm's input
-    eps: float = 0.0
-
-    def whole(self) -> torch.Tensor:
-        """The output itself, for who does not apply the factor later."""
-        if self.squares is None:
-            return self.values
-        mean = self.squares.sum(1, keepdim=True) / self.values.shape[1]
-        return (self.values * (mean + self.eps).rsqrt()).to(self.values.dtype)
+from asyncllm.kernels.records import Norm as Norm
+from asyncllm.kernels.records import Normed as Normed
 
 
 class Ops(Protocol):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncllm.commands import kernels, triton_kernels
-from asyncllm.commands.triton_kernels import TritonKernel, print_compiled, read_list, write_list
+from asyncllm.commands.triton_kernels import CachedVariant, print_compiled, read_list, write_list
 from asyncllm.config import EngineConfig
 from asyncllm.engine_args import EngineArgs
 
@@ -35,11 +35,11 @@ def knobs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return knobs
 
 
-def kernel(name: str, folder: Path) -> TritonKernel:
+def kernel(name: str, folder: Path) -> CachedVariant:
     folder.mkdir(exist_ok=True)
     file = folder / f"{name}.json"
     file.touch()
-    return TritonKernel(name, str(file))
+    return CachedVariant(name, str(file))
 
 
 def test_a_line_for_what_is_compiled(
@@ -55,8 +55,8 @@ def test_a_line_for_what_is_compiled(
         launch("fresh", cache_hit=False)
         launch("known", cache_hit=True)
     assert launched == [
-        TritonKernel("fresh", "/cache/fresh.json"),
-        TritonKernel("known", "/cache/known.json"),
+        CachedVariant("fresh", "/cache/fresh.json"),
+        CachedVariant("known", "/cache/known.json"),
     ]
     assert capsys.readouterr().out == "  fresh\n"
     assert knobs.compilation.listener is None

@@ -6,17 +6,18 @@ import ctypes
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from asyncllm.kernels.declaration import CudaKernel, Launch
 
 EMULATOR = Path(__file__).with_name("emulator.h")
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas")
 
 
-def compile_for_cpu(source: Path, function: str, definitions: Sequence[str], made: Path) -> Any:
-    """`function` of `source`, which takes its arguments, a number of blocks, and for a stream the
-    seed of the order in which threads take turns."""
-    command = ["g++", *FLAGS, "-include", str(EMULATOR), "-x", "c++", str(source), *definitions]
-    subprocess.run([*command, "-o", str(made)], check=True)
-    compiled = getattr(ctypes.CDLL(str(made)), function)
-    compiled.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    return compiled
+def compile_for_cpu(
+    kernel: CudaKernel, definitions: Sequence[str], made: Path, source: Path | None = None
+) -> Launch:
+    """The kernel's function, which takes its arguments, a number of blocks, and for a stream the
+    seed of the order in which threads run. `source`: another than the kernel's own."""
+    command = ["g++", *FLAGS, "-include", str(EMULATOR), "-x", "c++", str(source or kernel.source)]
+    subprocess.run([*command, *definitions, "-o", str(made)], check=True)
+    return kernel.function_of(ctypes.CDLL(str(made)))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.attention.balanced_decode import SOURCE, BalancedDecode, definitions, supports
 from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.kernels.balanced_decode import KERNEL, BalancedDecode, definitions
 from tests.cuda.emulated import compile_for_cpu
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     @cache
     def function(flags: tuple[str, ...]) -> Any:
         made = folder / f"{'-'.join(flags)}.so"
-        return compile_for_cpu(SOURCE, "asyncllm_balanced_decode", flags, made)
+        return compile_for_cpu(KERNEL, flags, made)
 
     return function
 
@@ -67,10 +67,11 @@ class Case:
             num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16, device=CPU,
         )  # fmt: skip
         self.cache.layers[1].normal_()
-        assert supports(self.layer, self.cache)
-        self._function = compiled(definitions(self.layer, block_size))
+        flags = definitions([self.layer], torch.bfloat16, block_size)
+        assert flags is not None
+        self._function = compiled(flags)
         self._seed = 0
-        self.decode = BalancedDecode(self.cache, self.layer, self._launch, num_blocks)
+        self.decode = BalancedDecode(self.cache.layers, self.layer, self._launch, num_blocks)
         pages = MAX_LEN // block_size
         self.tables = (1 + torch.randperm(MAX_ROWS * pages)).int().view(MAX_ROWS, pages)
 
@@ -186,7 +187,7 @@ def test_parts_of_a_row_in_several_blocks(shape: str, num_blocks: int, compiled:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_rows_that_are_nobodys_are_left_alone(num_rows: int, compiled: Compiled) -> None:
+def test_padding_rows_are_left_alone(num_rows: int, compiled: Compiled) -> None:
     case = Case("gqa", compiled, num_blocks=3)
     lengths = LENGTHS["uneven"][:num_rows]
     case.poison_the_unseen(lengths)

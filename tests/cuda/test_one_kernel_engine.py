@@ -19,16 +19,15 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from asyncllm import LLM, RequestOutput, SamplingParams
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.graphs.pool import GraphPool
-from asyncllm.models import persistent_decode
-from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.persistent_decode import SOURCE, Launch
-from asyncllm.worker import step_captures
-from asyncllm.worker.decode_trial import DecodeTrial
+from asyncllm.kernels import persistent_decode
+from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch
+from asyncllm.worker import decode_kernels, step_captures
+from asyncllm.worker.decode_autotune import DecodeAutotune
 from tests.cuda.emulated import compile_for_cpu
 from tests.worker.recorded_graph import RecordedGraph
 
 NUM_BLOCKS = 3
-FLAGS = ["-DHEAD_DIM=64", "-DGROUP_SIZE=2", "-DBLOCK_SIZE=16"]
+FLAGS = ("-DHEAD_DIM=64", "-DGROUP_SIZE=2", "-DBLOCK_SIZE=16")
 ARGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
@@ -87,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made = tmp_path_factory.mktemp("emulated") / "kernel.so"
-    return compile_for_cpu(SOURCE, "asyncllm_persistent_decode", FLAGS, made)
+    return compile_for_cpu(persistent_decode.KERNEL, FLAGS, made)
 
 
 @pytest.fixture
@@ -95,15 +94,18 @@ def kernel(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedL
     """The one that every start finds from now on for its model."""
     kernel = RecordedLaunch(compiled)
 
-    def begin_loading(model: DenseDecoder, block_size: int, device: torch.device) -> Any:
-        assert persistent_decode.supports(model)
-        assert list(persistent_decode.definitions(model.attention_layers[0], block_size)) == FLAGS
-        return lambda: kernel
+    def begin_loading(
+        declared: CudaKernel, device: torch.device, definitions: Definitions | None
+    ) -> Any:
+        assert declared is persistent_decode.KERNEL and definitions in (None, FLAGS)
+        return lambda: None if definitions is None else kernel
 
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
     monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
-    monkeypatch.setattr(persistent_decode, "begin_loading", begin_loading)
-    monkeypatch.setattr(persistent_decode, "num_blocks_on", lambda device: NUM_BLOCKS)
+    monkeypatch.setattr(CudaKernel, "supports", lambda declared, device: True)
+    monkeypatch.setattr(CudaKernel, "begin_loading", begin_loading)
+    for module in (persistent_decode, decode_kernels):
+        monkeypatch.setattr(module, "num_sms", lambda device: NUM_BLOCKS)
     yield kernel
     kernel.close()
 
@@ -113,7 +115,7 @@ def answers(
 ) -> tuple[list[RequestOutput], Any]:
     """To all prompts at once and to the first alone; and the engine's ways. `seconds`: what the
     trial finds of the layers and of the one kernel."""
-    monkeypatch.setattr(DecodeTrial, "__call__", lambda self, slots, replays: seconds)
+    monkeypatch.setattr(DecodeAutotune, "__call__", lambda self, slots, replays: seconds)
     with LLM(str(folder), **ARGS | args) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         outputs += llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)

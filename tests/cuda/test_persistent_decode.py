@@ -16,21 +16,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from asyncllm.attention import cuda_source
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
+from asyncllm.kernels import nvcc
+from asyncllm.kernels.balanced_decode import shape_definitions
+from asyncllm.kernels.declaration import Definitions, DenseShape, Launch
+from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS, definitions
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.persistent_decode import (
-    MAX_ROWS,
-    SOURCE,
-    Launch,
-    PersistentDecode,
-    definitions,
-    supports,
-)
+from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.models.registry import build_model
 from tests.cuda.emulated import compile_for_cpu
 
@@ -39,7 +35,6 @@ BLOCK_SIZE = 16
 MAX_LEN = 2688
 PAGES = MAX_LEN // BLOCK_SIZE
 VOCAB_SIZE = 264
-FUNCTION = "asyncllm_persistent_decode"
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
@@ -76,9 +71,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, .
 
     def load(flags: tuple[str, ...]) -> Any:
         if flags not in libraries:
-            libraries[flags] = compile_for_cpu(
-                SOURCE, FUNCTION, flags, folder / f"{len(libraries)}.so"
-            )
+            libraries[flags] = compile_for_cpu(KERNEL, flags, folder / f"{len(libraries)}.so")
         return libraries[flags]
 
     return load
@@ -125,14 +118,14 @@ class Case:
 
     def by_one_kernel(self, function: Launch, num_blocks: int, seed: int = 0) -> Any:
         model, cache = self.model(torch.bfloat16), self.cache(torch.bfloat16)
-        assert supports(model)
+        assert flags_of(self.config) is not None
         decode = PersistentDecode(
             model, cache, lambda args, blocks, _: function(args, blocks, seed), num_blocks
         )
         logits = decode.forward(self.token_ids, self.rows, self.positions + 1)
-        assert not decode.is_stuck
-        assert (decode._exchange[1] == -1).all()  # emptied for the next step
-        assert (decode._exchange[0] != -1).any()
+        assert not decode.kernel.is_stuck
+        assert (decode.kernel._exchange[1] == -1).all()  # emptied for the next step
+        assert (decode.kernel._exchange[0] != -1).any()
         again = self.cache(torch.bfloat16)
         for layer, fresh in zip(cache.layers, again.layers, strict=True):
             fresh.copy_(layer)
@@ -157,7 +150,13 @@ def case(name: str, folder: Path, positions: list[int]) -> Case:
 
 def function_for(compiled: Callable[[tuple[str, ...]], Any], config: ModelConfig) -> Any:
     model = build_model(config, torch.bfloat16, torch.device("meta"), TorchOps(), MAX_LEN)
-    return compiled(definitions(model.attention_layers[0], BLOCK_SIZE))
+    return compiled(shape_definitions(model.attention_layers[0], BLOCK_SIZE))
+
+
+def flags_of(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Definitions | None:
+    model = build_model(config, dtype, torch.device("meta"), TorchOps(), MAX_LEN)
+    layers = model.attention_layers
+    return definitions(DenseShape.of(config), layers, dtype, BLOCK_SIZE, num_blocks=30)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -167,13 +166,13 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "positions", "num_blocks"),
     [
-        ("qwen3", [0, 3, 40, 200, 333], 5),  # shares of rows and heads in turns
-        ("qwen3", [1300, 31, 700], 30),  # four shares, one and two of the five there may be
+        ("qwen3", [0, 3, 40, 200, 333], 5),  # splits of rows and heads one after another
+        ("qwen3", [1300, 31, 700], 30),  # four splits, one and two of the five there may be
         ("qwen3", [15, 16, 17, 0, 0, 1, 63, 64], 3),
         ("qwen2", [1300], 24),  # more blocks than some products have units
         ("llama-dynamic", [130, 60], 7),
         ("llama-mqa-128", [90, 1333], 9),
-        ("llama-mqa-128", [2600], 9),  # eight shares
+        ("llama-mqa-128", [2600], 9),  # eight splits
         ("llama-wide", [115, 120, 166, 97, 53, 24, 124, 7], 6),
     ],
 )
@@ -211,7 +210,7 @@ def test_the_order_of_threads_does_not_matter(
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
-def test_steps_of_different_sizes_take_turns(
+def test_steps_of_different_sizes_alternate(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:
     """No step takes for its own what another of more or fewer rows left."""
@@ -234,14 +233,14 @@ def test_steps_of_different_sizes_take_turns(
 
 def compile_impatient(folder: Path, flags: tuple[str, ...]) -> Any:
     """The kernel with blocks that wait for others hardly at all."""
-    for sources in (SOURCE.parent, cuda_source.DEVICE_FOLDER):
-        shutil.copytree(sources, folder / sources.relative_to(SOURCE.parents[2]))
-    source = folder / SOURCE.relative_to(SOURCE.parents[2])
-    exchange = source.parent / "persistent" / "exchange.cuh"
+    for sources in (KERNEL.source.parent, nvcc.INCLUDE_FOLDER):
+        shutil.copytree(sources, folder / sources.name)
+    source = folder / KERNEL.source.parent.name / KERNEL.source.name
+    exchange = source.parent / "exchange.cuh"
     text = exchange.read_text()
     assert text.count("MAX_POLLS = 1 << 24") == 1
     exchange.write_text(text.replace("MAX_POLLS = 1 << 24", "MAX_POLLS = 1"))
-    return compile_for_cpu(source, FUNCTION, flags, folder / "impatient.so")
+    return compile_for_cpu(KERNEL, flags, folder / "impatient.so", source)
 
 
 def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
@@ -249,7 +248,7 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
 ) -> None:
     step = case("qwen3", tmp_path, [90, 4])
     model, cache = step.model(torch.bfloat16), step.cache(torch.bfloat16)
-    flags = definitions(model.attention_layers[0], BLOCK_SIZE)
+    flags = shape_definitions(model.attention_layers[0], BLOCK_SIZE)
     patient, impatient = compiled(flags), compile_impatient(tmp_path, flags)
     seeds = itertools.count()
     function = impatient
@@ -262,8 +261,8 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
 
     decode = new()
     assert logits(decode).isnan().any(dim=1).all()
-    assert decode.is_stuck
-    assert int(decode._words[0]) == -(1 << 31)  # every block has taken its turn
+    assert decode.kernel.is_stuck
+    assert int(decode.kernel._words[0]) == -(1 << 31)  # every block has taken its turn
     for layer, fresh in zip(cache.layers, step.cache(torch.bfloat16).layers, strict=True):
         layer.copy_(fresh)
     function = patient
@@ -271,16 +270,14 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
 
 
 def test_what_it_does_not_support(tmp_path: Path) -> None:
-    def model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> DenseDecoder:
+    def model(config: PretrainedConfig) -> ModelConfig:
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
         config.save_pretrained(tmp_path)
-        model_config = ModelConfig.from_folder(tmp_path)
-        meta = torch.device("meta")
-        return cast(DenseDecoder, build_model(model_config, dtype, meta, TorchOps(), MAX_LEN))
+        return ModelConfig.from_folder(tmp_path)
 
     good = {**SHAPE, "num_key_value_heads": 2}
-    assert supports(model(LlamaConfig(**good)))
-    assert not supports(model(LlamaConfig(**good), torch.float16))
+    assert flags_of(model(LlamaConfig(**good))) is not None
+    assert flags_of(model(LlamaConfig(**good)), torch.float16) is None
     for change in (
         {"hidden_size": 320},
         {"intermediate_size": 400},
@@ -289,6 +286,6 @@ def test_what_it_does_not_support(tmp_path: Path) -> None:
         {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 64},
         {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64},
     ):
-        assert not supports(model(LlamaConfig(**good | change))), change
+        assert flags_of(model(LlamaConfig(**good | change))) is None, change
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    assert not supports(model(Qwen2Config(**good, **windows)))
+    assert flags_of(model(Qwen2Config(**good, **windows))) is None

@@ -12,19 +12,17 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer, PrefillRows
-from asyncllm.attention.prefill_lists import (
+from asyncllm.attention.prefill_lists import Limits, PrefillLists
+from asyncllm.kernels.prefill_lists import (
     BLOCK_ENDS,
-    FUNCTION,
     HEADS,
+    KERNEL,
     KV_LENS,
     PAGE_STARTS,
     PLAN_ORDER,
     QUERY_LENS,
     QUERY_STARTS,
-    SOURCE,
     TILES,
-    Limits,
-    PrefillLists,
     tile_size,
 )
 from tests.cuda.emulated import compile_for_cpu
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 @pytest.fixture(scope="module")
 def function(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_for_cpu(SOURCE, FUNCTION, (), tmp_path_factory.mktemp("lists") / "lists.so")
+    return compile_for_cpu(KERNEL, (), tmp_path_factory.mktemp("lists") / "lists.so")
 
 
 def prompts(lens: list[tuple[int, int]]) -> PrefillRows:

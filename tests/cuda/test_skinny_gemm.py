@@ -1,4 +1,4 @@
-"""Products of few rows, their CUDA source run on the CPU (emulator.h), against float32."""
+"""GEMMs of few rows, their CUDA source run on the CPU (emulator.h), against float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.models.layers.few_rows import SOURCE, FewRows
+from asyncllm.kernels.skinny_gemm import KERNEL, SkinnyGemm
 from asyncllm.models.layers.ops import Norm, Normed
 from tests.cuda.emulated import compile_for_cpu
 
@@ -29,13 +29,13 @@ SHAPES = [  # features, size, blocks
 
 @pytest.fixture(scope="module")
 def function(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made = tmp_path_factory.mktemp("emulated") / "few_rows.so"
-    return compile_for_cpu(SOURCE, "asyncllm_few_rows", (), made)
+    made = tmp_path_factory.mktemp("emulated") / "skinny_gemm.so"
+    return compile_for_cpu(KERNEL, (), made)
 
 
-def kernel_of(function: Any, num_blocks: int) -> FewRows:
+def kernel_of(function: Any, num_blocks: int) -> SkinnyGemm:
     """On a device of so many blocks. Each launch has a seed of its own."""
-    kernel, seeds = FewRows(torch.device("cpu")), count(1)
+    kernel, seeds = SkinnyGemm(torch.device("cpu")), count(1)
     kernel._kernel._launch = lambda args, blocks, stream: function(args, blocks, next(seeds))
     kernel._kernel._num_blocks = num_blocks
     return kernel
@@ -110,7 +110,7 @@ def test_nobody_overtakes_who_still_reads(function: Any) -> None:
 
 
 def test_it_takes_few_rows_of_what_it_divides() -> None:
-    kernel = FewRows(torch.device("cpu"))
+    kernel = SkinnyGemm(torch.device("cpu"))
     small, x = random(64, 2048), random(33, 2048)
     assert not kernel.takes(Normed(x[:16]), small)  # no card that has it
     kernel._kernel._launch = lambda args, blocks, stream: 0
@@ -126,7 +126,7 @@ def test_it_takes_few_rows_of_what_it_divides() -> None:
 
 
 def test_what_does_not_run_is_not_used() -> None:
-    kernel = FewRows(torch.device("cpu"))
+    kernel = SkinnyGemm(torch.device("cpu"))
     kernel._kernel._loading = lambda: lambda args, blocks, stream: 98
     assert not kernel.takes(Normed(random(8, 64)), random(64, 64))
     assert kernel._kernel._launch is None and kernel._kernel._loading is None

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.kernels.skinny_gemm import KERNEL
 from asyncllm.model_config import ModelConfig, resolve_model_path
-from asyncllm.models.layers.few_rows import SOURCE
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
@@ -47,7 +47,7 @@ def logits_by(ops: Ops) -> torch.Tensor:
 def test_logits_are_those_of_torch(tmp_path: Path) -> None:
     from asyncllm.models.layers.cuda_ops import CudaOps  # needs Triton
 
-    function = compile_for_cpu(SOURCE, "asyncllm_few_rows", (), tmp_path / "few_rows.so")
+    function = compile_for_cpu(KERNEL, (), tmp_path / "skinny_gemm.so")
     launched = []
 
     def launch(args: object, num_blocks: int, stream: int) -> int:
@@ -55,7 +55,7 @@ def test_logits_are_those_of_torch(tmp_path: Path) -> None:
         return int(function(args, num_blocks, len(launched)))  # the seed
 
     ops = CudaOps(torch.device("cpu"))
-    kernel = ops._few_rows._kernel
+    kernel = ops._skinny_gemm._kernel
     kernel._launch, kernel._num_blocks = launch, NUM_BLOCKS
     ours, expected = logits_by(ops), logits_by(TorchOps())
     assert len(launched) == 4 * CONFIG.num_layers + 1  # its head is small

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from asyncllm.attention.balanced_decode import BalancedDecode, begin_loading
 from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.kernels.balanced_decode import KERNEL, BalancedDecode, definitions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ LENGTHS = {
     "even": [1100] * 7,
     "odd": [1, 15, 17, MAX_LEN - 1, 333],
     "one long": [100] * 5 + [MAX_LEN] + [100] * 26,
-    "nobody's behind": [1100] * 7 + [0] * 249,
+    "padding behind": [1100] * 7 + [0] * 249,
 }
 
 
@@ -43,11 +43,12 @@ class Case:
             head_dim=head_dim, dtype=torch.bfloat16, device=CUDA,
         )  # fmt: skip
         self.cache.layers[0].normal_()
-        launch = begin_loading([self.layer], self.cache)()
+        flags = definitions([self.layer], torch.bfloat16, block_size)
+        launch = KERNEL.begin_loading(CUDA, flags)()
         if launch is None:
             pytest.skip("no balanced decode on this device")
         num_sms = torch.cuda.get_device_properties(CUDA).multi_processor_count
-        self.decode = BalancedDecode(self.cache, self.layer, launch, num_sms)
+        self.decode = BalancedDecode(self.cache.layers, self.layer, launch, num_sms)
         self.tables = torch.randint(
             1, NUM_PAGES, (MAX_ROWS, MAX_LEN // block_size), dtype=torch.int32, device=CUDA
         )

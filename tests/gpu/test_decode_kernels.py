@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from asyncllm import LLM, RequestOutput, SamplingParams
-from asyncllm.models.persistent_decode import CAPABILITIES
-from asyncllm.worker.decode_choice import ONE_KERNEL
-from asyncllm.worker.decode_trial import DecodeTrial
+from asyncllm.kernels.persistent_decode import KERNEL
+from asyncllm.worker.decode_autotune import DecodeAutotune
+from asyncllm.worker.decode_kernels import ONE_KERNEL
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() not in CAPABILITIES,
+        not torch.cuda.is_available()
+        or torch.cuda.get_device_capability() not in KERNEL.capabilities,
         reason="needs a CUDA device that the kernel is for",
     ),
 ]
@@ -37,12 +38,12 @@ def prefer(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """What every trial finds quickest: 0 for the layers, 1 for the one kernel."""
 
     def trial(
-        self: DecodeTrial, slots: torch.Tensor, replays: Sequence[Callable[[], None]]
+        self: DecodeAutotune, slots: torch.Tensor, replays: Sequence[Callable[[], None]]
     ) -> list[float]:
         assert len(replays) == 2
         return [0.0 if i == place else 1.0 for i in range(2)]
 
-    monkeypatch.setattr(DecodeTrial, "__call__", trial)
+    monkeypatch.setattr(DecodeAutotune, "__call__", trial)
 
 
 def answers() -> tuple[list[RequestOutput], dict[str, list[int]]]:

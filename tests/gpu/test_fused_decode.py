@@ -50,7 +50,7 @@ def test_equals_torch(
     normed: bool,
     dtype: torch.dtype,
 ) -> None:
-    from asyncllm.attention.fused_decode import FusedDecode
+    from asyncllm.kernels.fused_decode.kernel import FusedDecode
 
     norm = None
     if normed:
@@ -101,8 +101,8 @@ def penalise_some(state: DeviceState) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 100])
 def test_rows_of_slots_equal_torch(rows: int) -> None:
+    from asyncllm.kernels.slots.kernel import gather_slots_triton
     from asyncllm.worker.slot_rows import gather_slots_torch
-    from asyncllm.worker.slot_rows_kernel import gather_slots_triton
 
     state = DeviceState(128, 1500, 5000, CUDA)
     state.last_tokens.copy_(torch.randint(0, 5000, (128,), device=CUDA))

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.graphs.captured_times import captured_seconds
-from asyncllm.models.layers.cublas_lt import CublasLt, Shape
-from asyncllm.models.layers.kept_choices import KeptChoices
-from asyncllm.models.layers.products import Products
+from asyncllm.kernels.gemm.cublas_lt import CublasLt, Shape
+from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
+from asyncllm.kernels.gemm.gemm_cache import GemmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,15 +52,15 @@ def test_a_choice_is_made_kept_and_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library, kept = CublasLt(torch.bfloat16, CUDA), KeptChoices("this test")
+    library, kept = CublasLt(torch.bfloat16, CUDA), GemmCache("this test")
     shape = Shape(768, 4096, 4096)
     x, weight = operands(shape, torch.bfloat16)
-    products = Products(library, [shape.num_tokens], kept, captured_seconds)
+    products = AutotunedGemm(library, [shape.num_tokens], kept, captured_seconds)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         eager = products.linear(x, weight)
-        products.choose()
+        products.autotune()
         assert kept.load().keys() == {shape}
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
@@ -70,5 +70,5 @@ def test_a_choice_is_made_kept_and_captured(
         graph.replay()
     stream.synchronize()
     torch.testing.assert_close(captured, -eager, atol=2e-2, rtol=2e-2)
-    again = Products(library, [shape.num_tokens], kept, captured_seconds)
+    again = AutotunedGemm(library, [shape.num_tokens], kept, captured_seconds)
     torch.testing.assert_close(again.linear(x, weight), -eager, atol=2e-2, rtol=2e-2)

@@ -33,7 +33,7 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     [*((shape, torch.bfloat16) for shape in SHAPES), (SHAPES[1], torch.float16)],
 )
 def test_products_equal_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from asyncllm.models.layers.one_row import one_row_linear
+    from asyncllm.kernels.gemv.kernel import gemv
     from asyncllm.models.layers.ops import Normed
 
     tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-3
@@ -51,14 +51,14 @@ def test_products_equal_float64(shape: tuple[int, int], dtype: torch.dtype) -> N
         if gated:
             gate, up = exact.chunk(2, dim=1)
             exact = F.silu(gate) * up
-        ours = one_row_linear(normed, weight, bias, gated)
+        ours = gemv(normed, weight, bias, gated)
         assert relative_error(ours, exact) < tolerance, (biased, gated, parts)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_and_its_norm_equal_float64(shape: tuple[int, int], biased: bool) -> None:
-    from asyncllm.models.layers.one_row import one_row_add_linear
+    from asyncllm.kernels.gemv.kernel import gemv_add_norm
     from asyncllm.models.layers.ops import Norm
 
     dtype = torch.bfloat16
@@ -70,7 +70,7 @@ def test_the_sum_and_its_norm_equal_float64(shape: tuple[int, int], biased: bool
     exact = residual.double() + F.linear(
         x.double(), weight.double(), bias.double() if bias is not None else None
     )
-    normed = one_row_add_linear(x, weight, bias, residual, norm)
+    normed = gemv_add_norm(x, weight, bias, residual, norm)
     assert relative_error(residual, exact) < 3e-3
     assert normed.squares is not None
     mean = normed.squares.double().sum(1, keepdim=True) / out_features
@@ -81,7 +81,7 @@ def test_the_sum_and_its_norm_equal_float64(shape: tuple[int, int], biased: bool
 
 def test_a_captured_chain_equals_its_steps_one_by_one() -> None:
     """Kernels of a chain start before their predecessors end: whatever they read must be there."""
-    from asyncllm.models.layers.one_row import one_row_add_linear, one_row_linear
+    from asyncllm.kernels.gemv.kernel import gemv, gemv_add_norm
     from asyncllm.models.layers.ops import Norm, Normed
 
     size, depth = 1024, 40
@@ -95,10 +95,10 @@ def test_a_captured_chain_equals_its_steps_one_by_one() -> None:
         residual.copy_(start)
         x = Normed(residual.clone())
         for a, b in zip(up, down, strict=True):
-            y = one_row_linear(x, a, None, gated=True)
+            y = gemv(x, a, None, gated=True)
             if synchronise:
                 torch.cuda.synchronize()
-            x = one_row_add_linear(y, b, None, residual, norm)
+            x = gemv_add_norm(y, b, None, residual, norm)
             if synchronise:
                 torch.cuda.synchronize()
         return x.values

@@ -59,8 +59,8 @@ def test_heads_kernel_equals_torch(
 ) -> None:
     from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
     from asyncllm.attention.heads import rotated_heads
-    from asyncllm.attention.heads_kernel import rotate_and_write
     from asyncllm.attention.kv_cache import KVCache
+    from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=CUDA, dtype=BF16)
@@ -90,7 +90,7 @@ def test_heads_kernel_equals_torch(
 @pytest.mark.parametrize("rows", [1, 7, 256])
 @pytest.mark.parametrize("vocab", [97, 4096, 128256])
 def test_token_masks_equal_torch(rows: int, vocab: int) -> None:
-    from asyncllm.worker.mask_kernel import apply_masks_triton
+    from asyncllm.kernels.sampling.logits import apply_masks_triton
     from asyncllm.worker.token_masks import apply_masks_torch
 
     logits = torch.randn(rows, vocab, device=CUDA)
@@ -134,9 +134,9 @@ def test_sampling_slots_equals_the_full_way(
     rows: int, vocab: int, in_slots: bool, masked: bool
 ) -> None:
     """The same kernel draws in both, so that not even near ties differ."""
-    from asyncllm.worker.mask_kernel import apply_masks_triton
+    from asyncllm.kernels.sampling.kernel import sample_slots_triton
+    from asyncllm.kernels.sampling.logits import apply_masks_triton
     from asyncllm.worker.sampler import Sampler
-    from asyncllm.worker.sampling_kernels import sample_slots_triton
 
     logits = (torch.randn(rows, vocab, device=CUDA) * 3).to(BF16)
     logits[rows // 2, vocab - 1], logits[rows // 3, 0] = float("nan"), float("inf")

@@ -39,7 +39,7 @@ class Case:
     num_sms: int = 132
 
     def decode(self) -> torch.Tensor:
-        from asyncllm.attention.triton_decode import paged_decode
+        from asyncllm.kernels.paged_decode.kernel import paged_decode
 
         out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device=CUDA)
         paged_decode(

@@ -12,9 +12,12 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.kernels.declaration import DenseShape
+from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.persistent_decode import KERNEL, definitions
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.persistent_decode import PersistentDecode, begin_loading, num_blocks_on
+from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.models.registry import build_model
 
 pytestmark = [
@@ -51,7 +54,7 @@ POSITIONS = [[0], [639], [8191], [17, 640], [0, 0, 1, 255], [1, 15, 16, 300, 102
 
 
 class Model:
-    """A random model with its pages, and both ways through it."""
+    """A random model with its pages, and both implementations."""
 
     def __init__(self, config: PretrainedConfig, folder: Path) -> None:
         from asyncllm.attention.flashinfer import FlashInferAttention
@@ -75,10 +78,12 @@ class Model:
         for layer in self.cache.layers:
             layer.normal_()
         self._attention = FlashInferAttention(self.cache, model.attention_layers)
-        launch = begin_loading(model, BLOCK_SIZE, device)()
+        sizes, layers = DenseShape.of(model_config), model.attention_layers
+        flags = definitions(sizes, layers, torch.bfloat16, BLOCK_SIZE, num_sms(device))
+        launch = KERNEL.begin_loading(device, flags)()
         if launch is None:
             pytest.skip("no persistent decode on this device")
-        self.persistent = PersistentDecode(model, self.cache, launch, num_blocks_on(device))
+        self.persistent = PersistentDecode(self._model, self.cache, launch, num_sms(device))
         self.tables = (1 + torch.randperm(8 * PAGES, device=device)).int().view(8, PAGES)
 
     def rows(self, positions: list[int]) -> tuple[torch.Tensor, DecodeRows]:
@@ -111,11 +116,11 @@ def test_equals_the_layers(model: Model) -> None:
         assert (ours - expected).norm() < 0.03 * expected.norm(), positions
         for layer, wanted in zip(model.cache.layers, keys_values, strict=True):
             assert (layer[new] - wanted).double().norm() < 0.03 * wanted.double().norm()
-    assert not model.persistent.is_stuck
+    assert not model.persistent.kernel.is_stuck
 
 
 def test_replayed_many_times(model: Model) -> None:
-    """Graphs of several sizes in turns, each always the same: sums are added in one order, and no
+    """Graphs of several sizes alternate, each always the same: sums are added in one order, and no
     step takes for its own what another left."""
     positions = [1, 15, 16, 300, 1023, 4096, 5000, 31]
     stream = torch.cuda.Stream()
@@ -134,4 +139,4 @@ def test_replayed_many_times(model: Model) -> None:
                 logits.zero_()
                 graph.replay()
                 assert torch.equal(logits, expected)
-    assert not model.persistent.is_stuck
+    assert not model.persistent.kernel.is_stuck

@@ -36,9 +36,9 @@ def random_rows(rng: random.Random) -> PrefillRows:
 
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 2, 64)])
 def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
-    from asyncllm.attention import prefill_lists
     from asyncllm.attention.flashinfer_prefill import PrefillModule, Rows
-    from asyncllm.attention.prefill_lists import BLOCK_ENDS, PAGE_STARTS, PLAN_ORDER, Limits
+    from asyncllm.attention.prefill_lists import Limits, PrefillLists
+    from asyncllm.kernels.prefill_lists import BLOCK_ENDS, KERNEL, PAGE_STARTS, PLAN_ORDER
 
     num_heads, num_kv_heads, head_dim = heads
     device = torch.device("cuda")
@@ -47,12 +47,12 @@ def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
         num_layers=1, num_pages=1, block_size=BLOCK_SIZE, num_kv_heads=num_kv_heads,
         head_dim=head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
-    make = prefill_lists.load(device)
+    make = KERNEL.begin_loading(device)()
     assert make is not None
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     limits = Limits(MAX_TOKENS, 256, 1 << 17)
     stream = torch.cuda.current_stream().cuda_stream
-    ours = prefill_lists.PrefillLists(layer, limits, make, num_blocks, device, stream)
+    ours = PrefillLists(layer, limits, make, num_blocks, device, stream)
     workspace, theirs = (torch.zeros(8 << 20, dtype=torch.uint8, device=device) for _ in range(2))
     module = PrefillModule(layer, cache, workspace, theirs)
     rng = random.Random(0)
@@ -91,6 +91,6 @@ def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
 
 
 def _num_tiles(rows: PrefillRows, head_dim: int) -> int:
-    from asyncllm.attention.prefill_lists import tile_size
+    from asyncllm.kernels.prefill_lists import tile_size
 
     return int((-(-np.diff(rows.query_indptr) // tile_size(head_dim))).sum())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 
 from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
 from asyncllm.commands.triton_kernels import print_compiled
+from asyncllm.kernels.declaration import DenseShape, Start, TritonKernel
 from asyncllm.models.layers.ops import Norm, Normed
 from asyncllm.models.layers.torch_ops import TorchOps
 
@@ -51,7 +50,7 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", SIZES)
 def test_norms(size: int, dtype: torch.dtype) -> None:
-    from asyncllm.models.layers.many_rows import add_rms_norm, rms_norm
+    from asyncllm.kernels.rms_norm.kernel import add_rms_norm, rms_norm
 
     x, residual = (random(MOST_ROWS, size, dtype=dtype) for _ in range(2))
     norm = some_norm(size, dtype)
@@ -75,7 +74,7 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", SIZES)
 def test_swiglu(size: int, dtype: torch.dtype) -> None:
-    from asyncllm.models.layers.many_rows import swiglu
+    from asyncllm.kernels.rms_norm.kernel import swiglu
 
     x = random(MOST_ROWS, 2 * size, dtype=dtype) * 4
     x[:, :size:7] *= 20  # where the exponential is 0 or infinite
@@ -87,7 +86,7 @@ def test_swiglu(size: int, dtype: torch.dtype) -> None:
 
 
 def test_more_elements_than_32_bits_count() -> None:
-    from asyncllm.models.layers.many_rows import swiglu
+    from asyncllm.kernels.rms_norm.kernel import swiglu
 
     rows, size = (1 << 31) // (2 * 14336) + 3, 14336
     x = torch.zeros(rows, 2 * size, device=CUDA, dtype=torch.bfloat16)
@@ -100,7 +99,7 @@ def test_ops_equal_torch(rows: int) -> None:
     from asyncllm.models.layers.cuda_ops import CudaOps
 
     fast, slow = CudaOps(CUDA), TorchOps()
-    size, intermediate = 3584, 4736  # of a size that the kernel for few rows leaves alone
+    size, intermediate = 3584, 4736  # of a size that skinny_gemm leaves alone
     x, residual = random(rows, size), random(rows, size)
     down, up = random(size, size) / 60, random(2 * intermediate, size) / 60
     norm = some_norm(size)
@@ -117,18 +116,22 @@ def test_ops_equal_torch(rows: int) -> None:
 
 
 def test_no_step_compiles_what_was_launched_early() -> None:
-    from asyncllm.attention.heads_kernel import rotate_and_write
+    from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
     from asyncllm.models.layers.cuda_ops import CudaOps
-    from asyncllm.worker.early_launches import EarlyLaunches
+    from asyncllm.worker.kernel_prewarm import KernelPrewarm
 
     size, intermediate = 2240, 2496  # nobody else's: what another test compiled says nothing
-    ops, early = CudaOps(CUDA), EarlyLaunches(CUDA)
+    ops, early = CudaOps(CUDA), KernelPrewarm(CUDA)
     layer = AttentionLayer(0, 10, 5, 72, 72**-0.5, None, None)
-    hf: Any = SimpleNamespace(hidden_size=size, intermediate_size=intermediate)
-    config: Any = SimpleNamespace(hf_config=hf)
+    start = Start(
+        device=CUDA, dtype=torch.bfloat16, block_size=16, layers=[layer],
+        sizes=DenseShape(1, size, intermediate, 8), is_dense=True, attention_backend="flashinfer",
+        has_fast_ops=True, captures_prefills=True, autotuned_sizes=(), new_state=pytest.fail,
+    )  # fmt: skip
     with print_compiled() as launched:
-        early.begin_ops(ops, config, torch.bfloat16)
-        early.begin_heads(layer, 16, torch.bfloat16)
+        for name in ("rms_norm", "rope_kv_write"):
+            for launch in TritonKernel(name).prewarm(start):
+                early.begin(launch)
         early.wait()
     names = sorted(kernel.name for kernel in launched)
     assert names == [*["_heads_kernel"] * 2, *["_norm_kernel"] * 2, "_swiglu_kernel"]
@@ -153,7 +156,7 @@ def test_no_step_compiles_what_was_launched_early() -> None:
 @pytest.mark.parametrize("rows", [40, 300])
 def test_a_captured_chain_equals_its_launches_one_by_one(rows: int) -> None:
     """Kernels of a chain start before their predecessors end: whatever they read must be there."""
-    from asyncllm.attention.heads_kernel import rotate_and_write
+    from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
     from asyncllm.models.layers.cuda_ops import CudaOps
 
     size, intermediate, heads, kv_heads, dim, depth = 1024, 3072, 8, 4, 128, 20

@@ -27,7 +27,7 @@ else:
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("this Triton's interpreter knows no numpy 2.4", allow_module_level=True)
 
-from asyncllm.worker.sampling_kernels import BLOCK, sample_slots_triton  # noqa: E402
+from asyncllm.kernels.sampling.kernel import BLOCK, sample_slots_triton  # noqa: E402
 
 INF, NAN = float("inf"), float("nan")
 BF16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Products of 2 to 32 rows against float64: odd shapes, biases, all that is fused."""
+"""GEMMs of 2 to 32 rows against float64: odd shapes, biases, all that is fused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.models.layers.few_rows import FewRows
+from asyncllm.kernels.skinny_gemm import SkinnyGemm
 from asyncllm.models.layers.ops import Norm, Normed
 
 pytestmark = [
@@ -20,8 +20,8 @@ ROWS = [2, 8, 9, 16, 17, 32]
 
 
 @pytest.fixture(scope="module")
-def few_rows() -> FewRows:
-    return FewRows(torch.device("cuda"))
+def few_rows() -> SkinnyGemm:
+    return SkinnyGemm(torch.device("cuda"))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_equal_float64(few_rows: FewRows, shape: tuple[int, int], rows: int) -> None:
+def test_products_equal_float64(few_rows: SkinnyGemm, shape: tuple[int, int], rows: int) -> None:
     out_features, size = shape
     weight = random(*shape) / size**0.5
     for biased, gated, parts in VARIANTS:
@@ -63,7 +63,7 @@ def test_products_equal_float64(few_rows: FewRows, shape: tuple[int, int], rows:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_and_its_norm_equal_float64(
-    few_rows: FewRows, shape: tuple[int, int], rows: int, biased: bool
+    few_rows: SkinnyGemm, shape: tuple[int, int], rows: int, biased: bool
 ) -> None:
     out_features, size = shape
     weight = random(*shape) / size**0.5
@@ -83,7 +83,7 @@ def test_the_sum_and_its_norm_equal_float64(
     assert relative_error(ours, exact_norm) < 4e-3
 
 
-def test_a_row_does_not_depend_on_its_neighbours(few_rows: FewRows) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(few_rows: SkinnyGemm) -> None:
     """Only on whether its step has room for 8, 16 or 32, by which columns are shared out."""
     weight, x = random(512, 192), random(32, 192)
     for most, fewer in ((8, (2, 7)), (16, (9, 15)), (32, (17, 24))):
@@ -93,14 +93,14 @@ def test_a_row_does_not_depend_on_its_neighbours(few_rows: FewRows) -> None:
 
 
 @pytest.mark.parametrize("size", [2048, 4096])
-def test_it_takes_up_to_32_rows(few_rows: FewRows, size: int) -> None:
+def test_it_takes_up_to_32_rows(few_rows: SkinnyGemm, size: int) -> None:
     weight = random(64, size)
     assert few_rows.takes(Normed(random(32, size)), weight)
     assert not few_rows.takes(Normed(random(33, size)), weight)
 
 
 @pytest.mark.parametrize("rows", [8, 16, 24])
-def test_a_captured_chain_equals_one_launched_by_one(few_rows: FewRows, rows: int) -> None:
+def test_a_captured_chain_equals_one_launched_by_one(few_rows: SkinnyGemm, rows: int) -> None:
     """Each asks for its weights before the one before it has ended, and sends between blocks."""
     layers = [(random(2048, 512) / 23, random(512, 1024) / 32) for _ in range(8)]
     norm = Norm(random(512).abs(), 1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -75,11 +76,13 @@ def random_step(rng: random.Random, num_decodes: int, num_prefills: int) -> Step
 def test_one_captured_launch_serves_all_steps(
     heads: tuple[int, int, int], plans_itself: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncllm.attention import prefill_lists
+    from asyncllm.attention import flashinfer
     from asyncllm.attention.flashinfer import FlashInferAttention
+    from asyncllm.attention.prefill_lists import PrefillLists
 
     if not plans_itself:
-        monkeypatch.setattr(prefill_lists, "load", lambda device: None)
+        missing = SimpleNamespace(begin_loading=lambda device: lambda: None)
+        monkeypatch.setattr(flashinfer.prefill_lists, "KERNEL", missing)
 
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
@@ -102,7 +105,7 @@ def test_one_captured_launch_serves_all_steps(
     with torch.cuda.stream(stream):
         ours = attention.step_attention(SIZE)
         assert ours is not None
-        assert isinstance(ours._planner, prefill_lists.PrefillLists) == plans_itself
+        assert isinstance(ours._planner, PrefillLists) == plans_itself
         graphs = {}
         for decodes in (fixed, None):
             for capture in (False, True):
@@ -135,7 +138,7 @@ def test_one_captured_launch_serves_all_steps(
 
 @torch.inference_mode()
 def test_decodes_are_read_as_by_the_reference() -> None:
-    from asyncllm.worker.decode_rows_kernel import fill_decodes_triton
+    from asyncllm.kernels.slots.kernel import fill_decodes_triton
 
     device, rng = torch.device("cuda"), np.random.default_rng(0)
     state = DeviceState(40, 9, 100, device)
@@ -170,7 +173,7 @@ def test_decodes_are_read_as_by_the_reference() -> None:
 
 @torch.inference_mode()
 def test_slots_are_written_as_by_the_reference() -> None:
-    from asyncllm.worker.slot_changes_kernel import write_slots_triton
+    from asyncllm.kernels.slots.kernel import write_slots_triton
 
     device, rng = torch.device("cuda"), np.random.default_rng(0)
     for num_records, num_entries in ((1, 3), (0, 200), (150, 1), (7, 0), (39, 300)):

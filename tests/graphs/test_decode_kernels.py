@@ -1,4 +1,4 @@
-"""Which of several ways to run a decode step is kept, size by size; graphs are recordings."""
+"""Which implementation of a decode step is kept, size by size; graphs are recordings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from asyncllm.attention.device_trial import LEAST_GAIN, quickest
 from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_ways import LAYERS, DecodeStep, Way
+from asyncllm.graphs.decode_kernels import LAYERS, DecodeKernel, DecodeStep
 from asyncllm.graphs.pool import GraphPool
+from asyncllm.kernels.autotune import LEAST_GAIN, quickest
 from tests.worker.recorded_graph import RecordedGraph
 
 Times = dict[int, list[float]]  # size -> seconds, the layers' first
@@ -28,7 +28,7 @@ def test_the_layers_stay_unless_another_is_clearly_quicker() -> None:
 
 
 def plus(number: int, seen: list[int]) -> DecodeStep:
-    """A step that shows which way it is: its slots plus a number. `seen`: the sizes it ran with."""
+    """A step that shows which it is: its slots plus a number. `seen`: the sizes it ran with."""
 
     def step(slots: torch.Tensor) -> tuple[torch.Tensor]:
         seen.append(len(slots))
@@ -54,7 +54,7 @@ def slots(number: int) -> tuple[torch.Tensor, Callable[[], object]]:
 
 
 def run(graphs: DecodeGraphs, size: int) -> int:
-    """What the way of this size adds to a slot."""
+    """How much the implementation of this size adds to a slot."""
     assert graphs.fitting(size) == size
     graphs.slots[:size] = torch.arange(1, size + 1)
     (output,) = graphs.replay(size)
@@ -70,8 +70,8 @@ def test_each_size_has_its_quickest(caplog: pytest.LogCaptureFixture) -> None:
         *slots(8),
         GraphPool(RecordedGraph),
         [
-            Way("few", plus(200, sizes["few"]), range(1, 5)),
-            Way("even", plus(300, sizes["even"]), range(2, 7, 2)),
+            DecodeKernel("few", plus(200, sizes["few"]), range(1, 5)),
+            DecodeKernel("even", plus(300, sizes["even"]), range(2, 7, 2)),
         ],
         timed(times),
     )
@@ -97,7 +97,7 @@ def test_who_was_timed_and_not_kept_is_gone() -> None:
         made.append(weakref.ref(graph))
         return graph
 
-    way = Way("other", plus(2, []), range(1, 9))
+    way = DecodeKernel("other", plus(2, []), range(1, 9))
     graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(make_graph), [way], timed({4: [1, 2]}))
     graphs.capture(4)
     layers, other = made
@@ -118,7 +118,7 @@ def test_what_a_kept_graph_uses_stays_where_its_way_fails_for_another_size(
 
     buffers = Buffers()
     used = weakref.ref(buffers)
-    ways = [Way("other", buffers.step, range(1, 9))]
+    ways = [DecodeKernel("other", buffers.step, range(1, 9))]
     trial = timed({4: [2, 1]})
     graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), ways, trial)
     graphs.capture(4)
@@ -135,7 +135,7 @@ def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixt
         calls += 1
         raise RuntimeError("CUDA error 720")
 
-    way = Way("broken", broken, range(1, 9))
+    way = DecodeKernel("broken", broken, range(1, 9))
     graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), [way])
     for size in (4, 2):
         graphs.capture(size)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.models.layers import cublas_lt
-from asyncllm.models.layers.cublas_lt import CublasLt, Shape
+from asyncllm.kernels.gemm import cublas_lt
+from asyncllm.kernels.gemm.cublas_lt import CublasLt, Shape
 
 CPU = torch.device("cpu")
 

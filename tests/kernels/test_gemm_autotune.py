@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
-from asyncllm.models.layers.kept_choices import MOST_BYTES, Choices, KeptChoices
-from asyncllm.models.layers.products import (
-    MOST_WEIGHTS,
-    Products,
-    Ways,
-)
+from asyncllm.kernels.gemm.cublas_lt import ALGORITHM_BYTES, Shape
+from asyncllm.kernels.gemm.gemm_autotune import MOST_WEIGHTS, AutotunedGemm
+from asyncllm.kernels.gemm.gemm_cache import MOST_BYTES, Choices, GemmCache
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
 SIZES = (4, 8)
@@ -55,18 +51,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "asyncllm"
 
 
-def products(library: Library, *seconds: float) -> Products:
+def products(library: Library, *seconds: float) -> AutotunedGemm:
     """torch takes the first of `seconds`, the algorithms the others."""
 
-    def time_ways(ways: Ways) -> list[float]:
-        for way in ways:
-            way()
+    def time(implementations: Sequence[Callable[[], object]]) -> list[float]:
+        for implementation in implementations:
+            implementation()
         return list(seconds)
 
-    return Products(library, SIZES, KeptChoices("a card"), time_ways)
+    return AutotunedGemm(library, SIZES, GemmCache("a GPU"), time)
 
 
-def ran(products: Products, library: Library, x: torch.Tensor, weight: torch.Tensor) -> list[bytes]:
+def ran(
+    products: AutotunedGemm, library: Library, x: torch.Tensor, weight: torch.Tensor
+) -> list[bytes]:
     """What it is run by now; the result is checked."""
     library.ran.clear()
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
@@ -77,7 +75,7 @@ def test_the_quickest_is_taken_from_the_choice_on() -> None:
     library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
     ours = products(library, 1.0, 0.99, 0.5, 0.7)
     assert ran(ours, library, x, weight) == []
-    ours.choose()
+    ours.autotune()
     assert ran(ours, library, x, weight) == [ALGORITHMS[1]]
 
 
@@ -85,7 +83,7 @@ def test_what_is_hardly_quicker_leaves_torchs_choice() -> None:
     library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
     ours = products(library, 1.0, 0.985, 1.5, 0.99)
     ours.linear(x, weight)
-    ours.choose()
+    ours.autotune()
     assert ran(ours, library, x, weight) == []
 
 
@@ -93,13 +91,13 @@ def test_each_product_has_its_own_choice_and_is_timed_once() -> None:
     library, weight, other = Library(), aligned(5, 6), aligned(7, 6)
     ours = products(library, 1.0, 0.5, 0.6, 0.7)
     ours.linear(aligned(4, 6), weight)
-    ours.choose()
+    ours.autotune()
     assert ran(ours, library, aligned(8, 6), weight) == []  # another size: still to be chosen
     assert ran(ours, library, aligned(4, 6), other) == []
     library.ran.clear()
-    ours.choose()
+    ours.autotune()
     assert len(library.ran) == 2 * len(ALGORITHMS)  # one weight each, not the first one's again
-    ours.choose()
+    ours.autotune()
     assert len(library.ran) == 2 * len(ALGORITHMS)
     assert ran(ours, library, aligned(8, 6), weight) == [ALGORITHMS[0]]
 
@@ -109,7 +107,7 @@ def test_many_weights_of_a_product_are_timed_but_not_all() -> None:
     ours = products(library, 1.0, 0.5, 0.6, 0.7)
     for _ in range(2 * MOST_WEIGHTS):
         ours.linear(x, aligned(5, 6))
-    ours.choose()
+    ours.autotune()
     assert len(library.ran) == MOST_WEIGHTS * len(ALGORITHMS)
 
 
@@ -128,7 +126,7 @@ def test_other_products_are_torchs(what: str) -> None:
     ours = products(library, 1.0, 0.5, 0.6, 0.7)
     for _ in range(2):
         assert torch.equal(ours.linear(x, weight, bias), F.linear(x, weight, bias))
-        ours.choose()
+        ours.autotune()
     assert library.ran == []
 
 
@@ -144,19 +142,19 @@ def test_an_algorithm_that_fails_leaves_the_product_to_torch(
     ours.linear(x, weight)
     library.linear = fail  # type: ignore[method-assign, assignment]
     with caplog.at_level("INFO", logger="asyncllm"):
-        ours.choose()
+        ours.autotune()
     assert torch.equal(ours.linear(x, weight), F.linear(x, weight))
-    assert "left to torch: cublasLtMatmul: cuBLAS status 15" in caplog.text
+    assert "falling back to torch: cublasLtMatmul: cuBLAS status 15" in caplog.text
     # It may have been short of memory: the next start tries again.
     next_library = Library()
     second = products(next_library, 1.0, 0.5, 0.6, 0.7)
     second.linear(x, weight)
-    second.choose()
+    second.autotune()
     assert ran(second, next_library, x, weight) == [ALGORITHMS[0]]
 
 
 def test_of_other_models_choices_nothing_is_asked() -> None:
-    kept = KeptChoices("a card")
+    kept = GemmCache("a GPU")
     kept.save({Shape(4, out, 6): ALGORITHMS[0] for out in range(1, 100)})
     library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
     ours = products(library)
@@ -169,31 +167,31 @@ def test_the_next_start_finds_the_choices() -> None:
     library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
     first = products(library, 1.0, 0.7, 0.6, 0.5)
     first.linear(x, weight)
-    first.choose()
+    first.autotune()
     second = products(library)  # a clock that would return nothing
     assert ran(second, library, x, weight) == [ALGORITHMS[2]]
-    second.choose()
+    second.autotune()
 
 
 def test_what_the_library_no_longer_knows_is_measured_again() -> None:
     x, weight = aligned(4, 6), aligned(5, 6)
     first = products(Library(), 1.0, 0.7, 0.6, 0.5)
     first.linear(x, weight)
-    first.choose()
+    first.autotune()
     library = Library(unknown=[ALGORITHMS[2]])
     second = products(library, 1.0, 0.5, 0.6, 0.7)
     assert ran(second, library, x, weight) == []
-    second.choose()
+    second.autotune()
     assert ran(second, library, x, weight) == [ALGORITHMS[0]]
 
 
 def test_choices_of_several_models_are_kept_in_one_file() -> None:
     one: Choices = {Shape(4, 5, 6): ALGORITHMS[0]}
     other: Choices = {Shape(4, 7, 6): None}
-    KeptChoices("a card").save(one)
-    KeptChoices("a card").save(other)
-    assert KeptChoices("a card").load() == one | other
-    assert KeptChoices("another card").load() == {}
+    GemmCache("a GPU").save(one)
+    GemmCache("a GPU").save(other)
+    assert GemmCache("a GPU").load() == one | other
+    assert GemmCache("another GPU").load() == {}
 
 
 SOMETHING_ELSE = {
@@ -217,9 +215,9 @@ SOMETHING_ELSE = {
 
 @pytest.mark.parametrize("name", SOMETHING_ELSE)
 def test_a_file_of_something_else_is_nothing(cache: Path, name: str) -> None:
-    kept = KeptChoices("a card")
+    kept = GemmCache("a GPU")
     kept.save({Shape(4, 5, 6): None})
-    (file,) = cache.glob("products-*.json")
+    (file,) = cache.glob("gemm-*.json")
     file.write_bytes(SOMETHING_ELSE[name])
     assert kept.load() == {}
     kept.save({Shape(4, 5, 6): ALGORITHMS[0]})
@@ -234,5 +232,5 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
     ours = products(library, 1.0, 0.5, 0.6, 0.7)
     ours.linear(x, weight)
-    ours.choose()
+    ours.autotune()
     assert ran(ours, library, x, weight) == [ALGORITHMS[0]]

@@ -1,4 +1,4 @@
-"""Which of our CUDA sources a model needs on a card, and whether they are there."""
+"""Which of our CUDA sources a model needs on a GPU, and whether they are there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.attention import cuda_source
 from asyncllm.cache_folder import cache_folder
 from asyncllm.engine_args import EngineArgs
-from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.registry import build_model
-from asyncllm.worker import own_kernels
+from asyncllm.kernels import nvcc, registry
+from asyncllm.kernels.declaration import CudaKernel
+from asyncllm.kernels.nvcc import Library
+from asyncllm.worker import kernel_prewarm
+from asyncllm.worker.kernel_prewarm import KernelPrewarm, early_start
 
 CUDA = torch.device("cuda")
 
@@ -30,10 +31,10 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(
         cuda, "get_device_properties", lambda device: sms(multi_processor_count=card.num_sms)
     )
-    # Not installed without CUDA: Triton, which those of products import, and FlashInfer.
-    monkeypatch.setattr(own_kernels, "_product_kernels", lambda config, device: [])
-    monkeypatch.setattr(own_kernels, "resolve_backend", lambda name, device: _resolved(name))
-    monkeypatch.setattr(cuda_source, "find_compiler", lambda: card.compiler)
+    # FlashInfer is not installed without CUDA.
+    monkeypatch.setattr(kernel_prewarm, "has_fast_ops", lambda device, dtype: True)
+    monkeypatch.setattr(kernel_prewarm, "resolve_backend", lambda name, device: _resolved(name))
+    monkeypatch.setattr(nvcc, "find_compiler", lambda: card.compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return card
 
@@ -44,15 +45,14 @@ def _resolved(name: str) -> str:
 
 def needed(**args: Any) -> list[Any]:
     config = EngineArgs("tiny", **{"dtype": "bfloat16", **args}).create_engine_config()
-    dtype = getattr(torch, config.dtype)
-    model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
-    return list(own_kernels.own_kernels(config, model, CUDA))
+    return list(registry.libraries(early_start(config, CUDA)))
 
 
 def stems(kernels: list[Any]) -> list[str]:
     return [kernel.source.stem for kernel in kernels]
 
 
+SKINNY = "skinny_gemm"  # for any model
 ALL = ["balanced_decode", "prefill_lists", "persistent_decode"]
 
 
@@ -71,7 +71,7 @@ ALL = ["balanced_decode", "prefill_lists", "persistent_decode"]
     ],
 )
 def test_by_configuration(card: SimpleNamespace, args: dict[str, Any], expected: list[str]) -> None:
-    assert stems(needed(**args)) == expected
+    assert stems(needed(**args)) == [SKINNY, *expected]
 
 
 def test_by_card(card: SimpleNamespace) -> None:
@@ -80,31 +80,35 @@ def test_by_card(card: SimpleNamespace) -> None:
     card.capability = (12, 0)  # less shared memory
     assert needed() == []
     card.capability = (10, 0)  # no FA3
-    assert stems(needed()) == [ALL[0], ALL[2]]
+    assert stems(needed()) == [SKINNY, ALL[0], ALL[2]]
     card.capability, card.num_sms = (9, 0), 600  # the tiny vocabulary is 512 times 8
-    assert stems(needed()) == ALL[:2]
+    assert stems(needed()) == [SKINNY, *ALL[:2]]
 
 
 def test_built_and_missing(card: SimpleNamespace, tmp_path: Path) -> None:
     kernels = needed()
-    assert len({kernel.name for kernel in kernels}) == 3
+    assert len({kernel.name for kernel in kernels}) == 4
     assert not any(kernel.is_built for kernel in kernels)
     folder = cache_folder()
     folder.mkdir(parents=True)
     (folder / f"{kernels[1].name}.so").touch()
-    assert [kernel.is_built for kernel in kernels] == [False, True, False]
+    assert [kernel.is_built for kernel in kernels] == [False, True, False, False]
     card.compiler = None
     assert needed() == [kernels[1]]  # the others never will be
 
 
-def test_a_start_begins_with_all_of_them(
-    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cuda_source, "begin_loading", lambda *args: begun.append(args))
-    config = EngineArgs("tiny", dtype="bfloat16").create_engine_config()
-    own_kernels.begin_building(config, CUDA)
-    assert begun == [(k.source, k.capability, k.definitions) for k in needed()]
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Library]:
+    """Libraries that a start has begun to compile; it launches nothing."""
+    begun: list[Library] = []
+    monkeypatch.setattr(Library, "begin_loading", lambda library: begun.append(library))
+    monkeypatch.setattr(registry, "prewarm_launches", lambda start: [])
+    return begun
+
+
+def test_a_start_begins_with_all_of_them(card: SimpleNamespace, begun: list[Library]) -> None:
+    KernelPrewarm(CUDA).begin_all(EngineArgs("tiny", dtype="bfloat16").create_engine_config())
+    assert begun == needed() and len(begun) == 4
 
 
 def _no_home() -> Path:
@@ -117,12 +121,22 @@ def _not_ours() -> Path:
 
 @pytest.mark.parametrize("folder", [_no_home, _not_ours])
 def test_a_start_without_compiler_and_cache(
-    folder: Callable[[], Path], card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    folder: Callable[[], Path],
+    card: SimpleNamespace,
+    begun: list[Library],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card.compiler = None
-    monkeypatch.setattr(cuda_source, "cache_folder", folder)
-    begun: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cuda_source, "begin_loading", lambda *args: begun.append(args))
-    config = EngineArgs("tiny", dtype="bfloat16").create_engine_config()
-    own_kernels.begin_building(config, CUDA)
+    monkeypatch.setattr(nvcc, "cache_folder", folder)
+    KernelPrewarm(CUDA).begin_all(EngineArgs("tiny", dtype="bfloat16").create_engine_config())
     assert not begun
+
+
+def test_a_kernel_is_its_folder() -> None:
+    folder = Path(registry.__file__).parent
+    assert len({kernel.name for kernel in registry.KERNELS}) == len(registry.KERNELS)
+    for kernel in registry.KERNELS:
+        assert (folder / kernel.name / "__init__.py").exists()
+        if isinstance(kernel, CudaKernel):
+            assert kernel.source == folder / kernel.name / f"{kernel.name}.cu"
+            assert f"asyncllm_{kernel.name}(" in kernel.source.read_text()

@@ -12,10 +12,10 @@ import torch
 from asyncllm import LLM, SamplingParams
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.engine import engine_steps
-from asyncllm.graphs.decode_ways import Way
+from asyncllm.graphs.decode_kernels import DecodeKernel
 from asyncllm.graphs.pool import GraphPool
-from asyncllm.worker import decode_choice, step_captures
-from asyncllm.worker.decode_trial import CONTEXT_TOKENS, NUM_ROUNDS, DecodeTrial
+from asyncllm.worker import decode_kernels, step_captures
+from asyncllm.worker.decode_autotune import CONTEXT_TOKENS, NUM_ROUNDS, DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.model_runner import ModelRunner
 from tests.device_clock import DeviceClock
@@ -54,7 +54,7 @@ def test_rows(clock: DeviceClock, block_size: int, table: int, row_pages: int) -
 
         return step
 
-    trial = DecodeTrial(state, block_size, num_pages)
+    trial = DecodeAutotune(state, block_size, num_pages)
     assert trial(slots, [replay(3.0), replay(2.0)]) == pytest.approx([3 * MS, 2 * MS])
     assert position <= CONTEXT_TOKENS
     for tensor in (slots, state.positions[:4], state.block_tables[:4]):
@@ -62,7 +62,7 @@ def test_rows(clock: DeviceClock, block_size: int, table: int, row_pages: int) -
     assert state.positions[4] == 77 and (state.block_tables[4] == 77).all()
 
 
-def test_the_quickest_of_some_counts_and_they_take_turns(clock: DeviceClock) -> None:
+def test_the_quickest_of_some_counts_and_they_alternate(clock: DeviceClock) -> None:
     """Another thread that has the GIL for a while must not decide."""
     order: list[str] = []
     delays = iter([40.0, *[0.0] * (2 * NUM_ROUNDS - 2), 30.0])
@@ -74,7 +74,7 @@ def test_the_quickest_of_some_counts_and_they_take_turns(clock: DeviceClock) -> 
 
         return step
 
-    trial = DecodeTrial(DeviceState(2, 4, 8, CPU), 16, 9)
+    trial = DecodeAutotune(DeviceState(2, 4, 8, CPU), 16, 9)
     slots = torch.zeros(1, dtype=torch.int32)
     times = trial(slots, [replay("a", 2.0), replay("b", 1.0)])
     assert times == pytest.approx([2 * MS, 1 * MS])
@@ -89,23 +89,23 @@ def test_nothing_is_left_where_a_step_fails(clock: DeviceClock) -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        DecodeTrial(state, 16, 9)(slots, [fail])
+        DecodeAutotune(state, 16, 9)(slots, [fail])
     for tensor in (slots, state.positions, state.block_tables):
         assert not tensor.any()
 
 
-def test_a_later_trial_writes_to_no_page_that_is_cached(
+def test_a_later_autotune_writes_to_no_page_that_is_cached(
     clock: DeviceClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads what is in the prefix cache, while nothing runs, and leaves it as it was."""
 
-    def other_ways(runner: ModelRunner, *_: object) -> list[Way]:
+    def other_kernels(runner: ModelRunner, *_: object) -> list[DecodeKernel]:
         step = partial(runner.decode_step, forward=runner._layers)
-        return [Way("again", step, range(1, 4))]
+        return [DecodeKernel("again", step, range(1, 4))]
 
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
     monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
-    monkeypatch.setattr(decode_choice, "other_ways", other_ways)
+    monkeypatch.setattr(decode_kernels, "other_kernels", other_kernels)
     monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 600.0)  # the capture is ours
     args: dict[str, Any] = {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
     args |= {"num_gpu_blocks_override": 20, "max_num_seqs": 4, "swap_space": 0}

@@ -1,38 +1,41 @@
-"""What is launched early runs in threads, in each way that steps sample, and raises at the end."""
+"""Early launches run in threads, in each way that steps sample, and raise at the end."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from asyncllm.engine_args import EngineArgs
-from asyncllm.models.layers.ops import Norm, Normed
-from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.kernels import registry
+from asyncllm.kernels.declaration import Start, TritonKernel
+from asyncllm.kernels.records import HeadNorm
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.early_launches import MANY_ROWS, EarlyLaunches
-from asyncllm.worker.kernels import select_slot_kernels
-from asyncllm.worker.token_masks import RowMasks
+from asyncllm.worker.kernel_prewarm import KernelPrewarm, early_start
+from asyncllm.worker.slot_changes import RECORD_WORDS
 from tests.waiting import PATIENCE_SECONDS
 
 CUDA = torch.device("cuda")  # that no launch here asks for
 CPU = torch.device("cpu")
-VOCAB = 70
+KERNELS = "asyncllm.kernels."
 
 
 def test_launches_run_side_by_side() -> None:
-    early = EarlyLaunches(CUDA)
+    early = KernelPrewarm(CUDA)
     both = threading.Barrier(2)
     for _ in range(2):
         early.begin(lambda: both.wait(PATIENCE_SECONDS))
     early.wait()
-    assert not [t for t in threading.enumerate() if t.name.startswith("asyncllm-early")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("asyncllm-prewarm")]
 
 
 def test_one_thread_hashes_the_compiler_and_the_others_wait(
@@ -52,7 +55,7 @@ def test_one_thread_hashes_the_compiler_and_the_others_wait(
     for name in ("triton", "triton.runtime"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    early = EarlyLaunches(CUDA)
+    early = KernelPrewarm(CUDA)
     for _ in range(3):
         early.begin(lambda: events.append("launched"))
     assert begun.wait(PATIENCE_SECONDS)
@@ -65,7 +68,7 @@ def test_one_thread_hashes_the_compiler_and_the_others_wait(
 
 def test_a_launch_is_inference() -> None:
     modes: list[bool] = []
-    early = EarlyLaunches(CUDA)
+    early = KernelPrewarm(CUDA)
     early.begin(lambda: modes.append(torch.is_inference_mode_enabled()))
     early.wait()
     assert modes == [True]
@@ -82,7 +85,7 @@ def test_what_a_launch_raises_is_raised_after_all_have_ended() -> None:
         release.wait(PATIENCE_SECONDS)
         done.append(1)
 
-    early = EarlyLaunches(CUDA)
+    early = KernelPrewarm(CUDA)
     early.begin(fail)
     early.begin(slow)
     threading.Timer(0.05, release.set).start()
@@ -92,95 +95,123 @@ def test_what_a_launch_raises_is_raised_after_all_have_ended() -> None:
 
 
 def test_a_cpu_launches_nothing() -> None:
-    early = EarlyLaunches(CPU)
+    early = KernelPrewarm(CPU)
     early.begin(lambda: pytest.fail("launched"))
     early.wait()
 
 
-class AtOnce(EarlyLaunches):
-    """Launches here and now, on the CPU."""
+class Launched:
+    """Notes launches in place of kernels, which need Triton."""
 
-    def begin(self, launch: Callable[[], object], stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def watch(self, kernel: str, *functions: str) -> None:
+        module = import_module(f"asyncllm.kernels.{kernel}.kernel")
+        for name in functions:
+            self._monkeypatch.setattr(module, name, partial(self._note, name))
+
+    def _note(self, name: str, *args: Any) -> None:
+        self.calls.append((name, args))
+
+    def shapes(self) -> list[tuple[str, list[tuple[int, ...]]]]:
+        """The shapes of the calls' tensors."""
+        return [
+            (name, [tuple(x.shape) for x in args if torch.is_tensor(x)])
+            for name, args in self.calls
+        ]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """With the kernels' modules on a Triton that is not there."""
+    before = dict(sys.modules)
+    for name, module in before.items():
+        if name.startswith(KERNELS) and hasattr(module, "triton"):
+            del sys.modules[name]
+    triton = MagicMock()
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", triton.language)
+    yield Launched(monkeypatch)
+    for name in [name for name in sys.modules if name.startswith(KERNELS)]:
+        if name not in before:
+            del sys.modules[name]
+    sys.modules.update({name: before[name] for name in before if name.startswith(KERNELS)})
+
+
+def a_start(**changes: Any) -> Start:
+    config = EngineArgs("tiny", dtype="bfloat16").create_engine_config()
+    start = replace(early_start(config, CPU), has_fast_ops=True, attention_backend="flashinfer")
+    return replace(start, **changes)
+
+
+def launch_all(kernel: str, start: Start) -> None:
+    for launch in TritonKernel(kernel).prewarm(start):
         launch()
 
 
-def test_slots_are_read_and_written() -> None:
-    kernels = select_slot_kernels(CPU)
-    asked: list[str] = []
-
-    def watch(name: str) -> Callable[..., object]:
-        def kernel(*args: object) -> object:
-            asked.append(name)
-            return getattr(kernels, name)(*args)
-
-        return kernel
-
-    names = ("gather_slots", "fill_decodes", "write_slots")
-    AtOnce(CPU).begin_slots(replace(kernels, **{name: watch(name) for name in names}), 16)
-    assert asked == list(names)
+def test_slots_are_read_and_written(launched: Launched) -> None:
+    names = ("gather_slots_triton", "fill_decodes_triton", "write_slots_triton")
+    launched.watch("slots", *names)
+    launch_all("slots", a_start())
+    assert [name for name, _ in launched.calls] == list(names)
+    assert isinstance(launched.calls[0][1][0], DeviceState)
+    assert launched.shapes()[2] == (names[2], [(1, RECORD_WORDS), (3, 1)])
 
 
-class RecordedOps(TorchOps):
-    """What kernels after products of many rows are given."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-
-    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        self._record("rms_norm", x)
-        return super().rms_norm(x, norm)
-
-    def gated_linear(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        self._record("gated_linear", self.linear(x, weight, bias))
-        return super().gated_linear(x, weight, bias)
-
-    def add_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm: Norm,
-    ) -> Normed:
-        self._record("add_linear", self.linear(Normed(x), weight, bias))
-        return super().add_linear(x, weight, bias, residual, norm)
-
-    def _record(self, name: str, x: torch.Tensor) -> None:
-        self.given.append((name, tuple(x.shape), x.dtype))
-
-
-def test_what_is_between_products_has_the_model_sizes() -> None:
-    ops, config = RecordedOps(), EngineArgs("tiny").create_engine_config().model
-    hidden, intermediate = config.hf_config.hidden_size, config.hf_config.intermediate_size
-    half = torch.bfloat16
-    AtOnce(CPU).begin_ops(ops, config, half)
-    assert ops.given == [
-        ("rms_norm", (MANY_ROWS, hidden), half),
-        ("add_linear", (MANY_ROWS, hidden), half),
-        ("gated_linear", (MANY_ROWS, 2 * intermediate), half),
+def test_what_is_between_gemms_has_the_model_sizes(launched: Launched) -> None:
+    launched.watch("rms_norm", "rms_norm", "add_rms_norm", "swiglu")
+    start, rows = a_start(), 128  # more than skinny_gemm takes
+    hidden, intermediate = start.sizes.hidden_size, start.sizes.intermediate_size
+    launch_all("rms_norm", start)
+    assert launched.shapes() == [
+        ("rms_norm", [(rows, hidden)]),
+        ("add_rms_norm", [(rows, hidden)] * 2),
+        ("swiglu", [(rows, 2 * intermediate)]),
     ]
+    assert all(args[0].dtype is torch.bfloat16 for _, args in launched.calls)
+    assert [args[-1].weight.shape for _, args in launched.calls[:2]] == [(hidden,)] * 2
+    launched.calls.clear()
+    launch_all("rms_norm", a_start(has_fast_ops=False))
+    assert launched.calls == []
 
 
-def test_sampling_in_every_way_of_a_step() -> None:
-    kernels = select_slot_kernels(CPU)
-    asked = []
+def test_heads_of_few_tokens_and_of_many(launched: Launched) -> None:
+    launched.watch("rope_kv_write", "rotate_and_write")
+    start = a_start()
+    without_memory = torch.empty(2, start.layers[0].head_dim, device="meta")
+    layer = replace(start.layers[0], head_norm=HeadNorm(*without_memory, 1.0))
+    launch_all("rope_kv_write", replace(start, layers=[layer]))
+    heads = layer.num_heads + 2 * layer.num_kv_heads
+    pages = (1, 2, start.block_size, layer.num_kv_heads, layer.head_dim)
+    assert launched.shapes() == [
+        ("rotate_and_write", [(n, heads, layer.head_dim), pages, (n,)]) for n in (1, 128)
+    ]
+    for _, (given, *_) in launched.calls:
+        assert given.head_norm.q_weight.device == given.head_norm.k_weight.device == CPU
+    launched.calls.clear()
+    launch_all("rope_kv_write", a_start(attention_backend="torch"))
+    assert launched.calls == []
 
-    def sample_slots(
-        state: DeviceState,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor | None,
-        masks: RowMasks | None,
-    ) -> torch.Tensor:
-        asked.append((logits.dtype, masks is not None))
-        return kernels.sample_slots(state, logits, slots, positions, masks)
 
-    watched = replace(kernels, sample_slots=sample_slots)
+def test_sampling_in_every_way_of_a_step(launched: Launched) -> None:
+    launched.watch("sampling", "sample_slots_triton", "apply_masks_triton")
     half, single = torch.bfloat16, torch.float32
-    AtOnce(CPU).begin_sampling(watched, VOCAB, half)
-    assert asked == [(half, False), (half, True), (single, False)]
-    asked.clear()
-    AtOnce(CPU).begin_sampling(watched, VOCAB, single)
-    assert asked == [(single, False), (single, True)]
+
+    def sampled(dtype: torch.dtype) -> list[tuple[torch.dtype, bool]]:
+        launched.calls.clear()
+        launch_all("sampling", a_start(dtype=dtype))
+        *samples, (last, _) = launched.calls
+        assert last == "apply_masks_triton"
+        return [(args[1].dtype, args[4] is not None) for _, args in samples]
+
+    assert sampled(half) == [(half, False), (half, True), (single, False)]
+    assert sampled(single) == [(single, False), (single, True)]
+
+
+def test_every_triton_kernel_says_how_it_is_launched(launched: Launched) -> None:
+    for kernel in registry.KERNELS:
+        if isinstance(kernel, TritonKernel):
+            module = import_module(f"asyncllm.kernels.{kernel.name}.kernel")
+            assert hasattr(module, "prewarm") == kernel.is_prewarmed

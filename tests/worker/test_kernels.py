@@ -33,4 +33,4 @@ def test_where_nothing_is_captured_no_library_is_opened(monkeypatch: pytest.Monk
         raise AssertionError("32 MiB of workspace for nothing")
 
     monkeypatch.setattr(kernels, "CublasLt", fail)
-    assert kernels._open_library(torch.device("cpu"), torch.bfloat16, set()) is None
+    assert kernels._select_gemm(torch.device("cpu"), torch.bfloat16, set()) is None

@@ -1,29 +1,26 @@
-"""Decode attention whose warps all read equally much, by a CUDA kernel of our own.
+"""Decode attention whose warps all read equally much, in one CUDA kernel.
 
 A step of many rows reads its keys and values and does little else, so what counts is how much is on
 its way from memory at any time, and that nobody is left with more than others. The kernel,
-balanced_decode.cu, takes the tiles of all rows as one list and shares it out evenly; it finds the
-shares from the positions on the device, so there is no plan, and a captured graph replays as it is.
+balanced_decode.cu, takes the tiles of all rows as one list and splits it evenly; it finds the
+splits from the positions on the device, so there is no plan, and a captured graph replays as it is.
 
-It takes rotated heads, or all from the projection on. Then it does what `heads_kernel` would before
+It takes rotated heads, or all from the projection on. Then it does what rope_kv_write would before
 it, and asks for the keys of earlier tokens before the projection has ended.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from asyncllm.attention import cuda_source
-from asyncllm.attention.base import Attend, AttendRows, AttentionLayer, DecodeRows, Rotation
-from asyncllm.attention.cuda_source import Launch
-from asyncllm.attention.kv_cache import KVCache
+from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start
+from asyncllm.kernels.jit_kernel import current_stream
+from asyncllm.kernels.records import Attend, AttendRows, AttentionLayer, DecodeRows, Rotation
 
-SOURCE = Path(__file__).parent / "cuda" / "balanced_decode.cu"
-CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
 MAX_ROWS = 2048
@@ -46,45 +43,61 @@ class Args(ctypes.Structure):
     )
 
 
-def definitions(layer: AttentionLayer, block_size: int) -> tuple[str, ...]:
-    """What the source is compiled with for such layers and pages of so many tokens."""
+def definitions(
+    layers: Sequence[AttentionLayer], dtype: torch.dtype, block_size: int
+) -> Definitions | None:
+    """To compile the source with, for such layers and pages of so many tokens; None where it does
+    not support them all."""
+    if dtype is not torch.bfloat16 or block_size % TILE:
+        return None
+    if not all(_supports(layer) for layer in layers):
+        return None
+    return shape_definitions(layers[0], block_size)
+
+
+def _supports(layer: AttentionLayer) -> bool:
+    group = layer.num_heads // layer.num_kv_heads
+    return layer.window is None and layer.head_dim in HEAD_DIMS and group <= MAX_GROUP
+
+
+def shape_definitions(layer: AttentionLayer, block_size: int) -> Definitions:
     group = layer.num_heads // layer.num_kv_heads
     sizes = {"HEAD_DIM": layer.head_dim, "GROUP_SIZE": group, "BLOCK_SIZE": block_size}
     return tuple(f"-D{name}={size}" for name, size in sizes.items())
 
 
-def supports(layer: AttentionLayer, cache: KVCache) -> bool:
-    return (
-        cache.layers[0].dtype is torch.bfloat16
-        and layer.window is None
-        and layer.head_dim in HEAD_DIMS
-        and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
-        and cache.block_size % TILE == 0
-    )
+def _definitions_for(start: Start) -> Definitions | None:
+    if start.attention_backend != "flashinfer":
+        return None
+    return definitions(start.layers, start.dtype, start.block_size)
 
 
-def begin_loading(layers: Sequence[AttentionLayer], cache: KVCache) -> Callable[[], Launch | None]:
-    """The kernel for these layers, compiled meanwhile where no start did it before; the result
-    waits for that. None where shapes, device or compiler do not do it."""
-    capability = torch.cuda.get_device_capability(cache.layers[0].device)
-    if capability not in CAPABILITIES or not all(supports(layer, cache) for layer in layers):
-        return lambda: None
-    flags = definitions(layers[0], cache.block_size)
-    function = "asyncllm_balanced_decode"
-    return cuda_source.begin_loading_launch(SOURCE, function, capability, flags)
+KERNEL = CudaKernel(
+    name="balanced_decode",
+    falls_back_to="XQA or paged_decode",
+    source=Path(__file__).with_name("balanced_decode.cu"),
+    structs=(Args,),
+    capabilities=((9, 0), (10, 0)),  # with 227 KiB of shared memory for a block
+    definitions_for=_definitions_for,
+)
 
 
 class BalancedDecode:
-    """For steps of at most MAX_ROWS rows, on layers of one shape that it `supports`."""
+    """For steps of at most MAX_ROWS rows, on layers of one shape that have `definitions`."""
 
     def __init__(
-        self, cache: KVCache, layer: AttentionLayer, launch: Launch, num_blocks: int
+        self,
+        pages: Sequence[torch.Tensor],
+        layer: AttentionLayer,
+        launch: Launch,
+        num_blocks: int,
     ) -> None:
-        """`num_blocks`: one for each multiprocessor."""
-        self._cache = cache
+        """`pages`: of each layer, [pages, 2, block_size, kv_heads, head_dim]. `num_blocks`: one for
+        each SM."""
+        self._pages = pages
         self._launch = launch
         self._num_blocks = num_blocks
-        device = cache.layers[0].device
+        device = pages[0].device
         kv_heads = layer.num_kv_heads
         # A block leaves two at most: of the rows in which its tiles begin and end. Beside the sums,
         # the greatest score and the sum of the weights.
@@ -111,7 +124,7 @@ class BalancedDecode:
             args.q_weight = None if norm is None else norm.q_weight.data_ptr()
             args.k_weight = None if norm is None else norm.k_weight.data_ptr()
             args.eps = 0 if norm is None else norm.eps
-            self._run(layer, args, _stream(qkv))
+            self._run(layer, args, current_stream(qkv))
             return out
 
         return attend
@@ -125,8 +138,8 @@ class BalancedDecode:
         *,
         starts_early: bool = True,
     ) -> AttendRows:
-        """q, rotated, and out [rows, heads, head_dim], contiguous; positions int32 [rows], of rows
-        that are none's -1, and behind the others. Their keys and values are written. Capturable.
+        """q, rotated, and out [rows, heads, head_dim], contiguous; positions int32 [rows], of
+        padding rows, behind the others, -1. Their keys and values are written. Capturable.
         The result keeps what it was given, and belongs to the current stream.
 
         starts_early: with what the kernel before leaves of the device, before that has ended. It
@@ -135,7 +148,7 @@ class BalancedDecode:
         assert q.is_contiguous() and out.is_contiguous() and len(q) == len(positions)
         args = self._args(block_tables, positions)
         args.q, args.out, args.starts_early = q.data_ptr(), out.data_ptr(), starts_early
-        stream = _stream(q)
+        stream = current_stream(q)
 
         # Only their addresses are used, and whose memory was let go of is somebody else's.
         kept = (q, block_tables, positions, out)
@@ -149,7 +162,7 @@ class BalancedDecode:
         assert len(positions) <= len(self._counts)
         assert positions.dtype is torch.int32 and positions.is_contiguous()
         assert block_tables.dtype is torch.int32 and block_tables.stride(1) == 1
-        pages = self._cache.layers[0]
+        pages = self._pages[0]
         return Args(
             tables=block_tables.data_ptr(),
             positions=positions.data_ptr(),
@@ -164,11 +177,6 @@ class BalancedDecode:
         )
 
     def _run(self, layer: AttentionLayer, args: Args, stream: int) -> None:
-        args.cache = self._cache.layers[layer.index].data_ptr()
+        args.cache = self._pages[layer.index].data_ptr()
         args.scale = layer.scale
-        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
-            raise RuntimeError(f"balanced_decode: CUDA error {error}")
-
-
-def _stream(tensor: torch.Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+        KERNEL.launch(self._launch, args, self._num_blocks, stream)

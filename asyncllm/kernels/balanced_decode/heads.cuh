@@ -1,5 +1,5 @@
 // From the projection's heads to those that attention takes: normalised, where the layer does so, and
-// rotated; and the row's new token, which is in nobody's cache before.
+// rotated; and the row's new token, which is in no cache before.
 #pragma once
 
 #include "ring.cuh"

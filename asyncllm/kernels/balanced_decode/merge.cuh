@@ -10,10 +10,10 @@ constexpr int QUADS = GROUP_SIZE * HEAD_DIM / 4;  // of neighbouring entries, of
 constexpr int THREADS = WARPS * 16;               // that merge a run: half of a block's
 constexpr int MERGED = 8;                         // parts on their way at once
 
-// A row and KV head that several shares have, of warps in a block or of blocks.
+// A row and KV head that several splits have, of warps in a block or of blocks.
 struct Run {
     int kv_head, row;
-    int first, last;  // shares
+    int first, last;  // splits
 
     __device__ __forceinline__ bool exists() const { return first < last; }
     __device__ __forceinline__ int first_block() const { return first / WARPS; }
@@ -22,11 +22,11 @@ struct Run {
 
 struct Shared {
     Tile rings[WARPS][DEPTH];
-    Part firsts[WARPS];   // of the row in which a share begins
-    Run runs[1 + WARPS];  // in which the block's tiles begin, and that begin in a warp's share
+    Part firsts[WARPS];   // of the row in which a split begins
+    Run runs[1 + WARPS];  // in which the block's tiles begin, and that begin in a warp's split
     Run ended[2];         // of all of whose blocks this is the last: the first, one that begins here
 
-    // Of the row in which a share ends: by then the warp's ring is empty.
+    // Of the row in which a split ends: by then the warp's ring is empty.
     __device__ __forceinline__ Part& last_part(int warp) {
         return *reinterpret_cast<Part*>(&rings[warp][0]);
     }

@@ -25,12 +25,12 @@ struct Tile {
 // What a warp asks for next.
 struct Cursor {
     Place place;
-    int left;   // tiles of the share
+    int left;   // tiles of the split
     int pages;  // lane i: the page of the i-th tile after `first`
     int first;
 
-    __device__ __forceinline__ Cursor(const Args& args, const Share& share)
-        : place(share.place), left(share.end - share.start) {
+    __device__ __forceinline__ Cursor(const Args& args, const Split& split)
+        : place(split.place), left(split.end - split.start) {
         if (left > 0) load_pages(args);
     }
 

@@ -1,7 +1,7 @@
-// The list of tiles: of each KV head, of each row, its tokens 16 by 16; and the warps' shares of it.
+// The list of tiles: of each KV head, of each row, its tokens 16 by 16; and the warps' splits of it.
 #pragma once
 
-#include "../device.cuh"
+#include "../include/device.cuh"
 
 #ifndef HEAD_DIM
 #error "give HEAD_DIM (64 or 128), GROUP_SIZE (1 to 8 query heads of a KV head) and BLOCK_SIZE"
@@ -20,7 +20,7 @@ struct Args {
     const void* q;
     void* cache;                // [pages, 2, BLOCK_SIZE, kv_heads, HEAD_DIM]
     const int32_t* tables;      // [rows, table_stride]
-    const int32_t* positions;   // [rows]; -1 for rows behind the others that are nobody's
+    const int32_t* positions;   // [rows]; -1 for padding rows, behind the others
     void* out;                  // [rows, kv_heads * GROUP_SIZE, HEAD_DIM]
     void* parts;                // [blocks, 2] of Part (softmax.cuh)
     uint32_t* counts;           // [rows, kv_heads], zero; left zero
@@ -46,16 +46,16 @@ struct Args {
 
 __device__ __forceinline__ int tiles_of(int length) { return (length + TILE - 1) / TILE; }
 
-// Equal shares: the first of them have a tile more.
+// Equal splits: the first of them have a tile more.
 struct List {
     int least, num_longer;
 
-    __device__ __forceinline__ int start(int share) const {
-        return share * least + (share < num_longer ? share : num_longer);
+    __device__ __forceinline__ int start(int split) const {
+        return split * least + (split < num_longer ? split : num_longer);
     }
 
-    // Whose share a tile is.
-    __device__ __forceinline__ int share_of(int tile) const {
+    // Whose split a tile is.
+    __device__ __forceinline__ int split_of(int tile) const {
         const int others = tile - num_longer * (least + 1);
         return others < 0 ? tile / (least + 1) : num_longer + others / least;
     }
@@ -81,14 +81,14 @@ struct Place {
     }
 };
 
-struct Share {
+struct Split {
     List list;
     int start, end;  // none: equal
     Place place;     // of `start`
 };
 
 // By a whole warp: lane i adds up the i-th part of the rows.
-__device__ __forceinline__ Share find_share(const Args& args, int index) {
+__device__ __forceinline__ Split find_split(const Args& args, int index) {
     const int lane = thread_index() % 32, part = (args.rows + 31) / 32;
     const auto row_tiles = [&](int row) { return tiles_of(args.length(row)); };
     int own = 0;
@@ -98,21 +98,21 @@ __device__ __forceinline__ Share find_share(const Args& args, int index) {
         const int before = from_lane(until, lane >= step ? lane - step : lane);
         if (lane >= step) until += before;
     }
-    Share share = {};
-    const int num_tiles = from_lane(until, 31), num_shares = num_blocks() * WARPS;
-    const int least = num_tiles * args.kv_heads / num_shares;
-    share.list = {least, num_tiles * args.kv_heads - least * num_shares};
-    share.start = share.list.start(index), share.end = share.list.start(index + 1);
-    if (share.start == share.end) return share;
-    Place& place = share.place;
-    place.kv_head = share.start / num_tiles, place.tile = share.start - place.kv_head * num_tiles;
+    Split split = {};
+    const int num_tiles = from_lane(until, 31), num_splits = num_blocks() * WARPS;
+    const int least = num_tiles * args.kv_heads / num_splits;
+    split.list = {least, num_tiles * args.kv_heads - least * num_splits};
+    split.start = split.list.start(index), split.end = split.list.start(index + 1);
+    if (split.start == split.end) return split;
+    Place& place = split.place;
+    place.kv_head = split.start / num_tiles, place.tile = split.start - place.kv_head * num_tiles;
     const int at = count_lanes(until <= place.tile);
     place.row = at * part;
     place.tile -= from_lane(until - own, at);
     for (int tiles = row_tiles(place.row); place.tile >= tiles; tiles = row_tiles(++place.row))
         place.tile -= tiles;
     place.length = args.length(place.row), place.angle = args.angle(place.row);
-    return share;
+    return split;
 }
 
 }  // namespace

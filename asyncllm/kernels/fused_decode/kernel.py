@@ -1,8 +1,8 @@
 """From a layer's projection to its attention output in one Triton kernel, for few decoding rows.
 
-It does what `heads_kernel` and a decode kernel do one after the other, and saves their launch, a
-round trip of q and the wait for the new key. Flash decoding as in triton_decode.py: tiles of keys
-shared out among splits by shapes alone, so a captured graph replays as it is. Here the splits of a
+It does what rope_kv_write and a decode kernel do one after the other, and saves their launch, a
+round trip of q and the wait for the new key. Flash decoding as in paged_decode: tiles of keys
+in splits by shapes alone, so a captured graph replays as it is. Here the splits of a
 row and KV head count themselves, and the last to arrive merges them all, always in the same order.
 
 The keys of earlier tokens were written by earlier steps, so the first tile is asked for before the
@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.base import AttentionLayer, Rotation
-from asyncllm.attention.online_softmax import LOG2_E, add_tile, start_softmax
-from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.online_softmax import LOG2_E, add_tile, start_softmax
+from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.records import AttentionLayer, Rotation
 
 MAX_GROUP = 16  # query heads of one KV head
 TILE = 64  # keys that a program takes at a time
@@ -51,7 +51,7 @@ def _head_halves(source, weight_ptr, eps, cos, sin, HALF: tl.constexpr, PADDED: 
 @triton.jit
 def _load_tile(cache, table, token, is_old, page_stride, kv_stride, TOKEN_STRIDE: tl.constexpr,
                HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Of earlier tokens [TILE]: both halves of keys [TILE, PADDED], values [TILE, 2 * PADDED]."""
+    """Earlier tokens [TILE]: both halves of keys [TILE, PADDED], values [TILE, 2 * PADDED]."""
     half = tl.arange(0, PADDED)
     column = tl.arange(0, 2 * PADDED)
     page = tl.load(table + token // BLOCK_SIZE, is_old, other=0)
@@ -80,14 +80,14 @@ def _merge_splits(out, partial_ptr, lse_ptr, first_head, num_active, GROUP: tl.c
             lse_ptr + base + splits, splits < num_active, other=float("-inf"),
             cache_modifier=".cg",
         )  # fmt: skip
-        share = tl.exp2(lse - tl.max(lse, axis=0))
-        share = share / tl.sum(share, axis=0)
+        weights = tl.exp2(lse - tl.max(lse, axis=0))
+        weights = weights / tl.sum(weights, axis=0)
         parts = tl.load(
             partial_ptr + (base + splits)[:, None] * HEAD_DIM + column[None, :],
             (splits < num_active)[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
-        merged = tl.sum(parts * share[:, None], axis=0)
+        merged = tl.sum(parts * weights[:, None], axis=0)
         tl.store(out + m * HEAD_DIM + column, merged.to(out.dtype.element_ty), column < HEAD_DIM)
 
 
@@ -111,10 +111,10 @@ def _fused_decode(
     if WINDOW is not None:
         first = tl.maximum(position + 1 - WINDOW, 0) // TILE
     num_tiles = position // TILE + 1 - first
-    share = tl.cdiv(num_tiles, num_splits)
-    num_active = tl.cdiv(num_tiles, share)
-    start = first + split * share
-    end = tl.minimum(start + share, first + num_tiles)
+    per_split = tl.cdiv(num_tiles, num_splits)
+    num_active = tl.cdiv(num_tiles, per_split)
+    start = first + split * per_split
+    end = tl.minimum(start + per_split, first + num_tiles)
     if PDL:
         start_next()
     if start >= end:
@@ -182,7 +182,7 @@ def _fused_decode(
         scores = tl.dot(q1, tl.trans(tile_k1))
         scores = tl.dot(q2, tl.trans(tile_k2), scores) * scale_log2  # [GROUP_PADDED, TILE]
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        # Finite from the first tile on: every tile of a share holds a key that is seen.
+        # Finite from the first tile on: every tile of a split holds a key that is seen.
         best, total, acc = add_tile(scores, tile_v, best, total, acc)
 
     in_out = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
@@ -241,7 +241,7 @@ class FusedDecode:
         out = qkv.new_empty((num_rows, layer.num_heads * head_dim))
         group = self._group
         if num_splits is None:
-            # All at once on the card, or a second wave would double the time.
+            # All at once on the GPU, or a second wave would double the time.
             programs = PROGRAMS_PER_SM * self._num_sms // (num_rows * layer.num_kv_heads)
             num_splits = max(1, min(programs, MAX_SPLITS))
         dim_padded = 2 * max(MIN_DOT, triton.next_power_of_2(head_dim // 2))

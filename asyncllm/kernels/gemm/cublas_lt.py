@@ -1,4 +1,4 @@
-"""Products by an algorithm of cuBLAS that is named, not by the first that its heuristic finds.
+"""GEMMs by an algorithm of cuBLAS that is named, not by the first that its heuristic finds.
 
 torch runs whatever stands first in the heuristic's list; cuBLASLt's C interface hands out the list,
 and runs any of it. An algorithm is 64 bytes that mean something to one version of the library.
@@ -31,7 +31,7 @@ PREF_MAX_WORKSPACE_BYTES = 1
 
 
 class Shape(NamedTuple):
-    """Of x [num_tokens, in_features] times weight [out_features, in_features] transposed."""
+    """x [num_tokens, in_features] times weight [out_features, in_features] transposed."""
 
     num_tokens: int
     out_features: int
@@ -117,7 +117,7 @@ class CublasLt:
         return out
 
     def _layouts_of(self, shape: Shape) -> tuple[ctypes.c_void_p, ...]:
-        """Of weight, x and the result."""
+        """The layouts of weight, x and the result."""
         if shape not in self._layouts:
             tokens, out, size = shape
             self._layouts[shape] = tuple(

@@ -1,8 +1,8 @@
-"""Products of many rows, each by the algorithm of cuBLAS that is quickest for it here.
+"""GEMMs of many rows, each by the algorithm of cuBLAS that is quickest for it here.
 
 torch runs what cuBLAS's heuristic puts first. At some numbers of tokens another is quicker: of an
-8B model's products 4 to 6 % in steps of 640 to 1280 tokens, none at 512 (docs/LOG.md). So before a
-step is captured, what the heuristic names for each of its products is timed on the model's own
+8B model's GEMMs 4 to 6 % in steps of 640 to 1280 tokens, none at 512 (docs/LOG.md). So before a
+step is captured, what the heuristic names for each of its GEMMs is timed on the model's own
 weights. Choices are kept on disk; a start that finds them times nothing.
 """
 
@@ -16,41 +16,41 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from asyncllm.attention.device_trial import quickest
-from asyncllm.models.layers.cublas_lt import ALIGNMENT_BYTES, Shape
-from asyncllm.models.layers.kept_choices import Choices, KeptChoices
+from asyncllm.kernels.autotune import quickest
+from asyncllm.kernels.gemm.cublas_lt import ALIGNMENT_BYTES, Shape
+from asyncllm.kernels.gemm.gemm_cache import Choices, GemmCache
 
 logger = logging.getLogger("asyncllm")
 
-COLD_BYTES = 128 << 20  # of weights by turns, so that no cache holds them, as in a step
+COLD_BYTES = 128 << 20  # of weights one after another: no cache holds them, as in a step
 MOST_WEIGHTS = 32
-Ways = Sequence[Callable[[], object]]
+# seconds of each; raises `RuntimeError` where it cannot say
+Time = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
 class Algorithms(Protocol):
-    """What is used of `CublasLt`."""
+    """The part of `CublasLt` that is used."""
 
     def algorithms(self, shape: Shape) -> list[bytes]: ...
     def can_run(self, shape: Shape, algorithm: bytes) -> bool: ...
     def linear(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes) -> torch.Tensor: ...
 
 
-class Products:
-    """torch's `linear`, for `sizes` tokens by choice."""
+class AutotunedGemm:
+    """torch's `linear`, for `sizes` tokens by the quickest algorithm."""
 
     def __init__(
         self,
         library: Algorithms,
         sizes: Collection[int],
-        kept: KeptChoices,
-        time_ways: Callable[[Ways], list[float]],
+        cache: GemmCache,
+        time: Time,
     ) -> None:
-        """time_ways: seconds of each. Raises `RuntimeError` where it cannot say."""
         self._library = library
         self._sizes = frozenset(sizes)
-        self._kept = kept
-        self._time_ways = time_ways
-        self._remembered = kept.load()  # of all models, by starts before; not yet asked for
+        self._cache = cache
+        self._time = time
+        self._remembered = cache.load()  # of all models, by starts before; not yet asked for
         self._choices: Choices = {}
         self._open: dict[Shape, list[torch.Tensor]] = {}  # still to be chosen -> weights
 
@@ -67,8 +67,8 @@ class Products:
                 weights.append(weight)
         return self._run(x, weight, self._choices.get(shape))
 
-    def choose(self) -> None:
-        """For what has run since the last call. Waits for the device some 10 ms a product."""
+    def autotune(self) -> None:
+        """Choose for all that has run since the last call. Waits some 10 ms a GEMM."""
         if not self._open:
             return
         made: Choices = {}
@@ -76,12 +76,12 @@ class Products:
             try:
                 made[shape] = self._quickest(shape, weights)
             except RuntimeError as error:  # no engine fails to start for a faster kernel
-                logger.info("%s is left to torch: %s", shape, error)
+                logger.info("%s: falling back to torch: %s", shape, error)
                 self._choices[shape] = None  # until the next start, which may have it better
         self._open.clear()
         if made:
             self._choices |= made
-            self._kept.save(made)
+            self._cache.save(made)
 
     def _remembers(self, shape: Shape) -> bool:
         """Takes over what a start before has chosen, where this library knows it."""
@@ -104,7 +104,7 @@ class Products:
             for weight in weights:
                 self._run(x, weight, algorithm)
 
-        seconds = self._time_ways([partial(run, each) for each in algorithms])
+        seconds = self._time([partial(run, each) for each in algorithms])
         times = ", ".join(f"{each * 1e6 / len(weights):.1f}" for each in seconds)
         logger.debug("%s: torch and the other algorithms take %s us", shape, times)
         return algorithms[quickest(seconds)]

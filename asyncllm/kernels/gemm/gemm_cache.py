@@ -1,9 +1,8 @@
-"""Which algorithm each product is to be run by, kept on disk between starts.
+"""Which algorithm each GEMM is to be run by, kept on disk between starts.
 
-One file per card, library and type of numbers, for all models: a
-product is its three sizes. A file that cannot be read or written, or holds anything else, is a
-start that measures again. What the bytes of an algorithm mean only the library knows, which is
-asked before they are used.
+One file per GPU, library and type of numbers, for all models: a GEMM is its three sizes. A file
+that cannot be read or written, or holds anything else, is a start that measures again. What the
+bytes of an algorithm mean only the library knows, which is asked before they are used.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import tempfile
 from pathlib import Path
 
 from asyncllm.cache_folder import cache_folder
-from asyncllm.models.layers.cublas_lt import ALGORITHM_BYTES, Shape
+from asyncllm.kernels.gemm.cublas_lt import ALGORITHM_BYTES, Shape
 
 logger = logging.getLogger("asyncllm")
 
-MOST_BYTES = 4 << 20  # of the file: a model has some hundred products of 150 bytes
+MOST_BYTES = 4 << 20  # of the file: a model has some hundred GEMMs of 150 bytes
 
 Choices = dict[Shape, bytes | None]  # None: torch's own
 
 
-class KeptChoices:
+class GemmCache:
     """`key`: of what makes a measurement worth nothing elsewhere."""
 
     def __init__(self, *key: object) -> None:
         digest = hashlib.sha256(json.dumps([str(part) for part in key]).encode()).hexdigest()
-        self._name = f"products-{digest[:16]}.json"
+        self._name = f"gemm-{digest[:16]}.json"
 
     def load(self) -> Choices:
         """Empty where there is nothing that can be read."""
@@ -43,7 +42,7 @@ class KeptChoices:
         except FileNotFoundError:
             return {}
         except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-            logger.info("choices of products are measured again: %s", error)
+            logger.info("GEMMs are measured again: %s", error)
             return {}
 
     def save(self, choices: Choices) -> None:
@@ -60,7 +59,7 @@ class KeptChoices:
                 made.write_text(json.dumps(entries))
                 os.replace(made, path)
         except (OSError, RuntimeError) as error:  # a read-only folder, no home
-            logger.info("choices of products are not kept: %s", error)
+            logger.info("choices of GEMM algorithms are not kept: %s", error)
 
     @property
     def _path(self) -> Path:
@@ -72,5 +71,5 @@ def _choice(shape: str, algorithm: str | None) -> tuple[Shape, bytes | None]:
     sizes = Shape(*map(int, shape.split()))
     chosen = None if algorithm is None else bytes.fromhex(algorithm)
     if min(sizes) < 1 or (chosen is not None and len(chosen) != ALGORITHM_BYTES):
-        raise ValueError(f"{shape!r} is no product, or its algorithm none")
+        raise ValueError(f"{shape!r} is no GEMM, or its algorithm none")
     return sizes, chosen

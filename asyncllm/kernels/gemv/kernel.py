@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.records import Norm, Normed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Tiles:
 
 
 @triton.jit
-def _one_row_kernel(
+def _gemv_kernel(
     x_ptr, squares_ptr, weight_ptr, bias_ptr, next_norm_ptr, out_ptr, scaled_ptr, next_squares_ptr,
     out_features, num_squares, eps,
     K: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
@@ -97,7 +97,7 @@ def _one_row_kernel(
         tl.store(next_squares_ptr + tl.program_id(0), tl.sum(sums * sums, axis=0))
 
 
-def one_row_linear(
+def gemv(
     x: Normed,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -111,7 +111,7 @@ def one_row_linear(
     return out
 
 
-def one_row_add_linear(
+def gemv_add_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -151,7 +151,7 @@ def _launch(
 ) -> None:
     out_features = out.shape[1]
     num_squares = x.squares.shape[1] if x.squares is not None else 0
-    _one_row_kernel[(triton.cdiv(out_features, tiles.features),)](
+    _gemv_kernel[(triton.cdiv(out_features, tiles.features),)](
         x.values, x.squares, weight, bias, norm.weight if norm is not None else None, out, scaled,
         squares, out_features, num_squares, x.eps,
         K=weight.shape[1], FEATURES=tiles.features, BLOCK=tiles.block, GATED=gated,

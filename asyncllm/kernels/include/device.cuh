@@ -2,11 +2,16 @@
 // names for a CPU, so that a kernel which is written in them can be run and checked there.
 #pragma once
 
+#include "layout.cuh"
+
+// When a kernel's blocks start: when the kernel before has ended, or before, if it waits for that itself
+// (`wait_kernel_before`), or all at once, because they wait for each other.
+enum class Order { AFTER, EARLY, TOGETHER };
+
 #ifndef ASYNCLLM_EMULATED
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include <cstdint>
 #include <type_traits>
 
 namespace {
@@ -36,8 +41,8 @@ __device__ __forceinline__ float most_across(float x, int step) {
 
 __device__ __forceinline__ int from_lane(int x, int lane) { return __shfl_sync(~0u, x, lane); }
 // In how many lanes of the warp.
-__device__ __forceinline__ int count_lanes(bool is_one) {
-    return __popc(__ballot_sync(~0u, is_one));
+__device__ __forceinline__ int count_lanes(bool is_valid) {
+    return __popc(__ballot_sync(~0u, is_valid));
 }
 
 __device__ __forceinline__ void prefetch(const void* p) {
@@ -116,6 +121,35 @@ __device__ __forceinline__ void give_registers() {
 template <int NUM>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NUM));
+}
+
+// Pairs of blocks: clusters of two that reach each other's shared memory.
+__device__ __forceinline__ int rank_in_pair() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// The two halves of a cluster barrier, for who has something to do between them: that this thread has
+// come, and until all of both blocks have. Signals that were shown before are open to the other block
+// after; of what else was written they say nothing, for a release would wait until it is there.
+__device__ __forceinline__ void arrive_in_pair() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_pair() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// 16 bytes to the same place of the shared memory of that block of the pair, whose signal counts them:
+// who waits for it sees them. No release is needed, which would wait for all copies that are on their
+// way (docs/LOG.md).
+__device__ __forceinline__ void send(uint4& to, const float (&values)[4], Signal& signal, int rank) {
+    asm volatile(
+        "{\n.reg .b32 there, then;\nmapa.shared::cluster.u32 there, %0, %2;\n"
+        "mapa.shared::cluster.u32 then, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], "
+        "{%3, %4, %5, %6}, [then];\n}"
+        ::"r"(shared_address(&to)), "r"(shared_address(&signal)), "r"(rank), "f"(values[0]),
+          "f"(values[1]), "f"(values[2]), "f"(values[3])
+        : "memory");
 }
 
 // What other blocks write during this kernel: past the first cache, which may hold the old, and in
@@ -221,26 +255,26 @@ __device__ __forceinline__ float power_of_2(float x) {
 __device__ __forceinline__ float greater(float x, float y) { return fmaxf(x, y); }
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 
-// A kernel that waits for the one before it itself (`wait_kernel_before`). Returns a cudaError_t.
-// `early`: it may start before that has ended. `cluster`: blocks that copy for each other.
+// Returns a cudaError_t. `cluster`: blocks that copy for each other.
 template <typename Args>
-int launch_after(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_blocks,
-                 int num_threads, int shared_bytes, void* stream, bool early = true, int cluster = 1) {
+int launch_kernel(void (*kernel)(Args), const std::remove_const_t<Args>& args, int num_blocks,
+                  int num_threads, int shared_bytes, void* stream, Order order, int cluster = 1) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = num_blocks;
-    config.blockDim = num_threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = early;
+    if (order == Order::TOGETHER) {
+        attributes[0].id = cudaLaunchAttributeCooperative;
+        attributes[0].val.cooperative = 1;
+    } else {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = order == Order::EARLY;
+    }
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
+    const cudaLaunchConfig_t config
+        = {dim3(num_blocks), dim3(num_threads), static_cast<size_t>(shared_bytes),
+           static_cast<cudaStream_t>(stream), attributes, cluster > 1 ? 2u : 1u};
     return cudaLaunchKernelEx(&config, kernel, args);
 }
 

@@ -5,7 +5,7 @@
 // rows' 32 columns at a time, a window.
 #pragma once
 
-#include "../../attention/cuda/device.cuh"
+#include "device.cuh"
 
 namespace {
 

@@ -1,10 +1,10 @@
-"""Paged decode attention in Triton, for the cards and shapes that XQA has no kernel for.
+"""Paged decode attention in Triton, for the GPUs and shapes that XQA has no kernel for.
 
-Flash decoding: a row's keys are cut into tiles and the tiles shared out among splits, one program
-each, whose outputs a second kernel merges. The number of splits follows from shapes alone, and a
-program finds its share from the row's length on the device. So there is no plan, and a captured
+Flash decoding: a row's keys are cut into tiles and the tiles into splits, one program each,
+whose outputs a second kernel merges. The number of splits follows from shapes alone, and a
+program finds its tiles from the row's length on the device. So there is no plan, and a captured
 graph replays as it is. A program serves the query heads of one KV head together (more than
-MAX_GROUP, in turns): each key is read once.
+MAX_GROUP, in parts): each key is read once.
 
     tiles of 64, 4 splits, 700 keys:          |0 1 2|3 4 5|6 7 8|9 10|
                            a window of 300:               |6 7|8 9|10|nothing: returns at once
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.online_softmax import LOG2_E, add_tile, start_softmax
+from asyncllm.kernels.online_softmax import LOG2_E, add_tile, start_softmax
 
 TILE = 64  # keys that a program takes at a time
 TILE_ELEMENTS = 8192  # its head_dims together, at most: two tiles in flight are then 64 KiB
@@ -49,15 +49,15 @@ def _attend_split(
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + row).to(tl.int32)
     first, num_tiles = _tiles(length, TILE, WINDOW)
-    share = tl.cdiv(num_tiles, num_splits)
-    start = first + split * share
-    end = tl.minimum(start + share, first + num_tiles)
+    per_split = tl.cdiv(num_tiles, num_splits)
+    start = first + split * per_split
+    end = tl.minimum(start + per_split, first + num_tiles)
     if start >= end:
         return
 
-    turns: tl.constexpr = tl.cdiv(GROUP, GROUP_PADDED)
-    kv_head = group // turns
-    member = group % turns * GROUP_PADDED + tl.arange(0, GROUP_PADDED)
+    parts: tl.constexpr = tl.cdiv(GROUP, GROUP_PADDED)
+    kv_head = group // parts
+    member = group % parts * GROUP_PADDED + tl.arange(0, GROUP_PADDED)
     column = tl.arange(0, DIM_PADDED)
     head = kv_head * GROUP + member
     in_q = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
@@ -84,7 +84,7 @@ def _attend_split(
 
         scores = tl.dot(q, tl.trans(k)) * scale_log2  # [GROUP_PADDED, TILE]
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        # Finite from the first tile on: every tile of a share holds a key that is seen.
+        # Finite from the first tile on: every tile of a split holds a key that is seen.
         best, total, acc = add_tile(scores, v, best, total, acc)
 
     acc = acc / total[:, None]
@@ -178,7 +178,7 @@ def paged_decode(
 
 
 def _num_splits(num_units: int, max_len: int, window: int | None, tile: int, num_sms: int) -> int:
-    """Splits that fill the card with `num_units` = rows x groups of heads; none without a tile."""
+    """Splits that fill the GPU with `num_units` = rows x groups of heads; none without a tile."""
     max_tiles = triton.cdiv(max_len, tile)
     if window is not None:
         max_tiles = min(max_tiles, triton.cdiv(window, tile) + 1)  # it may begin within a tile

@@ -2,42 +2,45 @@
 
 A step of a few rows is a read of the weights, and launched kernel by kernel it stops reading five
 times a layer: until a kernel's last block has ended, until the next one's first weights come. Here
-one block per multiprocessor stays for the whole step and asks for weights and old keys far ahead,
-across every point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled
-for the model's heads. It knows the layout of the KV cache, and does what the layers of decoder.py
-do, in the same roundings.
+one block per SM stays for the whole step and asks for weights and old keys far ahead, across every
+point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled for the
+model's heads. It knows the layout of the KV cache, and does what the layers of a dense decoder do,
+in the same roundings.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from asyncllm.attention import cuda_source
-from asyncllm.attention.balanced_decode import definitions
-from asyncllm.attention.base import AttentionLayer, DecodeRows
-from asyncllm.attention.cuda_source import Launch
-from asyncllm.attention.kv_cache import KVCache
-from asyncllm.models.base import CausalLM
-from asyncllm.models.decoder import DecoderLayer, DenseDecoder
-from asyncllm.models.layers.linear import Linear
+from asyncllm.kernels.balanced_decode import shape_definitions
+from asyncllm.kernels.declaration import CudaKernel, Definitions, DenseShape, Launch, Start
+from asyncllm.kernels.jit_kernel import current_stream, num_sms
+from asyncllm.kernels.records import AttentionLayer, DecodeRows, HeadNorm, Norm, Rotation
 
-SOURCE = Path(__file__).parent / "cuda" / "persistent_decode.cu"
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
 MAX_LAYERS = 96
 HEAD_DIMS = (64, 128)
-CAPABILITIES = ((9, 0), (10, 0))  # with 227 KiB of shared memory for a block
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
 TOKENS = 8  # of a page
-MAX_SHARES = 8  # of rows and KV heads, that a block has
+MAX_BLOCK_SPLITS = 8  # of rows and KV heads, that a block has
 
-POINTERS_OF_LAYER = 15
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Layer(ctypes.Structure):
+    """The kernel's, field by field; null for what there is not."""
+
+    _fields_ = (
+        *((name, _pointer * 4) for name in ("weights", "biases", "norms")),
+        *((name, _pointer) for name in ("q_norm", "k_norm", "cache")),
+    )
 
 
 class Args(ctypes.Structure):
@@ -54,86 +57,107 @@ class Args(ctypes.Structure):
     )
 
 
-def supports(model: DenseDecoder) -> bool:
-    """By the model's shapes: sizes the kernel divides, and layers that see their whole context."""
-    layer, weight = model.attention_layers[0], model.embed_tokens.weight
-    widths = (weight.shape[1], _features(model.layers[0].mlp.gate_up_proj) // 2)
-    return (
-        weight.dtype is torch.bfloat16
-        and len(model.layers) <= MAX_LAYERS
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One layer's, as `Layer` has them."""
+
+    weights: Sequence[torch.Tensor]  # of the four products, in the order of `Kind`
+    biases: Sequence[torch.Tensor | None]
+    norms: Sequence[torch.Tensor | None]  # of their inputs
+    head_norm: HeadNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderTensors:
+    """A dense decoder's but the embeddings. `attention`: the constants of all layers."""
+
+    layers: Sequence[LayerTensors]
+    attention: AttentionLayer
+    sizes: DenseShape
+    final_norm: Norm
+    head: torch.Tensor  # [vocab, hidden]
+
+
+def definitions(
+    sizes: DenseShape,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    block_size: int,
+    num_blocks: int,
+) -> Definitions | None:
+    """To compile the source with, for a dense decoder; None where it does not support it: by
+    sizes that the kernel divides, and layers that see their whole context."""
+    layer, widths = layers[0], (sizes.hidden_size, sizes.intermediate_size)
+    is_supported = (
+        dtype is torch.bfloat16
+        and sizes.num_layers <= MAX_LAYERS
         and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
-        and all(other.window is None for other in model.attention_layers)
+        and all(other.window is None for other in layers)
         and all(width % COLUMNS == 0 for width in widths)
         and layer.num_heads * layer.head_dim % COLUMNS == 0
-        and weight.shape[0] % FEATURES == 0
+        and sizes.vocab_size % FEATURES == 0
+        # Every block writes logits, and says by them that it waited in vain.
+        and sizes.vocab_size >= FEATURES * num_blocks
+        and block_size % TOKENS == 0
+        and _splits_fit(layer, num_blocks)
+    )
+    return shape_definitions(layer, block_size) if is_supported else None
+
+
+def _splits_fit(layer: AttentionLayer, num_blocks: int) -> bool:
+    """Each row and KV head is one block's, which has room for so many."""
+    return MAX_ROWS * layer.num_kv_heads <= MAX_BLOCK_SPLITS * num_blocks
+
+
+def _definitions_for(start: Start) -> Definitions | None:
+    if not start.is_dense or min(start.autotuned_sizes, default=MAX_ROWS + 1) > MAX_ROWS:
+        return None
+    return definitions(
+        start.sizes, start.layers, start.dtype, start.block_size, num_sms(start.device)
     )
 
 
-def flags_for(model: CausalLM, block_size: int, device: torch.device) -> tuple[str, ...] | None:
-    """What the source is compiled with; None where it is of no use to such a model or device."""
-    if device.type != "cuda" or not isinstance(model, DenseDecoder) or block_size % TOKENS:
-        return None
-    if torch.cuda.get_device_capability(device) not in CAPABILITIES or not supports(model):
-        return None
-    # Every block writes logits, and says by them that it waited in vain.
-    num_blocks, layer = num_blocks_on(device), model.attention_layers[0]
-    if len(model.embed_tokens.weight) < FEATURES * num_blocks:
-        return None
-    if not _shares_fit(layer, num_blocks):
-        return None
-    return definitions(layer, block_size)
-
-
-def _shares_fit(layer: AttentionLayer, num_blocks: int) -> bool:
-    """Each row and KV head is one block's, which has room for so many."""
-    return MAX_ROWS * layer.num_kv_heads <= MAX_SHARES * num_blocks
-
-
-def num_blocks_on(device: torch.device) -> int:
-    """That run at once: one per multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def begin_loading(
-    model: CausalLM, block_size: int, device: torch.device
-) -> Callable[[], Launch | None]:
-    """The kernel for a model that may still be without its weights, compiled meanwhile where no
-    start did it before; the result waits for that. None where model, device or compiler do not do
-    it.
-    """
-    flags = flags_for(model, block_size, device)
-    if flags is None:
-        return lambda: None
-    capability = torch.cuda.get_device_capability(device)
-    function = "asyncllm_persistent_decode"
-    return cuda_source.begin_loading_launch(SOURCE, function, capability, flags)
+KERNEL = CudaKernel(
+    name="persistent_decode",
+    falls_back_to="the model's layers",
+    source=Path(__file__).with_name("persistent_decode.cu"),
+    structs=(Args, Layer),
+    capabilities=((9, 0), (10, 0)),  # with 227 KiB of shared memory for a block
+    definitions_for=_definitions_for,
+)
 
 
 class PersistentDecode:
-    """For one model, which it `supports`, and its KV cache. Steps must not overlap."""
+    """For one model, and its KV cache. Steps must not overlap."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, launch: Launch, num_blocks: int) -> None:
-        """`launch`: the compiled kernel's; `num_blocks`: that are on the device at once."""
-        assert isinstance(model, DenseDecoder)
-        assert _shares_fit(model.attention_layers[0], num_blocks)
-        self._model = model
+    def __init__(
+        self,
+        model: DecoderTensors,
+        pages: Sequence[torch.Tensor],
+        launch: Launch,
+        num_blocks: int,
+    ) -> None:
+        """`pages`: of each layer. `launch`: the compiled kernel's; `num_blocks`: that are on the
+        device at once."""
+        assert _splits_fit(model.attention, num_blocks)
+        self._model = model  # keeps its tensors' memory
         self._launch = launch
         self._num_blocks = num_blocks
-        device = cache.layers[0].device
+        device = pages[0].device
         # What blocks pass to each other, of this step and of the next; all bits of a word: empty.
         num_words = _exchange_words(model, num_blocks)
         shape = (2, len(model.layers), num_words)
         self._exchange = torch.full(shape, -1, dtype=torch.int32, device=device)
-        # Whose turn it is of these two; then whether a step got stuck.
+        # Which of these two is next; then whether a step got stuck.
         self._words = torch.zeros(2, dtype=torch.int32, device=device)
         words = self._words.data_ptr()
-        self._layers = _layer_table(model, cache)
+        self._layers = _layer_table(model, pages)
         self._constants = {
-            **_sizes(model, cache),
+            **_sizes(model, pages[0]),
             "layers": self._layers.data_ptr(),
-            "final_norm": model.norm.constants.weight.data_ptr(),
-            "head": model.lm_head.weight.data_ptr(),
+            "final_norm": model.final_norm.weight.data_ptr(),
+            "head": model.head.data_ptr(),
             "exchange": self._exchange.data_ptr(),
             "layer_bytes": 4 * num_words,
             "turn": words,
@@ -146,19 +170,17 @@ class PersistentDecode:
         return bool(self._words[-1])
 
     def forward(
-        self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
+        self, embeddings: torch.Tensor, rotation: Rotation, rows: DecodeRows
     ) -> torch.Tensor:
-        """Logits [rows, vocab_size] of int32 token_ids [rows] at `rows.positions`, whose keys and
-        values are written to their pages. Capturable. For at most MAX_ROWS rows. Each row has a
-        NaN where a block waited in vain for another.
+        """Logits [rows, vocab_size] of embeddings [rows, hidden_size] at `rows.positions`, whose
+        keys and values are written to their pages. Capturable. For at most MAX_ROWS rows. Each row
+        has a NaN where a block waited in vain for another.
         """
-        num_rows = len(token_ids)
+        num_rows = len(embeddings)
         assert num_rows <= MAX_ROWS
-        embeddings = self._model.embed_tokens(token_ids)
-        rotation = self._model.rotary.rotation(rows.positions, prompt_lens)
         for indices in (rows.positions, rows.block_tables, rotation.rows):
             assert indices.dtype is torch.int32 and indices.stride(-1) == 1
-        logits = embeddings.new_empty((num_rows, len(self._model.lm_head.weight)))
+        logits = embeddings.new_empty((num_rows, len(self._model.head)))
         args = Args(
             **self._constants,
             embeddings=embeddings.data_ptr(),
@@ -170,72 +192,60 @@ class PersistentDecode:
             table_stride=rows.block_tables.stride(0),
             rows=num_rows,
         )
-        stream = torch.cuda.current_stream().cuda_stream if logits.is_cuda else 0
-        if error := self._launch(ctypes.byref(args), self._num_blocks, stream):
-            raise RuntimeError(f"persistent_decode: CUDA error {error}")
+        KERNEL.launch(self._launch, args, self._num_blocks, current_stream(logits))
         return logits
 
 
-def _sizes(model: DenseDecoder, cache: KVCache) -> dict[str, int | float]:
+def _sizes(model: DecoderTensors, pages: torch.Tensor) -> dict[str, int | float]:
     """The numbers among the kernel's arguments that no step changes."""
-    layer, pages = model.attention_layers[0], cache.layers[0]
-    vocab_size, hidden_size = model.lm_head.weight.shape
-    norm = layer.head_norm
+    layer, sizes, norm = model.attention, model.sizes, model.attention.head_norm
     return {
         "page_stride": pages.stride(0),
         "kv_stride": pages.stride(1),
-        "num_layers": len(model.layers),
-        "hidden": hidden_size,
+        "num_layers": sizes.num_layers,
+        "hidden": sizes.hidden_size,
         "heads": layer.num_heads,
         "kv_heads": layer.num_kv_heads,
-        "intermediate": _features(model.layers[0].mlp.gate_up_proj) // 2,
-        "vocab": vocab_size,
-        "eps": model.norm.constants.eps,
+        "intermediate": sizes.intermediate_size,
+        "vocab": sizes.vocab_size,
+        "eps": model.final_norm.eps,
         "head_eps": norm.eps if norm is not None else 0.0,
         "scale": layer.scale,
     }
 
 
-def _exchange_words(model: DenseDecoder, num_blocks: int) -> int:
-    """Of 4 bytes, that one layer has: exchange.cuh. A multiple of 4."""
-    layer, hidden_size = model.attention_layers[0], model.embed_tokens.weight.shape[1]
+def _exchange_words(model: DecoderTensors, num_blocks: int) -> int:
+    """Words of 4 bytes that one layer has: exchange.cuh. A multiple of 4."""
+    layer, sizes = model.attention, model.sizes
     group = layer.num_heads // layer.num_kv_heads
-    heads = (
-        2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
-    )  # q, k, v; attention's result
-    widths = 2 * hidden_size + _features(model.layers[0].mlp.gate_up_proj) // 2 + heads
-    shares = num_blocks * group * (layer.head_dim + 1)
-    return -(-(MAX_ROWS * widths // 2 + shares) // 4) * 4
+    # q, k, v; attention's result
+    heads = 2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
+    widths = 2 * sizes.hidden_size + sizes.intermediate_size + heads
+    splits = num_blocks * group * (layer.head_dim + 1)
+    return -(-(MAX_ROWS * widths // 2 + splits) // 4) * 4
 
 
-def _layer_table(model: DenseDecoder, cache: KVCache) -> torch.Tensor:
-    """The kernel's `Layer`s: int64 [layers, POINTERS_OF_LAYER] on the cache's device."""
-    pointers = [
-        [*_pointers(layer), pages.data_ptr()]
-        for layer, pages in zip(model.layers, cache.layers, strict=True)
-    ]
-    table = torch.tensor(pointers, dtype=torch.int64, device=cache.layers[0].device)
-    assert table.shape[1] == POINTERS_OF_LAYER
-    return table
+def _layer_table(model: DecoderTensors, pages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The kernel's `Layer`s: uint8, on the pages' device."""
+    layers = (Layer * len(model.layers))(
+        *(_layer_of(layer, cache) for layer, cache in zip(model.layers, pages, strict=True))
+    )
+    return torch.frombuffer(bytearray(layers), dtype=torch.uint8).to(pages[0].device)
 
 
-def _pointers(layer: DecoderLayer) -> list[int]:
-    """In the order of the kernel's `Layer`, all but its pages; 0 for what there is not."""
-    attention, mlp, norm = layer.attention, layer.mlp, layer.attention.layer.head_norm
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    tensors = [
-        *(linear.weights["weight"] for linear in linears),
-        *(linear.weights.get("bias") for linear in linears),
-        layer.input_norm.constants.weight,
-        None,
-        layer.post_attention_norm.constants.weight,
-        None,
-        norm.q_weight if norm is not None else None,
-        norm.k_weight if norm is not None else None,
-    ]
+def _layer_of(layer: LayerTensors, cache: torch.Tensor) -> Layer:
+    norm = layer.head_norm
+    q_norm, k_norm = (None, None) if norm is None else _addresses([norm.q_weight, norm.k_weight])
+    return Layer(
+        weights=(_pointer * 4)(*_addresses(layer.weights)),
+        biases=(_pointer * 4)(*_addresses(layer.biases)),
+        norms=(_pointer * 4)(*_addresses(layer.norms)),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        cache=cache.data_ptr(),
+    )
+
+
+def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _features(linear: Linear) -> int:
-    return linear.weights["weight"].shape[0]
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

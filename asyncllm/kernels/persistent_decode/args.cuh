@@ -1,8 +1,8 @@
-// What the launch tells the kernel, field by field as persistent_decode.py has it, and the sizes
-// that all parts of the kernel share.
+// What the launch tells the kernel, field by field as __init__.py has it, and the sizes
+// that all parts of the kernel split.
 #pragma once
 
-#include "../../../attention/cuda/device.cuh"
+#include "../include/device.cuh"
 
 #ifndef HEAD_DIM
 #error "give HEAD_DIM (64 or 128), GROUP_SIZE (1 to 8 query heads of a KV head) and BLOCK_SIZE"
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int WARPS = 8;            // that work; as many more feed them weights
+constexpr int WARPS = 8;            // that work; as many more are their producers
 constexpr int THREADS = WARPS * 32;  // that work
 constexpr int MAX_ROWS = 8;
 constexpr int UNIT = 8;             // outputs of a unit
@@ -26,10 +26,10 @@ constexpr int EARLY = 1, LATE = 4;
 static_assert(0 < EARLY && EARLY <= LATE && LATE <= DEPTH);
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
-constexpr int WORKER_REGISTERS = 200, FEEDER_REGISTERS = 56;
-constexpr int MAX_SPLITS = 32;      // shares of one sequence's attention
+constexpr int CONSUMER_REGISTERS = 200, PRODUCER_REGISTERS = 56;
+constexpr int MAX_SPLITS = 32;      // splits of one sequence's attention
 constexpr int TOKENS = 8;           // of a stage
-constexpr int LEAST_STAGES = 40;    // of a share, where there are several: to merge takes longer
+constexpr int LEAST_STAGES = 40;    // of a split, where there are several: to merge takes longer
 constexpr int TILE = WARPS * TOKENS;  // tokens that a block takes at a time
 static_assert(BLOCK_SIZE % TOKENS == 0);  // a stage is of one page
 constexpr int PAIRS = GROUP_SIZE * HEAD_DIM / 2;  // of neighbouring entries of a KV head's results

@@ -1,5 +1,5 @@
-// Attention of one token per row. Flash decoding: a row and KV head in shares of its tokens, one to a
-// block; each of these blocks then merges all shares of some entries, always in the same order.
+// Attention of one token per row. Flash decoding: a row and KV head in splits of its tokens, one to a
+// block; each of these blocks then merges all splits of some entries, always in the same order.
 #pragma once
 
 #include "heads.cuh"
@@ -9,10 +9,10 @@ namespace {
 
 // The warps that have tokens become one: two entries of the output, and the log2 of the sum of its
 // weights.
-__device__ __forceinline__ float merge_warps(const Shared& shared, const Share& share, int member,
+__device__ __forceinline__ float merge_warps(const Shared& shared, const Split& split, int member,
                                              int entry, float (&results)[2]) {
     const auto& own = shared.attention;
-    const int num_stages = (share.end - share.start + TOKENS - 1) / TOKENS;
+    const int num_stages = (split.end - split.start + TOKENS - 1) / TOKENS;
     float best[WARPS], most = NO_SCORE, total = 0, sums[2] = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
@@ -30,21 +30,21 @@ __device__ __forceinline__ float merge_warps(const Shared& shared, const Share& 
     return most + log2f(total);
 }
 
-// Where the shares of a row and KV head leave their results.
+// Where the splits of a row and KV head leave their results.
 struct Parts {
-    float* values;  // [num_blocks, GROUP_SIZE, HEAD_DIM], by the number of the share
+    float* values;  // [num_blocks, GROUP_SIZE, HEAD_DIM], by the number of the split
     float* lses;    // [num_blocks, GROUP_SIZE]
 
     __device__ __forceinline__ Parts(unsigned char* exchange, const Shared& shared)
-        : values(reinterpret_cast<float*>(exchange + shared.shares)),
+        : values(reinterpret_cast<float*>(exchange + shared.splits)),
           lses(values + num_blocks() * GROUP_SIZE * HEAD_DIM) {}
 };
 
-// A lane's share of two neighbouring entries.
+// A lane's two neighbouring entries of a split.
 struct Part {
     float lse = 2 * NO_SCORE, values[2] = {};
 
-    // `work`: the share's number.
+    // `work`: the split's number.
     __device__ __forceinline__ void load(const Parts& parts, int work, int entry) {
         const float* from = parts.values + work * GROUP_SIZE * HEAD_DIM + entry;
         lse = load_fresh_float(parts.lses + work * GROUP_SIZE + entry / HEAD_DIM);
@@ -70,64 +70,64 @@ struct Part {
     }
 };
 
-// The shares of a row and KV head become one, a part of its entries in each of their blocks, always
-// in the same order: a lane has a share of two entries. `out`: the first head's.
-__device__ __forceinline__ void merge_shares(const Args& args, const Parts& parts, const Share& share,
+// The splits of a row and KV head become one, a part of its entries in each of their blocks, always
+// in the same order: a lane has two entries of a split. `out`: the first head's.
+__device__ __forceinline__ void merge_splits(const Args& args, const Parts& parts, const Split& split,
                                              uint16_t* out, Shared& shared, Patience& patience) {
-    const int width = share.num_active, thread = thread_index(), split = thread % width;
-    const int work = share.work + (split - share.split) * args.rows * args.kv_heads;
+    const int width = split.num_active, thread = thread_index(), number = thread % width;
+    const int work = split.work + (number - split.number) * args.rows * args.kv_heads;
     const int pairs_at_once = THREADS / width;
 #pragma unroll 1
-    for (int first = share.first_pair; first < share.end_pair; first += pairs_at_once) {
+    for (int first = split.first_pair; first < split.end_pair; first += pairs_at_once) {
         const int pair = first + thread / width;
-        const bool is_one = pair < share.end_pair;
+        const bool is_valid = pair < split.end_pair;
         Part part;
-        if (is_one) part.load(parts, work, 2 * pair);
+        if (is_valid) part.load(parts, work, 2 * pair);
         while (patience.wait(args, shared, part.is_there()))
-            if (is_one) part.load(parts, work, 2 * pair);
+            if (is_valid) part.load(parts, work, 2 * pair);
         const uint32_t merged = part.merge(width);
-        if (split == 0 && is_one) store_fresh_pair(out + 2 * pair, merged);
+        if (number == 0 && is_valid) store_fresh_pair(out + 2 * pair, merged);
     }
 }
 
-// A share of a row and KV head, and the entries of it that this block merges.
-__device__ __forceinline__ void run_share(const Args& args, const Layer& layer,
-                                          unsigned char* exchange, const Share& share,
+// A split of a row and KV head, and the entries of it that this block merges.
+__device__ __forceinline__ void run_split(const Args& args, const Layer& layer,
+                                          unsigned char* exchange, const Split& split,
                                           Shared& shared, Ring& ring, Patience& patience,
                                           const Lane& me) {
-    load_heads(args, layer, exchange, share, shared, patience, me);
+    load_heads(args, layer, exchange, split, shared, patience, me);
     sync_workers();
-    if (share.start + me.warp * TOKENS < share.end) attend_tokens(args, share, shared, ring, me);
+    if (split.start + me.warp * TOKENS < split.end) attend_tokens(args, split, shared, ring, me);
     sync_workers();
-    const int head = share.row * args.heads + share.kv_head * GROUP_SIZE;
+    const int head = split.row * args.heads + split.kv_head * GROUP_SIZE;
     auto* out = reinterpret_cast<uint16_t*>(exchange + shared.shapes[OUTPUT].x) + head * HEAD_DIM;
     const Parts parts(exchange, shared);
 #pragma unroll 1
     for (int i = thread_index(); i < PAIRS; i += THREADS) {
         const int member = 2 * i / HEAD_DIM;
         float results[2];
-        const float lse = merge_warps(shared, share, member, 2 * i % HEAD_DIM, results);
-        if (share.num_active == 1) {
+        const float lse = merge_warps(shared, split, member, 2 * i % HEAD_DIM, results);
+        if (split.num_active == 1) {
             store_fresh_pair(out + 2 * i, to_pair(results[0], results[1]));
             continue;
         }
-        float* to = parts.values + share.work * GROUP_SIZE * HEAD_DIM + 2 * i;
+        float* to = parts.values + split.work * GROUP_SIZE * HEAD_DIM + 2 * i;
         store_fresh_float(to, results[0]), store_fresh_float(to + 1, results[1]);
         if (2 * i % HEAD_DIM == 0)
-            store_fresh_float(parts.lses + share.work * GROUP_SIZE + member, lse);
+            store_fresh_float(parts.lses + split.work * GROUP_SIZE + member, lse);
     }
-    if (share.num_active > 1) merge_shares(args, parts, share, out, shared, patience);
+    if (split.num_active > 1) merge_splits(args, parts, split, out, shared, patience);
 }
 
-// The block's shares.
+// The block's splits.
 __device__ __forceinline__ void attention(const Args& args, const Layer& layer,
                                           unsigned char* exchange, Shared& shared, Ring& ring,
                                           Patience& patience, const Lane& me) {
 #pragma unroll 1
-    for (int s = 0; has_share(shared, s); s++) {
-        sync_workers();  // nobody still reads the product's sums, or the last share's
-        const Share share = shared.own_shares[s];  // by value: read once
-        run_share(args, layer, exchange, share, shared, ring, patience, me);
+    for (int s = 0; has_split(shared, s); s++) {
+        sync_workers();  // nobody still reads the product's sums, or the last split's
+        const Split split = shared.own_splits[s];  // by value: read once
+        run_split(args, layer, exchange, split, shared, ring, patience, me);
     }
 }
 

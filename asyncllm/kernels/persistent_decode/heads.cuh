@@ -2,7 +2,7 @@
 #pragma once
 
 #include "exchange.cuh"
-#include "share.cuh"
+#include "split.cuh"
 
 namespace {
 
@@ -58,28 +58,28 @@ struct Rotation {
     }
 };
 
-// The heads of q for the block, a warp each; and where its share holds the new token, that one's key
+// The heads of q for the block, a warp each; and where its split holds the new token, that one's key
 // and value, also to their page.
 __device__ __forceinline__ void load_heads(const Args& args, const Layer& layer,
-                                           unsigned char* exchange, const Share& share,
+                                           unsigned char* exchange, const Split& split,
                                            Shared& shared, Patience& patience, const Lane& me) {
     auto& own = shared.attention;
     const int64_t width = static_cast<int64_t>(args.heads + 2 * args.kv_heads) * HEAD_DIM;
-    const uint16_t* qkv = at(exchange + shared.shapes[QKV].out, share.row * width);
-    const bool has_key = me.warp == WARPS - 1 && share.end > share.position;
+    const uint16_t* qkv = at(exchange + shared.shapes[QKV].out, split.row * width);
+    const bool has_key = me.warp == WARPS - 1 && split.end > split.position;
     if (me.warp < GROUP_SIZE) {
-        const uint16_t* source = qkv + (share.kv_head * GROUP_SIZE + me.warp) * HEAD_DIM;
-        const Rotation rotation(args, layer.q_norm, share.row, me.lane);
+        const uint16_t* source = qkv + (split.kv_head * GROUP_SIZE + me.warp) * HEAD_DIM;
+        const Rotation rotation(args, layer.q_norm, split.row, me.lane);
         Pairs raw = load_pairs(source, me.lane);
         while (patience.wait(args, shared, is_there(raw))) raw = load_pairs(source, me.lane);
         store_pairs(own.q[me.warp], rotation.apply(args, raw, layer.q_norm != nullptr, me.lane),
                     me.lane);
     }
     if (!has_key) return;
-    const uint16_t* source = qkv + (args.heads + share.kv_head) * HEAD_DIM;
+    const uint16_t* source = qkv + (args.heads + split.kv_head) * HEAD_DIM;
     const uint16_t* values = source + args.kv_heads * HEAD_DIM;
-    const Rotation rotation(args, layer.k_norm, share.row, me.lane);
-    uint16_t* page = at(layer.cache, place_of(args, share, share.position));
+    const Rotation rotation(args, layer.k_norm, split.row, me.lane);
+    uint16_t* page = at(layer.cache, place_of(args, split, split.position));
     Pairs raw = load_pairs(source, me.lane), value = load_pairs(values, me.lane);
     while (patience.wait(args, shared, is_there(raw) && is_there(value)))
         raw = load_pairs(source, me.lane), value = load_pairs(values, me.lane);

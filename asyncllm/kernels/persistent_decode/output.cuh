@@ -8,7 +8,7 @@ namespace {
 // A thread's two neighbouring outputs of a group, one word: where they go and what is added to them,
 // known before the sums.
 struct Output {
-    bool is_one;  // false: this thread has none
+    bool is_valid;  // false: this thread has none
     int set, unit, row, column;
     int place;                   // bytes
     uint32_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
@@ -24,9 +24,9 @@ struct Output {
         const int own = set + (first_unit + unit) * shape.num_sets;
         column = (block_index() + own * num_blocks()) * UNIT + thread % (UNIT / 2) * 2;
         place = (row * shape.features + column) * 2;
-        is_one = set < shape.num_sets && unit < GROUP_STAGES >> shape.gated && own < shape.num_own
+        is_valid = set < shape.num_sets && unit < GROUP_STAGES >> shape.gated && own < shape.num_own
             && row < args.rows;
-        if (!is_one) return;
+        if (!is_valid) return;
         if (operands.addend != nullptr) load_addend(operands);
         if (operands.bias == nullptr) return;
         bias[0] = load_fresh_pair(at(operands.bias, column));
@@ -40,15 +40,15 @@ struct Output {
     __device__ __forceinline__ void wait(const Args& args, const Operands& operands, Shared& shared,
                                          Patience& patience) {
         if (operands.addend == nullptr) return;
-        while (patience.wait(args, shared, !is_one || !is_empty(addend)))
-            if (is_one) load_addend(operands);
+        while (patience.wait(args, shared, !is_valid || !is_empty(addend)))
+            if (is_valid) load_addend(operands);
     }
 
     // From the sums of the set's warps.
     __device__ __forceinline__ void store(const Args& args, const Operands& operands,
                                           const Shape& shape, const Shared& shared,
                                           int buffer) const {
-        if (!is_one) return;
+        if (!is_valid) return;
         const int stage = unit << shape.gated, warp = set * shape.split;
         const float factor = operands.norm == nullptr ? 1 : factor_of(args, shape, shared, warp);
         float sums[2] = {};
@@ -68,7 +68,7 @@ struct Output {
         store_fresh_pair(operands.out + place, to_pair(sums[0], sums[1]));
     }
 
-    // Of the warps that share a unit.
+    // Of the warps that have one unit.
     __device__ __forceinline__ void add_warps(const Shape& shape, const Shared& shared, int buffer,
                                               int warp, int stage, float (&sums)[2]) const {
         const float* from

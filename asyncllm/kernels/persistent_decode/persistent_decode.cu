@@ -1,8 +1,8 @@
 // A decode step of a dense decoder, from the embeddings to the logits, in one kernel: see
-// persistent_decode.py.
+// __init__.py.
 //
-// One block per multiprocessor stays for the whole step. Weights, and the keys and values of earlier
-// tokens, depend on nothing that the step computes, so each warp has a feeder, a warp that does
+// One block per SM stays for the whole step. Weights, and the keys and values of earlier
+// tokens, depend on nothing that the step computes, so each warp has a producer, a warp that does
 // nothing but ask for them, in the order in which they will be needed, DEPTH stages ahead of their
 // use and across every point where blocks wait for each other. What blocks compute for each other
 // passes through memory in words that say by themselves whether they are there (exchange.cuh).
@@ -12,8 +12,8 @@
 //
 //   stage     8 rows x 256 columns of a weight matrix, by a bulk copy per row; or the keys and values
 //             of 8 tokens
-//   slice     256 columns of a product; a set of warps shares out the slices of its units
-//   unit      8 outputs of a product (8 gates and their 8 ups); blocks share out the units, and in a
+//   slice     256 columns of a product; a set of warps splits the slices of its units
+//   unit      8 outputs of a product (8 gates and their 8 ups); blocks split the units, and in a
 //             block its sets of warps, of which there are several where slices are few
 //   group     up to 4 stages of one slice, whose units take the same piece of x
 //
@@ -21,8 +21,8 @@
 // 8 columns. Which column of x a register stands for does not matter as long as it is the same in
 // both operands, so a thread takes 16 neighbouring bytes where the instruction's own order would be
 // 4. All sums are added in an order that depends on shapes and lengths alone.
-#include "persistent/attention.cuh"
-#include "persistent/product.cuh"
+#include "attention.cuh"
+#include "product.cuh"
 
 namespace {
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     if (thread < (HEAD + 1) * WARPS)
         shared.works[thread / WARPS][thread % WARPS]
             = work_of(shape_of(args, thread / WARPS), thread % WARPS);
-    if (thread < MAX_SHARES) shared.own_shares[thread] = own_share(args, thread);
+    if (thread < MAX_BLOCK_SPLITS) shared.own_splits[thread] = own_split(args, thread);
     if (thread < WARPS * DEPTH) {
         open_signal((&shared.full[0][0])[thread]);
         open_signal((&shared.empty[0][0])[thread]);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
         shared.layers[args.num_layers].weights[0] = args.head;
         shared.layers[args.num_layers].norms[0] = args.final_norm;
         shared.layers[args.num_layers].biases[0] = nullptr;
-        shared.shares = Places(args).shares;
+        shared.splits = Places(args).splits;
         shared.set = *args.turn >> 31;
         shared.is_stuck = 0;
     }
@@ -81,10 +81,10 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     const int thread = thread_index(), lane = thread % 32;
     prepare(args, shared);
     if (thread >= THREADS) {
-        give_registers<FEEDER_REGISTERS>();
-        return feed(args, shared, (thread - THREADS) / 32, lane);
+        give_registers<PRODUCER_REGISTERS>();
+        return produce(args, shared, (thread - THREADS) / 32, lane);
     }
-    take_registers<WORKER_REGISTERS>();
+    take_registers<CONSUMER_REGISTERS>();
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
     Patience patience;
     Ring ring;
@@ -108,47 +108,22 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
     finish(args, shared);
 }
 
-// One row, the commonest, has its own code, without what there is for others.
-auto kernel_for(const Args& args) {
-    return args.rows == 1 ? persistent_decode<1> : persistent_decode<MAX_ROWS>;
-}
-
-int shared_bytes(const Args& args) {
-    return static_cast<int>(sizeof(Shared) + args.num_layers * sizeof(Layer));
-}
-
 }  // namespace
 
-// Returns a cudaError_t. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM of 256,
-// vocab of 8, and it is at least 8 for each block. Blocks must all be on the device at once, hence
-// the cooperative launch.
-// `args` is untyped because a function that names a type of the unnamed namespace is not exported.
-#ifndef ASYNCLLM_EMULATED
-extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
-    const Args& given = *static_cast<const Args*>(args);
-    const int bytes = shared_bytes(given);
-    const auto kernel = kernel_for(given);
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = num_blocks;
-    config.blockDim = 2 * THREADS;
-    config.dynamicSmemBytes = bytes;
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, given);
+EXPORT_LAYOUT(Layer, FIELD(weights), FIELD(biases), FIELD(norms), FIELD(q_norm), FIELD(k_norm), FIELD(cache))
+EXPORT_LAYOUT(Args, FIELD(layers), FIELD(final_norm), FIELD(head), FIELD(embeddings), FIELD(logits),
+    FIELD(exchange), FIELD(turn), FIELD(stuck), FIELD(block_tables), FIELD(positions), FIELD(rotary_rows),
+    FIELD(cos_sin), FIELD(table_stride), FIELD(page_stride), FIELD(kv_stride), FIELD(layer_bytes),
+    FIELD(num_layers), FIELD(rows), FIELD(hidden), FIELD(heads), FIELD(kv_heads), FIELD(intermediate),
+    FIELD(vocab), FIELD(eps), FIELD(head_eps), FIELD(scale))
+
+// Returns a cudaError_t. `untyped`: Args. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM
+// of 256, vocab of 8, and it is at least 8 for each block.
+extern "C" int asyncllm_persistent_decode(const void* untyped, int num_blocks, void* stream) {
+    const Args& args = *static_cast<const Args*>(untyped);
+    // One row, the commonest, has its own code, without what there is for others.
+    const auto kernel = args.rows == 1 ? persistent_decode<1> : persistent_decode<MAX_ROWS>;
+    const size_t shared_bytes = sizeof(Shared) + args.num_layers * sizeof(Layer);
+    return launch_kernel(kernel, args, num_blocks, 2 * THREADS, static_cast<int>(shared_bytes),
+                         stream, Order::TOGETHER);
 }
-#else  // `stream` is the seed of the order in which threads take turns
-extern "C" int asyncllm_persistent_decode(const void* args, int num_blocks, void* stream) {
-    const Args& given = *static_cast<const Args*>(args);
-    const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
-    emulator::launch(num_blocks, 2 * THREADS, shared_bytes(given), seed,
-                     [&given] { kernel_for(given)(given); });
-    return 0;
-}
-#endif

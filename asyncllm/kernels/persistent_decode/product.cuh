@@ -2,7 +2,7 @@
 // factor, SiLU, the addition to the residual.
 #pragma once
 
-#include "multiply.cuh"
+#include "ring.cuh"
 #include "output.cuh"
 
 namespace {

@@ -1,13 +1,13 @@
-// What a warp reads from memory, on its way: weights, and keys and values. Another warp, its feeder,
-// asks for them in the order in which they will be needed, whatever the step waits for meanwhile.
+// What a warp reads from memory, on its way, and multiplies: weights, and keys and values. Another warp,
+// its producer, asks for them in the order in which they will be needed, whatever the step waits for.
 #pragma once
 
-#include "share.cuh"
+#include "split.cuh"
 
 namespace {
 
 // The warp that asks for another's stages: its own life is to go through the whole step.
-struct Feeder {
+struct Producer {
     const Args& args;
     Shared& shared;
     int warp, lane;
@@ -29,7 +29,7 @@ struct Feeder {
         if (++slot == DEPTH) slot = 0, turn ^= 1;
     }
 
-    __device__ __forceinline__ void feed_product(const void* weight, int kind) {
+    __device__ __forceinline__ void copy_product(const void* weight, int kind) {
         const Shape& shape = shared.shapes[kind];
         const Work work = shared.works[kind][warp];
         const int num_stages = work.num_units << shape.gated;
@@ -38,12 +38,12 @@ struct Feeder {
             const int after = first + GROUP_STAGES < num_stages ? first + GROUP_STAGES : num_stages;
             for (int slice = work.first_slice; slice < shape.num_slices(); slice += shape.split)
                 for (int stage = first; stage < after; stage++)
-                    feed_weights(weight, shape, work.set, stage, slice);
+                    copy_weights(weight, shape, work.set, stage, slice);
         }
     }
 
     // Each of a stage's outputs is a row of it.
-    __device__ __forceinline__ void feed_weights(const void* weight, const Shape& shape, int set,
+    __device__ __forceinline__ void copy_weights(const void* weight, const Shape& shape, int set,
                                                  int stage, int slice) {
         Signal& full = begin();
         if (lane == 0) expect_bytes(full, STAGE_BYTES);
@@ -58,20 +58,20 @@ struct Feeder {
         end();
     }
 
-    // The warp's tokens of a share.
-    __device__ __forceinline__ void feed_share(const Layer& layer, const Share& share) {
-        for (int token = share.start + warp * TOKENS; token < share.end; token += TILE)
-            feed_tokens(layer, share, token);
+    // The warp's tokens of a split.
+    __device__ __forceinline__ void copy_split(const Layer& layer, const Split& split) {
+        for (int token = split.start + warp * TOKENS; token < split.end; token += TILE)
+            copy_tokens(layer, split, token);
     }
 
     // Each is a row: its key, then its value, whose chunks of 16 bytes are in an order by which those
     // of eight tokens are in different banks. Zeros where there is no token or where it is the new one.
-    __device__ __forceinline__ void feed_tokens(const Layer& layer, const Share& share, int first) {
+    __device__ __forceinline__ void copy_tokens(const Layer& layer, const Split& split, int first) {
         constexpr int CHUNKS = HEAD_DIM / 8;
         Signal& full = begin();
         const int chunk = lane % CHUNKS, is_value = lane / CHUNKS % 2;
-        const int num = (share.end < share.position ? share.end : share.position) - first;
-        const uint16_t* from = at(layer.cache, place_of(args, share, first)
+        const int num = (split.end < split.position ? split.end : split.position) - first;
+        const uint16_t* from = at(layer.cache, place_of(args, split, first)
                                                    + is_value * args.kv_stride + chunk * 8);
         for (int t = lane / (2 * CHUNKS); t < TOKENS; t += 32 / (2 * CHUNKS)) {
             const int place = is_value ? chunk ^ t : chunk;
@@ -87,16 +87,16 @@ struct Feeder {
     }
 };
 
-__device__ __forceinline__ void feed(const Args& args, Shared& shared, int warp, int lane) {
-    Feeder feeder = {args, shared, warp, lane};
+__device__ __forceinline__ void produce(const Args& args, Shared& shared, int warp, int lane) {
+    Producer producer = {args, shared, warp, lane};
 #pragma unroll 1
     for (int i = 0; i <= 4 * args.num_layers; i++) {
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
-        feeder.feed_product(layer.weights[i % 4], kind);
+        producer.copy_product(layer.weights[i % 4], kind);
         if (kind != QKV) continue;
 #pragma unroll 1
-        for (int s = 0; has_share(shared, s); s++) feeder.feed_share(layer, shared.own_shares[s]);
+        for (int s = 0; has_split(shared, s); s++) producer.copy_split(layer, shared.own_splits[s]);
     }
 }
 
@@ -121,5 +121,30 @@ struct Ring {
             arrive(shared.empty[me.warp][me.lane == 0 ? upper : lower]);
     }
 };
+
+constexpr int CHAINS = 4;  // of sums, so that an addition need not wait for the last
+
+__device__ __forceinline__ float add_chains(const float (&sums)[CHAINS][4], int i) {
+    return (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+}
+
+// `upper`, `lower`: the lane's row of either stage. No window is asked for ahead: registers are
+// scarce, and another warp has work meanwhile.
+template <int WINDOWS>
+__device__ __forceinline__ void multiply(float (&sums)[CHAINS][4], const uint4 (&x)[WINDOWS],
+                                         const unsigned char* upper, const unsigned char* lower,
+                                         const Lane& me) {
+#pragma unroll
+    for (int first = 0; first < WINDOWS; first += 2) {
+        const Windows p = load_windows<load_shared_here>(upper, first, me);
+        const Windows q = load_windows<load_shared_here>(lower, first, me);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint4 &v = x[first + i], a = p.get(i, me), b = q.get(i, me);
+            multiply_add(sums[i * 2], a.x, b.x, a.y, b.y, v.x, v.y);
+            multiply_add(sums[i * 2 + 1], a.z, b.z, a.w, b.w, v.z, v.w);
+        }
+    }
+}
 
 }  // namespace

@@ -1,7 +1,7 @@
-// The tokens of a share, each warp some of them, as one softmax that goes on as they come.
+// The tokens of a split, each warp some of them, as one softmax that goes on as they come.
 #pragma once
 
-#include "multiply.cuh"
+#include "ring.cuh"
 
 namespace {
 
@@ -61,11 +61,11 @@ struct Softmax {
 };
 
 // The new token's key and value take their place among those from the pages.
-__device__ __forceinline__ void place_new(const Share& share, int first, int stage, Shared& shared,
+__device__ __forceinline__ void place_new(const Split& split, int first, int stage, Shared& shared,
                                           const Lane& me) {
     constexpr int CHUNKS = HEAD_DIM / 8;
-    const int token = share.position - first;
-    if (token < 0 || token >= TOKENS || share.end <= share.position) return;
+    const int token = split.position - first;
+    if (token < 0 || token >= TOKENS || split.end <= split.position) return;
     if (me.lane < 2 * CHUNKS) {
         const int chunk = me.lane % CHUNKS, is_value = me.lane / CHUNKS;
         unsigned char* row = shared.ring[me.warp].row(stage, token) + is_value * HEAD_DIM * 2;
@@ -76,8 +76,8 @@ __device__ __forceinline__ void place_new(const Share& share, int first, int sta
     sync_warp();
 }
 
-// By a warp that has tokens of the share.
-__device__ __forceinline__ void attend_tokens(const Args& args, const Share& share, Shared& shared,
+// By a warp that has tokens of the split.
+__device__ __forceinline__ void attend_tokens(const Args& args, const Split& split, Shared& shared,
                                               Ring& ring, const Lane& me) {
     Stages& stages = shared.ring[me.warp];
     const float scale = args.scale * LOG2_E;
@@ -88,18 +88,18 @@ __device__ __forceinline__ void attend_tokens(const Args& args, const Share& sha
                                 + (window * 4 + me.quad) * 8);
     Softmax softmax;
 #pragma unroll 1
-    for (int first = share.start + me.warp * TOKENS; first < share.end; first += 2 * TILE) {
-        const bool is_whole = first + TILE < share.end;
+    for (int first = split.start + me.warp * TOKENS; first < split.end; first += 2 * TILE) {
+        const bool is_whole = first + TILE < split.end;
         const int upper = ring.next(shared, me), lower = is_whole ? ring.next(shared, me) : upper;
-        place_new(share, first, upper, shared, me);
-        if (is_whole) place_new(share, first + TILE, lower, shared, me);
+        place_new(split, first, upper, shared, me);
+        if (is_whole) place_new(split, first + TILE, lower, shared, me);
         float parts[CHAINS][4] = {};
         multiply(parts, q, stages.row(upper, me.row), stages.row(lower, me.row), me);
         float scores[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int token = first + me.row + (i < 2 ? 0 : TILE);
-            scores[i] = token < share.end ? add_chains(parts, i) * scale : 2 * NO_SCORE;
+            scores[i] = token < split.end ? add_chains(parts, i) * scale : 2 * NO_SCORE;
         }
         softmax.weigh(scores);
         softmax.add(scores, stages, upper, lower, me);

@@ -1,7 +1,7 @@
 // What a block keeps in shared memory: most of it is the warps' rings of weights.
 #pragma once
 
-#include "../windows.cuh"
+#include "../include/windows.cuh"
 #include "args.cuh"
 
 namespace {
@@ -11,8 +11,8 @@ struct alignas(16) Shape {
     int size, features;
     int gated;     // 1: a unit has two stages, 0: one
     int num_own;   // units of this block: block_index(), then every num_blocks()th
-    int split;     // warps that share the slices of a unit: a set
-    int num_sets;  // which take turns at the block's units
+    int split;     // warps that have the slices of one unit: a set
+    int num_sets;  // which alternate at the block's units
     float inverse_size;
     int x, out, addend;  // bytes; INPUT: the layer's own, NONE: nothing, or the logits
 
@@ -36,13 +36,13 @@ __device__ __forceinline__ Work work_of(const Shape& shape, int warp) {
 
 // Bytes from the beginning of a layer's exchange, where its output is.
 struct Places {
-    int middle, gated, qkv, attended, shares;
+    int middle, gated, qkv, attended, splits;
 
     __device__ __forceinline__ Places(const Args& args)
         : middle(MAX_ROWS * args.hidden * 2), gated(2 * middle),
           qkv(gated + MAX_ROWS * args.intermediate * 2),
           attended(qkv + MAX_ROWS * (args.heads + 2 * args.kv_heads) * HEAD_DIM * 2),
-          shares(attended + MAX_ROWS * args.heads * HEAD_DIM * 2) {}
+          splits(attended + MAX_ROWS * args.heads * HEAD_DIM * 2) {}
 };
 
 __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
@@ -86,15 +86,15 @@ struct Inputs {
 
 constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row][output]
 
-// Of one sequence's attention: which tokens of which row and KV head. Made by share.cuh.
-struct Share {
+// Of one sequence's attention: which tokens of which row and KV head. Made by split.cuh.
+struct Split {
     int work;  // its number among those of all blocks
-    int row, kv_head, split, position;
+    int row, kv_head, number, position;
     int start, end;  // tokens
-    int num_active;  // shares of this row and KV head, a power of 2; 0: this is none of them
-    int first_pair, end_pair;  // of the entries, those whose shares this one's block merges
+    int num_active;  // splits of this row and KV head, a power of 2; 0: this is none of them
+    int first_pair, end_pair;  // of the entries, those whose splits this one's block merges
 };
-constexpr int MAX_SHARES = 8;  // of a block; as persistent_decode.py has it
+constexpr int MAX_BLOCK_SPLITS = 8;  // of a block; as __init__.py has it
 
 struct Shared {
     Stages ring[WARPS];
@@ -102,7 +102,7 @@ struct Shared {
     union {
         struct {
             Inputs x[WARPS];
-            float sums[2][WARPS][SUMS];  // two groups take turns
+            float sums[2][WARPS][SUMS];  // two groups alternate
             float squares[WARPS][MAX_ROWS];
         } product;
         struct {
@@ -113,10 +113,10 @@ struct Shared {
         } attention;
     };
     uint32_t set, is_stuck;  // set: of the exchange, this step's
-    int shares;              // bytes: where in a layer's exchange the shares' results are
+    int splits;              // bytes: where in a layer's exchange the splits' results are
     Shape shapes[HEAD + 1];  // of the products, by kind
     Work works[HEAD + 1][WARPS];
-    Share own_shares[MAX_SHARES];
+    Split own_splits[MAX_BLOCK_SPLITS];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
 };
 constexpr int MAX_LAYERS = 96;

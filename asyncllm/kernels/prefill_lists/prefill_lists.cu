@@ -1,4 +1,4 @@
-// What FA3's blocks do in a step with prompts, shared out on the host: see prefill_lists.py.
+// What FA3's blocks do in a step with prompts, assigned on the host: see __init__.py.
 //
 // As FlashInfer's planner does it (PrefillSM90Plan, 0.6.12): tiles of queries, those of the longest
 // rows first and of each the last ones, each for the block that has the least to do so far. The same
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "device.cuh"
+#include "../include/device.cuh"
 
 namespace {
 
@@ -61,7 +61,7 @@ std::vector<Tile> find_tiles(const Rows& rows, int size) {
 }
 
 // The block of each head's tiles.
-std::vector<int> share_out(const Args& args, const std::vector<Tile>& tiles) {
+std::vector<int> assign_blocks(const Args& args, const std::vector<Tile>& tiles) {
     const auto is_lighter = [](const Load& a, const Load& b) { return a.cost > b.cost; };
     std::vector<Load> loads(args.blocks);
     for (int block = 0; block < args.blocks; block++) loads[block] = {block, 0};
@@ -115,6 +115,9 @@ int copy(const Args& args, int width, int num_words, void* stream) {
 
 }  // namespace
 
+EXPORT_LAYOUT(Args, FIELD(host), FIELD(device), FIELD(pitch), FIELD(heads), FIELD(tile), FIELD(blocks),
+    FIELD(num_decodes))
+
 // Returns a cudaError_t; that of a wrong value where the lists have no place for so many tiles.
 extern "C" int asyncllm_prefill_lists(const void* untyped, int num_rows, void* stream) {
     const Args& args = *static_cast<const Args*>(untyped);
@@ -123,6 +126,6 @@ extern "C" int asyncllm_prefill_lists(const void* untyped, int num_rows, void* s
     const int num_works = static_cast<int>(args.heads * tiles.size());
     const int width = std::max(num_works, args.blocks + 1);
     if (width > args.pitch) return 1;
-    write(args, rows, tiles, share_out(args, tiles));
+    write(args, rows, tiles, assign_blocks(args, tiles));
     return copy(args, width, rows.num_words, stream);
 }

@@ -1,4 +1,4 @@
-"""What is between the products of many rows, in Triton: RMSNorm with its addition, and SwiGLU.
+"""Kernels between the GEMMs of many rows, in Triton: RMSNorm with its addition, and SwiGLU.
 
 There cuBLAS multiplies, and nothing of this fits into its kernels. Each is one pass over its rows,
 bound by memory and, where rows are few, by the gap before it, which a programmatic launch shortens.
@@ -9,17 +9,21 @@ programs, several rows to one of them, and asking for the residual before the wa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.models.layers.ops import Norm
+from asyncllm.kernels.declaration import Start
+from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.records import Norm
 
 COLUMNS_PER_WARP = 512  # of a norm: 16 numbers to a thread
 MAX_NORM_WARPS = 16
 SWIGLU_COLUMNS = 1024  # of a program
 SWIGLU_WARPS = 4
+MANY_ROWS = 128  # more than skinny_gemm takes
 
 
 @triton.jit
@@ -100,3 +104,19 @@ def _launch_norm(
         num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)),
         **launch_flags(x.device),
     )  # fmt: skip
+
+
+def prewarm(start: Start) -> Iterator[Callable[[], object]]:
+    if not start.has_fast_ops:
+        return
+    hidden, intermediate = start.sizes.hidden_size, start.sizes.intermediate_size
+
+    def rows(size: int) -> torch.Tensor:
+        return start.zeros(MANY_ROWS, size, dtype=start.dtype)
+
+    def norm() -> Norm:
+        return Norm(start.zeros(hidden, dtype=start.dtype), 1.0)
+
+    yield lambda: rms_norm(rows(hidden), norm())
+    yield lambda: add_rms_norm(rows(hidden), rows(hidden), norm())
+    yield lambda: swiglu(rows(2 * intermediate))

@@ -1,7 +1,8 @@
 """One Triton kernel for all between a layer's projection and its attention.
 
 Normalises and rotates the heads of q and k, and writes k and v straight to their pages: what would
-otherwise be four kernels per layer and two passes over k and v. `heads.py` is the reference.
+otherwise be four kernels per layer and two passes over k and v. The reference is
+attention/heads.py.
 
 It is launched programmatically for the sake of decode kernels after it, which then begin early.
 Asking for anything before its own wait cost steps of many tokens what it saved those of few.
@@ -9,15 +10,20 @@ Asking for anything before its own wait cost steps of many tokens what it saved 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.base import AttentionLayer, Rotation
-from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.declaration import Start
+from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.records import AttentionLayer, HeadNorm, Rotation
 
 MAX_HEADS_PER_PROGRAM = 16
-FEW_TOKENS = 64  # up to here one program per head: a small step must still fill the card
+FEW_TOKENS = 64  # up to here one program per head: a small step must still fill the GPU
 
 # Of which a program reads one number: whether they are aligned makes no other variant.
 SCALARS = ["slots_ptr", "rows_ptr"]
@@ -109,3 +115,24 @@ def rotate_and_write(
         HAS_NORM=norm is not None, num_warps=1 if heads == 1 else 4, **launch_flags(qkv.device),
     )  # fmt: skip
     return q
+
+
+def prewarm(start: Start) -> Iterator[Callable[[], object]]:
+    """One head to a program, and several."""
+    if start.attention_backend != "torch":
+        yield from (partial(_rotate_zeros, start, tokens) for tokens in (1, 2 * FEW_TOKENS))
+
+
+def _rotate_zeros(start: Start, num_tokens: int) -> None:
+    layer, dtype = start.layers[0], start.dtype
+    kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
+    if layer.head_norm is not None:  # whose weights may be without memory
+        weights = start.zeros(2, head_dim, dtype=dtype)
+        layer = replace(layer, head_norm=HeadNorm(weights[0], weights[1], 1.0))
+    rotate_and_write(
+        layer,
+        start.zeros(num_tokens, layer.num_heads + 2 * kv_heads, head_dim, dtype=dtype),
+        Rotation(start.zeros(num_tokens), start.zeros(1, head_dim, dtype=torch.float32)),
+        start.zeros(1, 2, start.block_size, kv_heads, head_dim, dtype=dtype),
+        start.zeros(num_tokens, dtype=torch.int64),
+    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from asyncllm.worker.logit_kernels import gumbel_noise, load_logits
+from asyncllm.kernels.sampling.logits import gumbel_noise, load_logits
 
 GROUP: tl.constexpr = tl.constexpr(64)  # tokens: 128 bytes of logits in half precision
 TILE: tl.constexpr = tl.constexpr(32)  # groups that are read at once

@@ -2,30 +2,37 @@
 
 Two kernels, whatever the rows ask: many programs look at a row's logits side by side, then one
 picks its token. Of a row that may not draw every token the first only summarises, see
-filter_kernels.py; of the others it draws, and the second takes the best of a few.
+filters.py; of the others it draws, and the second takes the best of a few.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from asyncllm.attention.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.types import NON_FINITE_TOKEN
-from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.filter_kernels import (
+from asyncllm.kernels.declaration import Start
+from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.records import RowMasks, SlotState
+from asyncllm.kernels.sampling.filters import (
     GROUP,
     draw_filtered,
     largest_of,
     may_filter,
     summarise_block,
 )
-from asyncllm.worker.logit_kernels import gumbel_noise, load_logits
-from asyncllm.worker.penalty_kernels import open_penalties
-from asyncllm.worker.token_masks import RowMasks
+from asyncllm.kernels.sampling.logits import (
+    apply_masks_triton,
+    gumbel_noise,
+    load_logits,
+    open_penalties,
+)
+from asyncllm.types import NON_FINITE_TOKEN
 
-BLOCK = 4096  # logits per program: 32 of them for a row of 128k, so that one row fills the card
+BLOCK = 4096  # logits per program: 32 of them for a row of 128k, so that one row fills the GPU
 PICK_WARPS = 8  # a program picks for a row, and reads some thousand logits where that filters
 # Arguments that are a scalar, or of which a program reads one: what values and addresses are
 # multiples of is no reason for another variant, which the compiler takes a second for.
@@ -35,7 +42,7 @@ POINTERS_TO_SCALARS = [
     "top_ps_ptr", "min_ps_ptr", "seeds_ptr", "out_ptr", "last_tokens_ptr", "slot_positions_ptr",
 ]  # fmt: skip
 LEAST_BLOCKS = 64  # of one row that the second kernel is compiled for: of up to 262,144 tokens
-# By how much the keys (filter_kernels.py) of neighbouring logits differ.
+# By how much the keys (filters.py) of neighbouring logits differ.
 UNITS = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13, torch.float32: 1}
 
 
@@ -165,7 +172,7 @@ def _move_on(slot, token, position, last_tokens_ptr, slot_positions_ptr, by_slot
 
 
 def sample_slots_triton(
-    state: DeviceState,
+    state: SlotState,
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor | None,
@@ -204,3 +211,26 @@ def sample_slots_triton(
         UNIT=UNITS[logits.dtype], NON_FINITE=NON_FINITE_TOKEN, num_warps=PICK_WARPS, **flags,
     )  # fmt: skip
     return out
+
+
+def prewarm(start: Start) -> Iterator[Callable[[], object]]:
+    """One row, in each way that a step may sample."""
+    # In float32 after `Sampler.full` has edited the logits, which masks them by itself.
+    variants = [(start.dtype, False), (start.dtype, True), (torch.float32, False)]
+    yield from (partial(_sample_zeros, start, *variant) for variant in dict.fromkeys(variants))
+    vocab_size = start.sizes.vocab_size
+    yield lambda: apply_masks_triton(
+        start.zeros(1, vocab_size, dtype=torch.float32), _masks_of_zeros(start)
+    )
+
+
+def _sample_zeros(start: Start, dtype: torch.dtype, is_masked: bool) -> None:
+    vocab_size, slots = start.sizes.vocab_size, start.zeros(1)
+    logits = start.zeros(1, vocab_size, dtype=dtype)
+    masks = _masks_of_zeros(start) if is_masked else None
+    sample_slots_triton(start.new_state(1, vocab_size), logits, slots, slots, masks)
+
+
+def _masks_of_zeros(start: Start) -> RowMasks:
+    """They allow every token."""
+    return RowMasks(start.zeros(1), start.zeros(1, -(-start.sizes.vocab_size // 32)) - 1)

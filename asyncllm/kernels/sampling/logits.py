@@ -1,14 +1,52 @@
-"""What the sampler's kernels do with a token: read its logit, as it may come; draw its noise."""
+"""A row's logits in Triton: masks and penalties, and the noise by which a token is drawn."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from asyncllm.worker.penalty_kernels import penalise
-from asyncllm.worker.token_masks import LEAST_LOGIT
+from asyncllm.kernels.records import LEAST_LOGIT, RowMasks
 
 LEAST: tl.constexpr = tl.constexpr(LEAST_LOGIT)
+MASK_BLOCK = 4096  # logits per program
+
+
+@triton.jit
+def open_penalties(slot, vocab_size, tensors):
+    """A slot's penalties as `penalise` takes them.
+
+    tensors: `DeviceState.penalties`, as pointers.
+    """
+    presences_ptr, frequencies_ptr, repetitions_ptr, counts_ptr, in_prompt_ptr = tensors
+    presence = tl.load(presences_ptr + slot)
+    frequency = tl.load(frequencies_ptr + slot)
+    repetition = tl.load(repetitions_ptr + slot)
+    repetition = tl.where(repetition > 0, repetition, 1.0)  # the padding slot's is 0
+    is_penalised = (presence != 0) | (frequency != 0) | (repetition != 1)
+    first = slot.to(tl.int64) * vocab_size
+    return (
+        is_penalised, presence, frequency, repetition, counts_ptr + first, in_prompt_ptr + first
+    )  # fmt: skip
+
+
+@triton.jit
+def penalise(x, token, inside, penalties):
+    """float32 logits of a penalised slot."""
+    _, presence, frequency, repetition, counts_ptr, in_prompt_ptr = penalties
+    counts = tl.load(counts_ptr + token, inside, other=0)
+    is_seen = (counts > 0) | (tl.load(in_prompt_ptr + token, inside, other=0) != 0)
+    factor = tl.where(x > 0, 1.0 / repetition, repetition)
+    x = tl.where(is_seen, x * factor, x)
+    return x - frequency * counts.to(tl.float32) - tl.where(counts > 0, presence, 0.0)
+
+
+@triton.jit
+def count_input(slot, token, vocab_size, tensors):
+    """A slot's last token, by the program that reads it."""
+    is_penalised, _, _, _, counts_ptr, _ = open_penalties(slot, vocab_size, tensors)
+    if is_penalised:
+        tl.store(counts_ptr + token, tl.load(counts_ptr + token) + 1)
 
 
 @triton.jit
@@ -51,3 +89,31 @@ def _mix(h):
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
+
+
+@triton.jit
+def _mask_block(
+    logits_ptr, of_row_ptr, bits_ptr, vocab_size, row_stride, bits_stride,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row."""
+    row = tl.program_id(0)
+    place = tl.load(of_row_ptr + row)
+    if place >= 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = token < vocab_size
+        words = tl.load(bits_ptr + place.to(tl.int64) * bits_stride + token // 32, inside, other=0)
+        allowed = ((words >> (token % 32)) & 1) != 0
+        logit_ptr = logits_ptr + row.to(tl.int64) * row_stride + token
+        x = tl.load(logit_ptr, inside, other=0.0)
+        x = tl.where(x < LEAST, LEAST, x)  # keeps a NaN
+        tl.store(logit_ptr, tl.where(allowed, x, float("-inf")), inside)
+
+
+def apply_masks_triton(logits: torch.Tensor, masks: RowMasks) -> None:
+    """`ApplyMasks`."""
+    num_blocks = triton.cdiv(logits.shape[1], MASK_BLOCK)
+    _mask_block[(len(logits), num_blocks)](
+        logits, masks.of_row, masks.bits, logits.shape[1], logits.stride(0), masks.bits.stride(0),
+        LEAST=LEAST_LOGIT, BLOCK=MASK_BLOCK,
+    )  # fmt: skip

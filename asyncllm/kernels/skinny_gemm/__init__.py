@@ -1,9 +1,9 @@
-"""Products of 2 to 32 rows by one CUDA kernel, with what comes before and after them.
+"""GEMMs of 2 to 32 rows by one CUDA kernel, with what comes before and after them.
 
-What one_row.py does for one row, for as many as it pays: at so few rows a product is a read of its
+What gemv does for one row, for as many as it pays: at so few rows a product is a read of its
 weights, and what it costs besides is latency. SiLU, the addition to the residual and the next norm
 happen in the product, and its weights are asked for before the kernel before it has ended. The
-kernel, few_rows.cu, is compiled while the model loads, if no start before has done so.
+kernel, skinny_gemm.cu, is compiled while the model loads, if no start before has done so.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 
-from asyncllm.models.layers.ops import Norm, Normed
-from asyncllm.models.layers.tried_kernel import TriedKernel
+from asyncllm.kernels.declaration import CudaKernel
+from asyncllm.kernels.jit_kernel import JitKernel
+from asyncllm.kernels.records import Norm, Normed
 
-SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))  # with 227 KiB of shared memory for a block
 MAX_ROWS = 32  # beyond, cuBLAS reads weights as fast (docs/LOG.md)
 MAX_FEATURES = 1 << 16  # of a product; the LM head is cuBLAS's
 COLUMNS = 64  # of a product's size a multiple
@@ -38,16 +37,22 @@ class Args(ctypes.Structure):
     )
 
 
-def supports(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in CAPABILITIES
+KERNEL = CudaKernel(
+    name="skinny_gemm",
+    falls_back_to="cuBLAS",
+    source=Path(__file__).with_name("skinny_gemm.cu"),
+    structs=(Args,),
+    capabilities=((9, 0), (10, 0), (10, 3)),  # with 227 KiB of shared memory for a block
+    definitions_for=lambda start: () if start.has_fast_ops else None,
+)
 
 
-class FewRows:
-    """Some of `Ops`, for tensors that it `takes`; none on cards with less shared memory."""
+class SkinnyGemm:
+    """Some of `Ops`, for tensors that it `takes`; none on GPUs with less shared memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if supports(device) else torch.device("cpu")
-        self._kernel = TriedKernel(SOURCE, "asyncllm_few_rows", self._device)
+        self._device = device
+        self._kernel = JitKernel(KERNEL, device)
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
         """For `linear` and `gated_linear`: x [rows, size]."""

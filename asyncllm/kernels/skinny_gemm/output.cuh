@@ -29,7 +29,7 @@ struct Output {
     static constexpr int NUM = ALL < THREADS ? 1 : ALL / THREADS;  // of a thread
     static_assert(NUM <= 2);
     int own, unit, row, feature;  // own: which of this block's units
-    bool is_one;                  // false: there is none
+    bool is_valid;                  // false: there is none
     int64_t place;
     Four addend = {}, norm = {};
 
@@ -42,8 +42,8 @@ struct Output {
         unit = first_unit + index;
         feature = unit * FEATURES + four % FOURS * 4;
         place = static_cast<int64_t>(row) * args.features + feature;
-        is_one = own < OWN_UNITS && index < num_units && row < args.rows && feature < args.features;
-        if (!ADD || !is_one) return;
+        is_valid = own < OWN_UNITS && index < num_units && row < args.rows && feature < args.features;
+        if (!ADD || !is_valid) return;
         addend = Four::at(args.out + place);
         norm = Four::at(args.next_norm + feature);
     }
@@ -87,7 +87,7 @@ struct Output {
     __device__ __forceinline__ void store(const Args& args, const Shared<ROWS, TILES>& shared,
                                           int buffer) const {
         float square = 0;
-        if (is_one) {
+        if (is_valid) {
             float result[4];
             find(args, shared, buffer, result);
             if constexpr (ADD)
@@ -106,7 +106,7 @@ struct Output {
         }
         if constexpr (ADD) {
             for (int step = FOURS / 2; step > 0; step /= 2) square = add_across(square, step);
-            if (is_one && feature % FEATURES == 0)
+            if (is_valid && feature % FEATURES == 0)
                 args.next_squares[static_cast<int64_t>(row) * args.num_units() + unit] = square;
         }
     }

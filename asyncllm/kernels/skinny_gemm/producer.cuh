@@ -5,32 +5,32 @@
 
 namespace {
 
-// Of so many, those that this share of them has: from `first` on, at most `most`.
+// Of so many, those that one part has: from `first` on, at most `most`.
 __device__ __forceinline__ int part_of(int num, int first, int most) {
     return num <= first ? 0 : num - first < most ? num - first : most;
 }
 
 // A warp that copies some rows of each stage, weights by its first lanes and x by the next.
 template <int ROWS, int TILES, int PARTS>
-struct Feeder {
+struct Producer {
     using OwnWalk = Walk<TILES, PARTS>;
     static constexpr int STAGES = Shared<ROWS, TILES>::STAGES;
-    static constexpr int SHARE = TILES * FEATURES / FEEDERS, SHARE_OF_X = ROWS / FEEDERS;
-    static_assert(SHARE + SHARE_OF_X <= 32 && FEATURES % SHARE == 0 && ROWS % FEEDERS == 0);
+    static constexpr int WEIGHT_ROWS = TILES * FEATURES / PRODUCERS, X_ROWS = ROWS / PRODUCERS;
+    static_assert(WEIGHT_ROWS + X_ROWS <= 32 && FEATURES % WEIGHT_ROWS == 0 && ROWS % PRODUCERS == 0);
     const Args& args;
     Shared<ROWS, TILES>& shared;
-    const int feeder, lane;
-    const int tile, first;  // the share's, and its first row there
+    const int producer, lane;
+    const int tile, first;  // the warp's, and its first row there
 
-    __device__ __forceinline__ Feeder(const Args& args, Shared<ROWS, TILES>& shared)
-        : args(args), shared(shared), feeder(thread_index() / 32 - WARPS), lane(thread_index() % 32),
-          tile(feeder * SHARE / FEATURES), first(feeder * SHARE % FEATURES) {}
+    __device__ __forceinline__ Producer(const Args& args, Shared<ROWS, TILES>& shared)
+        : args(args), shared(shared), producer(thread_index() / 32 - WARPS), lane(thread_index() % 32),
+          tile(producer * WEIGHT_ROWS / FEATURES), first(producer * WEIGHT_ROWS % FEATURES) {}
 
-    // Expects the share's x as well.
+    // Expects the warp's x as well.
     __device__ __forceinline__ void copy_weight(const OwnWalk& walk, int place) {
         const int feature = (walk.unit + tile / PARTS) * FEATURES + first;
-        const int num = tile < walk.num_tiles() ? part_of(args.features, feature, SHARE) : 0;
-        const int num_of_x = part_of(args.rows, feeder * SHARE_OF_X, SHARE_OF_X);
+        const int num = tile < walk.num_tiles() ? part_of(args.features, feature, WEIGHT_ROWS) : 0;
+        const int num_of_x = part_of(args.rows, producer * X_ROWS, X_ROWS);
         const int bytes = walk.num_columns() * 2;
         Signal& full = shared.full[place];
         if (lane == 0) expect_bytes(full, (num + num_of_x) * bytes);
@@ -42,9 +42,9 @@ struct Feeder {
     }
 
     __device__ __forceinline__ void copy_x(const OwnWalk& walk, int place) {
-        const int index = lane - SHARE, row = feeder * SHARE_OF_X + index;
+        const int index = lane - WEIGHT_ROWS, row = producer * X_ROWS + index;
         const int bytes = walk.num_columns() * 2;
-        if (index < 0 || index >= SHARE_OF_X || row >= args.rows || bytes == 0) return;
+        if (index < 0 || index >= X_ROWS || row >= args.rows || bytes == 0) return;
         copy_bulk(shared.stages[place].x + row * ROW_BYTES,
                   args.x + static_cast<int64_t>(row) * args.size + walk.slice * SLICE, bytes,
                   shared.full[place]);

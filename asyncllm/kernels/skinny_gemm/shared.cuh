@@ -1,14 +1,12 @@
 // What a block keeps in shared memory, and its way through what it computes.
 #pragma once
 
-#include "../pairs.cuh"
-#include "../turn.cuh"
-#include "../windows.cuh"
+#include "../include/windows.cuh"
 
 namespace {
 
 constexpr int WARPS = 8;       // that multiply
-constexpr int FEEDERS = 8;     // that copy: one asks for a row of a stage in some 80 cycles
+constexpr int PRODUCERS = 8;     // that copy: one asks for a row of a stage in some 80 cycles
 constexpr int THREADS = WARPS * 32;  // that multiply
 constexpr int FEATURES = 16;   // of a unit
 constexpr int SLICE = 256;     // columns of a stage: shorter copies are slow (docs/LOG.md)
@@ -16,16 +14,27 @@ constexpr int ROW_BYTES = SLICE * 2;
 constexpr int PAIR = 64;       // columns of two windows
 constexpr int FEW_COLUMNS = 2048;  // at 4096 large stages are slower, at 1024 quicker (docs/LOG.md)
 
-// How the warps share out a stage of so many tiles. Parts of a slice are added up in shared memory: of
+// How the warps split a stage of so many tiles. Parts of a slice are added up in shared memory: of
 // many rows they would leave no room for stages.
 template <int ROWS, int TILES>
 struct Tiling {
     static constexpr int PARTS_OF_SLICE = TILES == WARPS ? 1 : ROWS == 32 ? 2 : 4;
     static constexpr int COLUMNS = SLICE / PARTS_OF_SLICE;  // a warp's
-    static constexpr int TEAMS = WARPS / PARTS_OF_SLICE;    // of warps, which share out the tiles
+    static constexpr int TEAMS = WARPS / PARTS_OF_SLICE;    // of warps, which split the tiles
     static constexpr int TILES_OF_WARP = TILES / TEAMS;
     static constexpr int OWN_TILES = TILES / 2;  // whose outputs are one block's, the first or the last
     static_assert(TILES_OF_WARP * TEAMS == TILES);
+};
+
+// A place of a ring after another, round and round.
+template <int PLACES>
+struct Turn {
+    int place = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++place == PLACES) place = 0, parity ^= 1;
+    }
 };
 
 struct Args {
@@ -54,7 +63,7 @@ struct Shared {
     static constexpr int STAGES = TILES == WARPS ? 2 : 4;
     Stage<ROWS, TILES> stages[STAGES];
     // Of the tiles whose outputs are this block's, as the tensor cores leave them: of either block, each
-    // part of its slices. Two groups take turns: who hands over the next but one has seen the next
+    // part of its slices. Two groups alternate: who hands over the next but one has seen the next
     // summed, and nobody hands that over before all of its block have read the one before it.
     uint4 sums[2][2][Tiling<ROWS, TILES>::PARTS_OF_SLICE][Tiling<ROWS, TILES>::OWN_TILES][ROWS / 8][32];
     float factors[ROWS];

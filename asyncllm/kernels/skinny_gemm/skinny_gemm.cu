@@ -1,9 +1,9 @@
-// Matrix products of 2 to 32 rows, with what comes before and after them: see few_rows.py.
+// Matrix products of 2 to 32 rows, with what comes before and after them: see __init__.py.
 //
 // A pair of blocks computes some of the outputs, group by group, and each block has every other slice of
 // the columns: x is read once for 64 or 128 rows of weights, what both add up stays between them. Half of a
 // block's warps copy, as far ahead as there is shared memory, weights before the kernel before has ended.
-// The others share out a stage.
+// The others split a stage.
 //
 //   unit   16 outputs, the tensor cores' rows; if gated 16 gates and their 16 ups
 //   tile   a unit's 16 rows of weights, or of one of its parts
@@ -12,8 +12,8 @@
 //
 // Nobody waits for the ring while a group ends, or releases anything, which would wait for all copies
 // on their way: sums travel by stores that the other block's signal counts (docs/LOG.md).
-#include "few_rows/feeder.cuh"
-#include "few_rows/output.cuh"
+#include "output.cuh"
+#include "producer.cuh"
 
 namespace {
 
@@ -132,12 +132,12 @@ __device__ __forceinline__ void work(const Args& args, Shared<ROWS, TILES>& shar
 }
 
 template <int ROWS, int TILES, int PARTS, bool ADD>
-__global__ void __launch_bounds__(THREADS + FEEDERS * 32, 1) few_rows(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) skinny_gemm(const __grid_constant__ Args args) {
     using Own = Shared<ROWS, TILES>;
     auto& shared = *reinterpret_cast<Own*>(shared_memory());
     if (thread_index() == 0) {
         for (int i = 0; i < Own::STAGES; i++)
-            open_signal<FEEDERS>(shared.full[i]), open_signal<WARPS>(shared.empty[i]);
+            open_signal<PRODUCERS>(shared.full[i]), open_signal<WARPS>(shared.empty[i]);
         for (Signal& signal : shared.is_summed) open_signal(signal);
         open_signal<WARPS>(shared.is_read);
         show_signals();
@@ -148,15 +148,15 @@ __global__ void __launch_bounds__(THREADS + FEEDERS * 32, 1) few_rows(const __gr
     if (thread_index() < THREADS)
         work<ROWS, TILES, PARTS, ADD>(args, shared);
     else
-        Feeder<ROWS, TILES, PARTS>(args, shared).copy();
+        Producer<ROWS, TILES, PARTS>(args, shared).copy();
     arrive_in_pair();
     wait_for_pair();  // nobody sends to a block that has ended
 }
 
 template <int ROWS, int TILES, int PARTS, bool ADD>
 int launch_tiled(const Args& args, int num_pairs, void* stream) {
-    return launch_after(few_rows<ROWS, TILES, PARTS, ADD>, args, 2 * num_pairs, THREADS + FEEDERS * 32,
-                        static_cast<int>(sizeof(Shared<ROWS, TILES>)), stream, true, 2);
+    return launch_kernel(skinny_gemm<ROWS, TILES, PARTS, ADD>, args, 2 * num_pairs, THREADS + PRODUCERS * 32,
+                         static_cast<int>(sizeof(Shared<ROWS, TILES>)), stream, Order::EARLY, 2);
 }
 
 // Where columns are few, as many tiles to a stage as a pair has, and one group: between groups warps
@@ -181,9 +181,13 @@ int launch_for(const Args& args, int num_blocks, void* stream) {
 
 }  // namespace
 
+EXPORT_LAYOUT(Args, FIELD(x), FIELD(squares), FIELD(weight), FIELD(bias), FIELD(next_norm), FIELD(out),
+    FIELD(scaled), FIELD(next_squares), FIELD(rows), FIELD(features), FIELD(size), FIELD(num_squares),
+    FIELD(gated), FIELD(eps))
+
 // Returns a cudaError_t. `untyped`: Args. num_blocks: that are on the device at once. size: a multiple
 // of 64; features: of 4; pointers aligned to 16 bytes.
-extern "C" int asyncllm_few_rows(const void* untyped, int num_blocks, void* stream) {
+extern "C" int asyncllm_skinny_gemm(const void* untyped, int num_blocks, void* stream) {
     const auto& args = *static_cast<const Args*>(untyped);
     if (args.rows <= 8) return launch_for<8>(args, num_blocks, stream);
     if (args.rows <= 16) return launch_for<16>(args, num_blocks, stream);

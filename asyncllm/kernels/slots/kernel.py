@@ -1,24 +1,48 @@
-"""The CUDA kernel of `GatherSlots`: all of a step's rows at once."""
+"""Slots' rows for a decode step and for a mixed step's decodes, and slots' changes, all at once."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.penalty_kernels import count_input
-from asyncllm.worker.slot_rows import SlotRows
+from asyncllm.kernels.declaration import Start
+from asyncllm.kernels.records import DecodeRows, SlotRows, SlotState
+from asyncllm.kernels.sampling.logits import count_input
 
 TABLE_BLOCK = 1024
+CHANGES_BLOCK = 128
+# A slot's record in words (worker/slot_changes.py): its seed's two, five integers, floats.
+FIRST_INT, FIRST_FLOAT = 2, 7
+FEW_PAGES = 16  # as aligned as those of usual context windows
 # Of which a program reads or writes one number: whether they are aligned makes no other variant.
-SCALARS = [
+GATHERED_SCALARS = [
     "slots_ptr", "last_tokens_ptr", "positions_ptr", "row_tokens_ptr", "row_positions_ptr",
     "next_positions_ptr",
 ]  # fmt: skip
+FILLED_SCALARS = [
+    "slots_ptr", "last_tokens_ptr", "positions_ptr", "prompt_lens_ptr", "token_ids_ptr",
+    "token_positions_ptr", "token_prompt_lens_ptr", "write_slots_ptr", "row_positions_ptr",
+]  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=SCALARS)
+class TokenRows(Protocol):
+    """A mixed step's tokens, as graphs/token_buffers.py has them."""
+
+    @property
+    def token_ids(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def prompt_lens(self) -> torch.Tensor: ...
+    @property
+    def write_slots(self) -> torch.Tensor: ...
+
+
+@triton.jit(do_not_specialize_on_alignment=GATHERED_SCALARS)
 def _gather_slots(
     slots_ptr, last_tokens_ptr, positions_ptr, tables_ptr,
     row_tokens_ptr, row_positions_ptr, next_positions_ptr, row_tables_ptr,
@@ -39,7 +63,7 @@ def _gather_slots(
     tl.store(row_tables_ptr + row.to(tl.int64) * num_pages + page, pages, inside)
 
 
-def gather_slots_triton(state: DeviceState, slots: torch.Tensor) -> SlotRows:
+def gather_slots_triton(state: SlotState, slots: torch.Tensor) -> SlotRows:
     """`GatherSlots` in one kernel."""
     num_rows, num_pages = len(slots), state.block_tables.shape[1]
     rows = SlotRows(
@@ -54,3 +78,132 @@ def gather_slots_triton(state: DeviceState, slots: torch.Tensor) -> SlotRows:
         state.output_counts.shape[1], state.penalties, BLOCK=TABLE_BLOCK,
     )  # fmt: skip
     return rows
+
+
+@triton.jit(do_not_specialize_on_alignment=FILLED_SCALARS)
+def _fill_decodes(
+    slots_ptr, last_tokens_ptr, positions_ptr, prompt_lens_ptr, tables_ptr,
+    token_ids_ptr, token_positions_ptr, token_prompt_lens_ptr, write_slots_ptr,
+    row_positions_ptr, row_tables_ptr,
+    num_pages, vocab_size, penalties, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    is_valid = slot > 0
+    table_ptr = tables_ptr + slot.to(tl.int64) * num_pages
+    if tl.program_id(1) == 0:
+        position = tl.load(positions_ptr + slot)
+        page = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
+        token = tl.load(last_tokens_ptr + slot)
+        count_input(slot, token, vocab_size, penalties)
+        tl.store(token_ids_ptr + row, token, is_valid)
+        tl.store(token_positions_ptr + row, position, is_valid)
+        tl.store(token_prompt_lens_ptr + row, tl.load(prompt_lens_ptr + slot), is_valid)
+        tl.store(write_slots_ptr + row, page * BLOCK_SIZE + position % BLOCK_SIZE, is_valid)
+        tl.store(row_positions_ptr + row, tl.where(is_valid, position, -1))
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (column < num_pages) & is_valid
+    pages = tl.load(table_ptr + column, inside, other=0)
+    tl.store(row_tables_ptr + row.to(tl.int64) * num_pages + column, pages, inside)
+
+
+def fill_decodes_triton(
+    state: SlotState, slots: torch.Tensor, tokens: TokenRows, block_size: int
+) -> DecodeRows:
+    """`FillDecodes` in one kernel. Tables of padding rows are not filled."""
+    num_rows, num_pages = len(slots), state.block_tables.shape[1]
+    positions, tables = torch.empty_like(slots), slots.new_empty((num_rows, num_pages))
+    _fill_decodes[(num_rows, triton.cdiv(num_pages, TABLE_BLOCK))](
+        slots, state.last_tokens, state.positions, state.prompt_lens, state.block_tables,
+        tokens.token_ids, tokens.positions, tokens.prompt_lens, tokens.write_slots,
+        positions, tables, num_pages, state.output_counts.shape[1], state.penalties,
+        BLOCK_SIZE=block_size, BLOCK=TABLE_BLOCK,
+    )  # fmt: skip
+    return DecodeRows(tables, positions)
+
+
+@triton.jit(
+    do_not_specialize=["num_records", "num_entries", "num_slots", "num_pages"],
+    do_not_specialize_on_alignment=["records_ptr", "entries_ptr"],
+)
+def _write_slots(
+    records_ptr, entries_ptr, last_tokens_ptr, positions_ptr, prompt_lens_ptr, top_ks_ptr,
+    seeds_ptr, floats_ptr, tables_ptr, num_records, num_entries, num_slots, num_pages,
+    WORDS: tl.constexpr, FIRST_INT: tl.constexpr, FIRST_FLOAT: tl.constexpr,
+    NUM_FLOATS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        inside = place < num_entries
+        row = tl.load(entries_ptr + place, inside, other=0).to(tl.int64)
+        index = tl.load(entries_ptr + num_entries + place, inside, other=0)
+        page = tl.load(entries_ptr + 2 * num_entries + place, inside, other=0)
+        tl.store(tables_ptr + row * num_pages + index, page, inside)
+    else:
+        inside = place < num_records
+        record_ptr = records_ptr + place * WORDS
+        low = tl.load(record_ptr, inside, other=0).to(tl.uint32, bitcast=True)
+        high = tl.load(record_ptr + 1, inside, other=0)
+        ints_ptr = record_ptr + FIRST_INT
+        slot = tl.load(ints_ptr, inside, other=0)
+        tl.store(last_tokens_ptr + slot, tl.load(ints_ptr + 1, inside, other=0), inside)
+        tl.store(positions_ptr + slot, tl.load(ints_ptr + 2, inside, other=0), inside)
+        tl.store(prompt_lens_ptr + slot, tl.load(ints_ptr + 3, inside, other=0), inside)
+        tl.store(top_ks_ptr + slot, tl.load(ints_ptr + 4, inside, other=0), inside)
+        tl.store(seeds_ptr + slot, (high.to(tl.int64) << 32) | low.to(tl.int64), inside)
+        for i in tl.static_range(NUM_FLOATS):
+            bits = tl.load(record_ptr + FIRST_FLOAT + i, inside, other=0)
+            value = bits.to(tl.float32, bitcast=True)
+            tl.store(floats_ptr + i * num_slots + slot, value, inside)
+
+
+def record_words(state: SlotState) -> int:
+    """An even number: every record's seed is aligned."""
+    num_words = FIRST_FLOAT + len(state.float_params)
+    return num_words + num_words % 2
+
+
+def write_slots_triton(
+    state: SlotState, records: torch.Tensor | None, entries: torch.Tensor | None
+) -> None:
+    """`WriteSlots` in one kernel."""
+    words = record_words(state)
+    assert records is None or records.shape[1] == words
+    num_records = 0 if records is None else len(records)
+    num_entries = 0 if entries is None else entries.shape[1]
+    num_blocks = triton.cdiv(max(num_records, num_entries), CHANGES_BLOCK)
+    _write_slots[(num_blocks, 1 if records is None else 2)](
+        state.positions if records is None else records,
+        state.positions if entries is None else entries,
+        state.last_tokens, state.positions, state.prompt_lens, state.top_ks, state.seeds,
+        state.float_params, state.block_tables, num_records, num_entries,
+        state.float_params.shape[1], state.block_tables.shape[1], WORDS=words,
+        FIRST_INT=FIRST_INT, FIRST_FLOAT=FIRST_FLOAT, NUM_FLOATS=len(state.float_params),
+        BLOCK=CHANGES_BLOCK,
+    )  # fmt: skip
+
+
+class _Tokens(NamedTuple):
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    prompt_lens: torch.Tensor
+    write_slots: torch.Tensor
+
+
+def prewarm(start: Start) -> Iterator[Callable[[], object]]:
+    """One slot, read and written."""
+
+    def state() -> SlotState:
+        return start.new_state(FEW_PAGES, 1)
+
+    def fill() -> None:
+        row = start.zeros(1)
+        fill_decodes_triton(state(), row, _Tokens(row, row, row, row.long()), start.block_size)
+
+    def write() -> None:
+        records = start.zeros(1, record_words(state()))
+        write_slots_triton(state(), records, start.zeros(3, 1))
+
+    yield lambda: gather_slots_triton(state(), start.zeros(1))
+    yield fill
+    yield write

@@ -1,0 +1,18 @@
+// A struct of arguments as the host has it, for Python's mirror of it to be compared with
+// (declaration.py): EXPORT_LAYOUT(Args, FIELD(rows), FIELD(scale))
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct AsyncllmField {
+    const char* name;  // null: the end, whose offset is the struct's size
+    uint64_t offset, size;
+};
+#define FIELD(name) {#name, offsetof(Described, name), sizeof(Described::name)}
+#define EXPORT_LAYOUT(STRUCT, ...)                                                                      \
+    extern "C" const AsyncllmField* asyncllm_layout_##STRUCT() {                                        \
+        using Described = STRUCT;                                                                       \
+        static const AsyncllmField fields[] = {__VA_ARGS__, {nullptr, sizeof(STRUCT), 0}};              \
+        return fields;                                                                                  \
+    }

@@ -1,0 +1,152 @@
+"""Records that kernels take: tensors under their names, and the constants of one layer.
+
+The floors above pass these on; attention/base.py and models/layers/ops.py say what is done to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+# What a mask leaves alone when nothing that it allows is finite: whatever else forbids them (bad
+# words, min_tokens), a grammar's only tokens stay possible. Far from what float32 can hold, because
+# a small temperature multiplies it.
+LEAST_LOGIT = -1e30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """RMSNorm over each head of q and of k, before the rotation. Weights: [head_dim]."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """Rotary embedding of one step, NeoX style: entry i of a head pairs with i + head_dim / 2.
+
+    rows: int32 or int64 [tokens], each token's row of cos_sin: float32 [rows, head_dim], the
+    cosines in the first half, the sines in the second.
+    """
+
+    rows: torch.Tensor
+    cos_sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The constants of one layer's attention. `window` counts the tokens seen, itself included."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    head_norm: HeadNorm | None = None
+
+
+class Attend(Protocol):
+    """One step's attention, bound to its batch.
+
+    qkv: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous: the heads of q, of k, of v;
+    may be overwritten. Returns [tokens, num_heads * head_dim].
+    """
+
+    def __call__(
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor: ...
+
+
+# Attention of one layer over a mixed step's rows, from its q to its out (see `mixed`).
+AttendRows = Callable[[AttentionLayer], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one token each, on the device. Padding rows have table 0 and position 0.
+
+    In a graph of whole mixed steps (`StepAttention`) a row may be no request's: its position is -1.
+    """
+
+    block_tables: torch.Tensor  # int32 [rows, pages per sequence]
+    positions: torch.Tensor  # int32 [rows]
+    max_len: int | None = None  # longest context, where the host knows it (not under capture)
+
+    def write_slots(self, block_size: int) -> torch.Tensor:
+        """int64 [rows]: the flat KV position page * block_size + offset of each row's token."""
+        positions = self.positions.long()
+        pages = self.block_tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
+        return pages.long() * block_size + positions % block_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """The constants of one RMSNorm. weight: [size]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """A norm's output [T, size], or one whose last factor is still to come.
+
+    The factor is one number per token, so the product of one token applies it to its result and the
+    norm needs no pass of its own: with `squares` the output is
+
+        values * rsqrt(squares.sum(1, keepdim=True) / size + eps)
+    """
+
+    values: torch.Tensor
+    squares: torch.Tensor | None = None  # float32 [T, parts], of the norm's input
+    eps: float = 0.0
+
+    def whole(self) -> torch.Tensor:
+        """The output itself, for who does not apply the factor later."""
+        if self.squares is None:
+            return self.values
+        mean = self.squares.sum(1, keepdim=True) / self.values.shape[1]
+        return (self.values * (mean + self.eps).rsqrt()).to(self.values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """The state of a step's slots, one row each, as the step found it."""
+
+    last_tokens: torch.Tensor  # int32 [rows]
+    positions: torch.Tensor  # int32 [rows]
+    next_positions: torch.Tensor  # int32 [rows], of the tokens to be sampled
+    block_tables: torch.Tensor  # int32 [rows, pages per sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The masks of a step, on the device."""
+
+    of_row: torch.Tensor  # int32 [rows]: each row's place in `bits`, or NO_MASK
+    bits: torch.Tensor  # int32 [masked, ceil(V / 32)]
+
+
+class SlotState(Protocol):
+    """The tensors of `DeviceState` that kernels read and write; dtypes and shapes there."""
+
+    last_tokens: torch.Tensor
+    positions: torch.Tensor
+    prompt_lens: torch.Tensor
+    block_tables: torch.Tensor
+    float_params: torch.Tensor
+    temperatures: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+    top_ks: torch.Tensor
+    seeds: torch.Tensor
+    output_counts: torch.Tensor
+
+    @property
+    def penalties(self) -> tuple[torch.Tensor, ...]: ...
