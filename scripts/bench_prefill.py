@@ -4,7 +4,7 @@
     scripts/bench_prefill.py DIR [DIR ...]
 
 With made-up weights. Per number of tokens: microseconds until the host has launched it, and on the
-device alone. Rows: one prompt (alone and of up to 512 tokens it is one graph, else pieces), and
+device alone. Rows: one prompt , and
 beside it decodes of 1000 tokens of context.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.engine_args import EngineArgs
-from asyncllm.worker.step_inputs import StepTokens
+from asyncllm.worker.packed_step import StepTokens
 from asyncllm.worker.worker import Worker
 
 SIZES = (16, 64, 128, 256, 512, 1024, 2048)
@@ -31,7 +31,7 @@ SLEEP_CYCLES = 60_000_000  # about 30 ms: all launches are queued before the fir
 
 def time_step(worker: Worker, num_tokens: int, num_decodes: int) -> tuple[float, float]:
     """Host and device microseconds of a step of so many tokens, the decodes included."""
-    forward = worker.runner.mixed_forward
+    mixed = worker.runner.mixed
     num_prefill = num_tokens - num_decodes
     num_pages = -(-num_prefill // 16)
     worker.runner._state.positions[1 : num_decodes + 1] = CONTEXT
@@ -55,7 +55,7 @@ def time_step(worker: Worker, num_tokens: int, num_decodes: int) -> tuple[float,
         torch.cuda._sleep(SLEEP_CYCLES)
         start.record()
         began = time.perf_counter()
-        forward.run(step, forward.graph_of(step))
+        mixed.forward(step, mixed.graph_shape(step))
         host.append((time.perf_counter() - began) * 1e6)
         end.record()
         end.synchronize()
@@ -74,19 +74,19 @@ def bench(model: str) -> None:
     print(f"{(before - torch.cuda.mem_get_info()[0]) >> 20} MiB in all")
     print("| tokens | decodes | eager: host, device us | graphs: host, device us |")
     print("| --- | --- | --- | --- |")
-    forward = worker.runner.mixed_forward
-    graphs = forward.graphs
+    mixed = worker.runner.mixed
+    graphs = mixed.graphs
     with torch.cuda.stream(torch.cuda.Stream()):
         for num_tokens in SIZES:
             for num_decodes in (0, 8, 64):
                 if num_decodes >= num_tokens:
                     continue
                 cells = []
-                for forward.graphs in (None, graphs):
+                for mixed.graphs in (None, graphs):
                     host, device = time_step(worker, num_tokens, num_decodes)
                     cells.append(f"{host:.0f}, {device:.0f}")
                 print(f"| {num_tokens} | {num_decodes} | {cells[0]} | {cells[1]} |", flush=True)
-    del graphs, forward
+    del graphs, mixed
     worker.close()
 
 

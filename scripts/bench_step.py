@@ -131,8 +131,8 @@ class Bench:
             raise SystemExit("no persistent decode for this model on this device")
         self._persistent = PersistentDecode(model, cache, launch, num_blocks_on(device))
         step = partial(runner.decode_step, forward=self._persistent.forward)
-        inbox = runner.inbox
-        graphs = DecodeGraphs(step, inbox.decode_slots, inbox.clear, GraphPool())
+        inputs = runner.inputs
+        graphs = DecodeGraphs(step, inputs.decode_slots, inputs.clear, GraphPool())
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for batch in batches:
@@ -151,7 +151,7 @@ class Bench:
         size = self._take_slots(graphs, batch)
         self._state.positions[1:].fill_(self._context - 1)
         self._state.last_tokens[1:].fill_(1)
-        return graphs.replay(size)[1].clone()
+        return graphs[size].replay()[1].clone()
 
     @staticmethod
     def _take_slots(graphs: DecodeGraphs, batch: int) -> int:
@@ -173,12 +173,12 @@ class Bench:
             self._state.positions[1:].fill_(self._context - 1)  # the new token is the last seen
 
         def work() -> None:
-            graphs.replay(size)
+            graphs[size].replay()
 
         ms = time_ms(work, prepare)
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
-        way = next(name for name, sizes in graphs.ways.items() if batch in sizes)
+        way = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
         return {
             "step": step if way == LAYERS else f"{step} by {way}",
             "batch": batch,

@@ -28,7 +28,7 @@ from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
-from asyncllm.worker.host_step import HostStep
+from asyncllm.worker.executor import HostStep
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")

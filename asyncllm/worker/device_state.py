@@ -18,9 +18,9 @@ needs an event. S = slots (running sequences + 1), P = pages per sequence, V = v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
+
+from asyncllm.worker.packed_step import AllowedInit, PenaltyInit, SamplingExtras
 
 FLOAT_PARAMS = (
     "temperatures",
@@ -54,13 +54,13 @@ class DeviceState:
         self.in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
         self.allowed: torch.Tensor | None = None
 
-    def apply(self, changes: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, extras: SamplingExtras[torch.Tensor]) -> None:
         """Write what few sequences that take slots have: penalties, allowed tokens. The rest is
         written by a `WriteSlots` (slot_changes.py)."""
-        if "penalty_slots" in changes:
-            self._init_penalties(changes)
-        if "allowed_slots" in changes:
-            self._init_allowed(changes)
+        if extras.penalties is not None:
+            self._init_penalties(extras.penalties)
+        if extras.allowed is not None:
+            self._init_allowed(extras.allowed)
 
     @property
     def penalties(self) -> tuple[torch.Tensor, ...]:
@@ -80,20 +80,20 @@ class DeviceState:
         is_one = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
         return is_one & (slots != 0)
 
-    def _init_penalties(self, changes: Mapping[str, torch.Tensor]) -> None:
-        slots = changes["penalty_slots"].long()
+    def _init_penalties(self, init: PenaltyInit[torch.Tensor]) -> None:
+        slots = init.slots.long()
         self.in_prompt.index_fill_(0, slots, False)  # `[slots] = False` would synchronise
         self.output_counts.index_fill_(0, slots, 0)
-        _set_true(self.in_prompt, changes["prompt_slots"], changes["prompt_tokens"])
-        output = (changes["output_slots"], changes["output_tokens"])
-        ones = torch.ones_like(changes["output_tokens"])
+        _set_true(self.in_prompt, init.prompt_slots, init.prompt_tokens)
+        output = (init.output_slots, init.output_tokens)
+        ones = torch.ones_like(init.output_tokens)
         self.output_counts.index_put_(output, ones, accumulate=True)
 
-    def _init_allowed(self, changes: Mapping[str, torch.Tensor]) -> None:
+    def _init_allowed(self, init: AllowedInit[torch.Tensor]) -> None:
         if self.allowed is None:
             self.allowed = torch.zeros_like(self.in_prompt)
-        self.allowed.index_fill_(0, changes["allowed_slots"].long(), False)
-        _set_true(self.allowed, changes["allowed_row_slots"], changes["allowed_tokens"])
+        self.allowed.index_fill_(0, init.slots.long(), False)
+        _set_true(self.allowed, init.row_slots, init.tokens)
 
     def advance(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Each slot's sampled token, and the position that it will be computed at.

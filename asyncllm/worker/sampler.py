@@ -16,14 +16,14 @@ seeded request samples the same tokens whatever else is in its batch, and after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.packed_step import Feature, LogitEdits
 from asyncllm.worker.token_masks import ApplyMasks, RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
@@ -76,7 +76,7 @@ class Sampler:
         slots: torch.Tensor,
         positions: torch.Tensor | None,
         features: Feature,
-        edits: Mapping[str, torch.Tensor],
+        edits: LogitEdits[torch.Tensor] | None,
         masks: RowMasks | None = None,
         process: Process | None = None,
     ) -> torch.Tensor:
@@ -94,8 +94,8 @@ class Sampler:
         tokens = self._sample_slots(state, logits, slots, positions, None)
         if empty is not None:
             tokens.masked_fill_(empty, NO_TOKEN_LEFT)
-        if "forced_rows" in edits:
-            rows, forced = edits["forced_rows"], edits["forced_tokens"].int()
+        if edits is not None and len(edits.forced_rows):
+            rows, forced = edits.forced_rows, edits.forced_tokens.int()
             if masks is not None:  # a grammar that knows no such token goes first
                 forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
             tokens.index_put_((rows,), forced)
@@ -108,15 +108,14 @@ class Sampler:
         logits: torch.Tensor,
         slots: torch.Tensor,
         features: Feature,
-        edits: Mapping[str, torch.Tensor],
+        edits: LogitEdits[torch.Tensor] | None,
         masks: RowMasks | None,
     ) -> None:
         """What forbids tokens or moves their logits, in place."""
         if features & Feature.ALLOWED:
             self._mask_disallowed(logits, slots)
-        if features & Feature.EDIT:
-            where = (edits["edit_rows"], edits["edit_tokens"])
-            logits.index_put_(where, edits["edit_values"], accumulate=True)
+        if edits is not None:
+            logits.index_put_((edits.rows, edits.tokens), edits.values, accumulate=True)
         if masks is not None:
             self._apply_masks(logits, masks)
 

@@ -74,5 +74,5 @@ def _bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object
     if graphs is None or size is None:
         slots = torch.zeros(1, dtype=torch.int32, device=device)
         return partial(runner.decode_step, slots, 1)
-    runner.inbox.clear()
-    return partial(graphs.replay, size)
+    runner.inputs.clear()
+    return graphs[size].replay

@@ -12,9 +12,9 @@ import torch
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels
+from asyncllm.worker.packed_step import NO_FEATURE
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.slot_changes import RECORD_WORDS
-from asyncllm.worker.slot_sampling import Feature
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
 
@@ -39,4 +39,4 @@ def warm_up_slots(
     logits = torch.zeros(1, state.in_prompt.shape[1], dtype=dtype, device=zero.device)
     for positions in (zero, None):  # as after prefills, as after a decode step
         sampler.plain(logits, zero, positions, row_masks)
-        sampler.full(logits, zero, positions, Feature(0), {}, row_masks)
+        sampler.full(logits, zero, positions, NO_FEATURE, None, row_masks)

@@ -31,7 +31,6 @@ from asyncllm.worker.decode_trial import DecodeTrial
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.early_launches import EarlyLaunches
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
-from asyncllm.worker.inbox import Inbox
 from asyncllm.worker.kernels import (
     SlotKernels,
     has_fast_ops,
@@ -50,9 +49,10 @@ from asyncllm.worker.memory import (
 )
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.own_kernels import begin_building
+from asyncllm.worker.static_inputs import StaticInputs
 from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
-from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.warm_up import warm_up_slots
 from asyncllm.worker.work_counts import WorkCounts
@@ -120,13 +120,13 @@ class Worker:
 
     @property
     def decode_ways(self) -> dict[str, list[int]]:
-        """How decode steps are run -> the sizes captured so; empty where they are eager."""
-        return self.runner.graphs.ways if self.runner.graphs is not None else {}
+        """Implementation of decode steps -> the sizes captured so; empty where they are eager."""
+        return self.runner.graphs.implementations if self.runner.graphs is not None else {}
 
     @property
     def prefill_graph_sizes(self) -> tuple[int, ...]:
         """Tokens of the steps with prefills that are captured, or will be; ascending."""
-        is_captured = self.runner.mixed_forward.graphs is not None
+        is_captured = self.runner.mixed.graphs is not None
         return self._config.prefill_graph_sizes if is_captured else ()
 
     @property
@@ -233,10 +233,10 @@ class Worker:
             state=state,
             kernels=kernels,
             executor=self._executor,
-            builder=StepBuilder(config.num_slots, config.block_size),
+            packer=StepPacker(config.num_slots, config.block_size),
             processors=self._processors,
             masks=self.token_masks,
-            inbox=Inbox(most_captured, config.num_slots, self.device),
+            inputs=StaticInputs(most_captured, config.num_slots, self.device),
             device=self.device,
         )
 

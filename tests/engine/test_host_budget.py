@@ -26,8 +26,8 @@ from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
 from asyncllm.server.stream import StreamedAnswer
 from asyncllm.types import StepResult
-from asyncllm.worker.step_inputs import StepBuilder
-from tests.engine.builders import finish, make_request, make_scheduler
+from asyncllm.worker.step_packer import StepPacker
+from tests.engine.packers import finish, make_request, make_scheduler
 
 BLOCK_SIZE = 16
 STEPS = BLOCK_SIZE  # measured: every row takes a page in one of them
@@ -67,7 +67,7 @@ class Host:
         self.scheduler = make_scheduler(
             num_pages, BLOCK_SIZE, max_num_seqs=num_rows, max_num_batched_tokens=8192
         )
-        self.builder = StepBuilder(num_rows + 1, BLOCK_SIZE)
+        self.packer = StepPacker(num_rows + 1, BLOCK_SIZE)
         self.outputs = OutputProcessor(tokenizer)
         self.frames = FrameQueue()
         self.transports = [Transport() for _ in range(num_rows)]
@@ -104,9 +104,9 @@ class Host:
         plan = self.scheduler.plan()
         assert plan is not None
         self._phase = "build"
-        inputs = self.builder.build(plan)
+        self.packer.pack(plan)
         self._phase = ""
-        result = StepResult([self.token_id] * len(inputs.plan.sampled))
+        result = StepResult([self.token_id] * len(plan.sampled))
         self._phase = "finish"
         updates = self.scheduler.finish_step(plan, result)
         self._phase = "text"
@@ -197,7 +197,7 @@ def test_what_an_idle_engine_does_before_the_device_has_prompts_has_a_ceiling(
 ) -> None:
     """Plan and arrays; blocks are hashed for the prefix cache when the device is at work."""
     scheduler = make_scheduler(1000, BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=8192)
-    builder = StepBuilder(9, BLOCK_SIZE)
+    packer = StepPacker(9, BLOCK_SIZE)
     calls: list[int] = []
     num_calls = 0
 
@@ -214,7 +214,7 @@ def test_what_an_idle_engine_does_before_the_device_has_prompts_has_a_ceiling(
         try:
             plan = scheduler.plan()
             assert plan is not None
-            builder.build(plan)
+            packer.pack(plan)
         finally:
             sys.setprofile(None)
         calls.append(num_calls)

@@ -8,7 +8,7 @@ import torch
 
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.packed_step import Feature
 from asyncllm.worker.token_masks import NO_MASK, RowMasks, TokenMaskBuffer
 
 pytestmark = [
@@ -165,7 +165,7 @@ def test_sampling_slots_equals_the_full_way(
         if plainly:
             tokens = sampler.plain(logits, slots, given, masks)
         else:
-            tokens = sampler.full(logits, slots, given, Feature.MASK, {}, masks)
+            tokens = sampler.full(logits, slots, given, Feature.MASK, None, masks)
         results.append((tokens, state.last_tokens, state.positions))
     (ours, _, our_positions), (expected, _, expected_positions) = results
     assert torch.equal(ours, expected)

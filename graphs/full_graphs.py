@@ -1,4 +1,4 @@
-"""Mixed steps, each captured whole, attention and all, by the number of tokens.
+"""Full CUDA graphs of mixed steps, attention included, by the number of tokens.
 
 Attention reads on the device what differs from step to step (`StepAttention`), so nothing breaks
 the graph, and a step is one launch: 28 layers in pieces cost the host some 3 ms. A size is captured
@@ -13,15 +13,17 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
-from asyncllm.graphs.captured_sizes import CapturedSizes
-from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.graphs.step_graph import Clear, ReadDecodes, StepGraph, Way, WriteChanges
-from asyncllm.graphs.token_buffers import TokenBuffers, forward
+from asyncllm.graphs.pool import GraphPool, Recorded
+from asyncllm.graphs.sized_graphs import SizedGraphs
+from asyncllm.graphs.token_buffers import Clear, ReadDecodes, TokenBuffers, WriteChanges, forward
 from asyncllm.models.base import CausalLM
+from asyncllm.step_plan import StepKind, StepShape
 
 
-class WholeGraphs:
-    """Steps of up to as many tokens as `buffers` has are captured by calls of `capture`."""
+class FullGraphs:
+    """A `MixedGraphs`, for steps of up to as many tokens as `buffers` has."""
+
+    writes_changes = True
 
     def __init__(
         self,
@@ -47,43 +49,39 @@ class WholeGraphs:
         self._clear = clear
         self._pool = pool
         self._hidden = hidden
-        self._sizes = CapturedSizes()
-        self._graphs: dict[StepGraph, Graph] = {}
+        self._graphs: dict[StepKind, SizedGraphs[Recorded]] = {
+            kind: SizedGraphs() for kind in (StepKind.MIXED, StepKind.PREFILL)
+        }
 
-    def graph_of(self, num_decodes: int, prefills: PrefillRows) -> StepGraph | None:
-        """What such a step replays; None: it has no graph."""
-        size = self._sizes.fitting(num_decodes + prefills.num_tokens)
+    def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
         attention = self._step_attention
         if (
-            size is None
-            or num_decodes > self._most_decodes
+            num_decodes > self._most_decodes
             or len(prefills.kv_lens) > attention.max_prefills
             or len(prefills.pages) > attention.max_pages
         ):
             return None
-        return StepGraph(size, Way.MIXED if num_decodes else Way.PREFILLS)
+        kind = StepKind.of(num_decodes, prefills.num_tokens)
+        size = self._graphs[kind].fitting(num_decodes + prefills.num_tokens)
+        return None if size is None else StepShape(kind, size)
 
     def capture(self, size: int) -> None:
-        """Capture one size on the current stream, between two steps; largest first saves memory."""
         self._clear()
-        for way in (Way.MIXED, Way.PREFILLS):
-            graph, _ = self._pool.record(partial(self._forward, size, way))
-            self._graphs[StepGraph(size, way)] = graph
-        self._sizes.add(size)
+        for kind, graphs in self._graphs.items():
+            graphs.add(size, self._pool.record(partial(self._forward, kind, size)))
 
     def replay(
-        self, graph: StepGraph, decode_positions: np.ndarray, prefills: PrefillRows
+        self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> torch.Tensor:
-        """As `StepGraphs` says."""
         self._step_attention.prepare(len(decode_positions), prefills)
-        self._graphs[graph].replay()
+        self._graphs[shape.kind][shape.size].replay()
         return self._hidden
 
-    def _forward(self, size: int, way: Way) -> tuple[()]:
+    def _forward(self, kind: StepKind, size: int) -> tuple[()]:
         self._write_changes()
         tokens = self._buffers.first(size)
         decodes = None
-        if way is Way.MIXED:
+        if kind is StepKind.MIXED:
             decodes = self._read_decodes(min(size, self._most_decodes), tokens)
         attend_rows = self._step_attention.bind(decodes, tokens.q, tokens.out)
         hidden = forward(self._model, self._attention, tokens, attend_rows)

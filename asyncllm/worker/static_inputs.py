@@ -1,10 +1,12 @@
-"""What steps tell the device, always at the same addresses, where graphs look for it.
+"""The static input buffers of steps: what graphs read, always at the same addresses.
 
-One copy brings a step's, on CUDA from pinned buffers that take turns; a step of the same decodes as
-the last one, with no new page, needs none. What is beyond the step's rows and changes of slots is
-0: the padding slot, which may be written so. Of the arrays of tokens, what the decodes have is for
-`FillDecodes` to fill, and beyond the step's tokens `write_slots` is 0, the padding page; the rest
-is stale, which is harmless.
+One copy brings a step's, on CUDA from rotating pinned buffers; a step of the same decodes as the
+last one, with no new page, needs none. Changes of slots come with it, and `SlotWriter` writes them
+to the device state: by a captured launch of its own, or as part of a step's graph.
+
+What is beyond the step's rows and changes of slots is 0: the padding slot, which may be written so.
+Of the arrays of tokens, what the decodes have is for `FillDecodes` to fill, and beyond the step's
+tokens `write_slots` is 0, the padding page; the rest is stale, which is harmless.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ import numpy as np
 import torch
 
 from asyncllm.attention.turns import Turns
-from asyncllm.worker.slot_changes import RECORD_WORDS, SlotChanges
-from asyncllm.worker.staging import NUM_BUFFERS
-from asyncllm.worker.step_inputs import StepTokens
+from asyncllm.graphs.pool import GraphPool, Recorded
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges, StepTokens
+from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
 TOKEN_ARRAYS = ("positions", "prompt_lens", "token_ids")  # and write_slots, of 64 bits
 # Places for changes of slots, all brought and written whether full or not. Even numbers.
 MAX_RECORDS = 64  # sequences that take slots
 MAX_ENTRIES = 1024  # pages
+# One being read, one launched ahead, one being written; and those of a burst of sequences, whose
+# changes come in several pieces.
+NUM_BUFFERS = 6
+NO_SLOTS = np.zeros(0, np.int32)
 
 
-class Inbox:
+class StaticInputs:
     """For steps of at most `max_rows` rows, and of `max_tokens` tokens where they are brought."""
 
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
@@ -47,12 +54,8 @@ class Inbox:
         held = self._decode_slots
         return decode_slots is held or (held is not None and np.array_equal(decode_slots, held))
 
-    def takes(self, changes: SlotChanges) -> bool:
-        """Whether there are places for all of them."""
-        return changes.num_records <= MAX_RECORDS and changes.num_entries <= MAX_ENTRIES
-
-    def put_decodes(self, slots: np.ndarray, changes: SlotChanges) -> None:
-        """Of a step of decodes alone."""
+    def put_decodes(self, slots: np.ndarray, changes: SlotChanges = NO_CHANGES) -> None:
+        """The rows of a step of decodes alone."""
         self._decode_slots = slots
         with self._turns as buffer:
             buffer.begin(slots, changes)
@@ -131,4 +134,41 @@ class _Buffer(NamedTuple):
         if changes.records is not None:
             self.records[: len(changes.records)] = changes.records
         if changes.entries is not None:
-            self.entries[:, : changes.num_entries] = changes.entries
+            self.entries[:, : changes.entries.shape[1]] = changes.entries
+
+
+class SlotWriter:
+    """Writes changes of slots to the device state, from the static inputs.
+
+    Captured, because Triton's launcher takes four times as long as a replay.
+    """
+
+    def __init__(self, state: DeviceState, inputs: StaticInputs, write_slots: WriteSlots) -> None:
+        self._state = state
+        self._inputs = inputs
+        self._write_slots = write_slots
+        self._graph: Recorded | None = None
+
+    def capture(self, pool: GraphPool) -> None:
+        self._inputs.clear()
+        self._graph = pool.record(self.launch)
+
+    def launch(self) -> tuple[()]:
+        """Write the changes that are there. May be captured."""
+        self._write_slots(self._state, self._inputs.records, self._inputs.entries)
+        return ()
+
+    def write(self) -> None:
+        """`launch`, by a replay where it was captured."""
+        if self._graph is None:
+            self.launch()
+        else:
+            self._graph.replay()
+
+    def write_most(self, changes: SlotChanges) -> SlotChanges:
+        """Write what one step's inputs have no room for; the rest, returned, comes with them."""
+        *pieces, last = changes.split(MAX_RECORDS, MAX_ENTRIES)
+        for piece in pieces:
+            self._inputs.put_decodes(NO_SLOTS, piece)
+            self.write()
+        return last

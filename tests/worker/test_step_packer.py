@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
-from asyncllm.worker.slot_changes import NO_CHANGES
-from asyncllm.worker.step_inputs import StepBuilder, StepInputs
+from asyncllm.worker.packed_step import NO_CHANGES, NO_EXTRAS, PackedStep
+from asyncllm.worker.step_packer import StepPacker
 from tests.engine.builders import make_request, make_scheduler
 
 MAX_SEQS = 6
 
 
-def as_dict(inputs: StepInputs) -> dict[str, Any]:
-    """In a form that compares."""
-    values = asdict(inputs) | inputs.arrays | asdict(inputs.changes)
-    del values["arrays"], values["plan"], values["changes"]
-    if inputs.tokens is not None:
-        values |= asdict(inputs.tokens) | asdict(inputs.tokens.prefills)
-        del values["tokens"], values["prefills"]
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+def as_lists(value: Any) -> Any:
+    """In a form that compares, whatever records are in it."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if is_dataclass(value):
+        value = tuple(getattr(value, f.name) for f in fields(value))
+    return [as_lists(each) for each in value] if isinstance(value, tuple) else value
 
 
-def asdict(record: Any) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in fields(record)}
-
-
-def forget(builder: StepBuilder) -> None:
+def forget(builder: StepPacker) -> None:
     builder._decode_slots = np.empty(0, np.int32)  # no step's array
 
 
@@ -41,9 +36,9 @@ def test_a_builder_that_remembers_builds_what_one_that_forgets_does() -> None:
     scheduler = make_scheduler(
         num_pages=40, num_host_pages=20, max_num_seqs=MAX_SEQS, max_num_batched_tokens=12
     )
-    remembers, forgets = StepBuilder(MAX_SEQS + 1, 4), StepBuilder(MAX_SEQS + 1, 4)
+    remembers, forgets = StepPacker(MAX_SEQS + 1, 4), StepPacker(MAX_SEQS + 1, 4)
     num_shared = number = 0
-    last: StepInputs | None = None
+    last: PackedStep | None = None
     in_flight: StepPlan | None = None
     for _ in range(600):
         if rng.random() < 0.05 or not scheduler.num_requests:
@@ -57,8 +52,8 @@ def test_a_builder_that_remembers_builds_what_one_that_forgets_does() -> None:
         plan = scheduler.plan()
         if plan is not None:
             forget(forgets)
-            inputs = remembers.build(plan)
-            assert as_dict(inputs) == as_dict(forgets.build(plan))
+            inputs = remembers.pack(plan)
+            assert as_lists(inputs) == as_lists(forgets.pack(plan))
             num_shared += last is not None and last.decode_slots is inputs.decode_slots
             last = inputs
         if in_flight is not None:
@@ -69,15 +64,15 @@ def test_a_builder_that_remembers_builds_what_one_that_forgets_does() -> None:
 
 def test_the_same_decodes_build_no_array() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
-    builder = StepBuilder(3, 4)
+    builder = StepPacker(3, 4)
     scheduler.add(make_request(1, [1, 2, 3]))
     slots = []
     for _ in range(6):
         plan = scheduler.plan()
         assert plan is not None
-        inputs = builder.build(plan)
+        inputs = builder.pack(plan)
         slots.append(inputs.decode_slots)
         scheduler.finish_step(plan, StepResult([7] * len(plan.sampled)))
         if not plan.prefills and not plan.page_appends:
-            assert not inputs.arrays and inputs.changes is NO_CHANGES
+            assert inputs.extras is NO_EXTRAS and inputs.changes is NO_CHANGES
     assert all(array is slots[1] for array in slots[2:]), "slots[0]: the prefill's"
