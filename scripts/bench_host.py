@@ -1,6 +1,6 @@
 """What the host costs per step and per token: the whole server, with a device that only takes time.
 
-Scheduler, step builder, output processor, SSE writer and HTTP server are the real ones; the device
+Scheduler, step packer, output processor, SSE writer and HTTP server are the real ones; the device
 is simulated and its tokens are made up. The clients are another process on the loopback. One row
 per number of streams, in microseconds per step:
 
@@ -91,7 +91,7 @@ class Meter:
     def watch(self, core: EngineCore, service: Service) -> None:
         worker: Any = core.worker
         self.wrap(core.steps, "plan", "plan")
-        self.wrap(worker.builder, "build", "build")
+        self.wrap(worker.packer, "pack", "build")
         self.wrap(core.steps, "launch", "launch", "build")
         self.wrap(core.live.outputs, "_emit_all", "emit")
         self.wrap(core.live.outputs, "process", "text", "emit")

@@ -27,7 +27,7 @@ from asyncllm.server.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
 from asyncllm.server.stream import StreamedAnswer
 from asyncllm.types import StepResult
 from asyncllm.worker.step_packer import StepPacker
-from tests.engine.packers import finish, make_request, make_scheduler
+from tests.engine.builders import finish, make_request, make_scheduler
 
 BLOCK_SIZE = 16
 STEPS = BLOCK_SIZE  # measured: every row takes a page in one of them

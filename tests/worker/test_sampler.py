@@ -36,7 +36,7 @@ class Rig:
     """Sequences in slots 1, 2, ... and one decode step's sampling for all of them."""
 
     def __init__(self, *params: SamplingParams, outputs: list[int] | None = None) -> None:
-        self.builder = StepPacker(num_slots=len(params) + 1, block_size=4)
+        self.packer = StepPacker(num_slots=len(params) + 1, block_size=4)
         self.state = DeviceState(len(params) + 1, 8, VOCAB, CPU)
         self.sampler = Sampler(self.state, sample_slots_torch, apply_masks_torch)
         self.seqs = [self._sequence(i, p, outputs or []) for i, p in enumerate(params)]
@@ -59,10 +59,10 @@ class Rig:
         for seq in self.seqs:
             seq.num_computed = len(seq.token_ids) - 1
         plan = StepPlan(1, DecodeBatch.of(self.seqs), (), slot_inits=self.inits)
-        inputs = self.builder.pack(plan)
+        inputs = self.packer.pack(plan)
         extras = inputs.extras
         if plan.needs_host:
-            extras = extras._replace(edits=self.builder.pack_edits(inputs))
+            extras = extras._replace(edits=self.packer.pack_edits(inputs))
         tensors = Staging(CPU).upload(extras)
         packed = inputs.changes.records, inputs.changes.entries
         changes = (None if array is None else torch.from_numpy(array.copy()) for array in packed)

@@ -1,4 +1,4 @@
-"""Steps as arrays: what a builder keeps from the step before changes nothing of what it builds."""
+"""Steps as arrays: what a packer keeps from the step before changes nothing of what it builds."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def as_lists(value: Any) -> Any:
     return [as_lists(each) for each in value] if isinstance(value, tuple) else value
 
 
-def forget(builder: StepPacker) -> None:
-    builder._decode_slots = np.empty(0, np.int32)  # no step's array
+def forget(packer: StepPacker) -> None:
+    packer._decode_slots = np.empty(0, np.int32)  # no step's array
 
 
-def test_a_builder_that_remembers_builds_what_one_that_forgets_does() -> None:
+def test_a_packer_that_remembers_builds_what_one_that_forgets_does() -> None:
     """Random requests come and go; each step is built twice."""
     rng = random.Random(0)
     scheduler = make_scheduler(
@@ -64,13 +64,13 @@ def test_a_builder_that_remembers_builds_what_one_that_forgets_does() -> None:
 
 def test_the_same_decodes_build_no_array() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
-    builder = StepPacker(3, 4)
+    packer = StepPacker(3, 4)
     scheduler.add(make_request(1, [1, 2, 3]))
     slots = []
     for _ in range(6):
         plan = scheduler.plan()
         assert plan is not None
-        inputs = builder.pack(plan)
+        inputs = packer.pack(plan)
         slots.append(inputs.decode_slots)
         scheduler.finish_step(plan, StepResult([7] * len(plan.sampled)))
         if not plan.prefills and not plan.page_appends:
