@@ -42,7 +42,7 @@ PREFILL_HEAD_DIMS = (64, 128, 256)
 XQA_CAPABILITIES = (9, 10, 12)
 XQA_HEAD_DIMS = (64, 128, 256)
 XQA_PAGE_SIZES = (16, 32, 64, 128)
-FUSED_ROWS = 1  # steps of 8 and 16 rows were not faster so (docs/LOG.md)
+FUSED_ROWS = 1  # steps of 8 and 16 rows were not faster so (docs/log/decode.md)
 NUM_PLANS = 2  # steps that may be between plan and completion: one running, one launched ahead
 
 

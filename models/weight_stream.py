@@ -2,7 +2,7 @@
 
 A thread reads a piece into a pinned buffer (without the GIL) and enqueues its copy; a buffer is
 used again when the copy out of it is done. From the page cache this moves at least twice what one
-thread through the mapped file does (docs/LOG.md); from a cold disk both are as fast as the disk.
+thread through the mapped file does (docs/log/start.md); from a cold disk both are disk-bound.
 It knows offsets and bytes, neither names nor dtypes. On the CPU it runs too, for the tests.
 """
 

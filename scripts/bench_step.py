@@ -75,7 +75,7 @@ def time_ms(work: Callable[[], Any], prepare: Callable[[], Any], repeats: int = 
 
 
 def measure_bandwidth() -> float:
-    """Bytes per second that a large sum reads. Bulk copies read 7 % more on an H200 (docs/LOG.md),
+    """Bytes per second that a large sum reads. Bulk copies read 7 % more (docs/log/decode.md),
     so a share of it can be above 100 %."""
     source = torch.zeros(BANDWIDTH_BYTES // 4, dtype=torch.float32, device="cuda")
     return BANDWIDTH_BYTES / time_ms(source.sum, lambda: None, 5) * 1e3

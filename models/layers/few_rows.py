@@ -18,7 +18,7 @@ from asyncllm.models.layers.tried_kernel import TriedKernel
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "few_rows.cu"
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))  # with 227 KiB of shared memory for a block
-MAX_ROWS = 32  # beyond, cuBLAS reads weights as fast (docs/LOG.md)
+MAX_ROWS = 32  # beyond, cuBLAS reads weights as fast (docs/log/gemm.md)
 MAX_FEATURES = 1 << 16  # of a product; the LM head is cuBLAS's
 COLUMNS = 64  # of a product's size a multiple
 FEATURES = 8  # of its outputs
