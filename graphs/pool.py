@@ -18,7 +18,7 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 class Graph(Protocol):
-    """What is used of `torch.cuda.CUDAGraph`."""
+    """The part of `torch.cuda.CUDAGraph` that is used."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
     def capture_end(self) -> None: ...

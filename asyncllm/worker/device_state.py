@@ -1,4 +1,7 @@
-"""Every tensor that outlives a step, in one class. All are indexed by slot; slot 0 is padding.
+"""The state of all sequences on the device, indexed by slot; slot 0 is padding.
+
+Other tensors that outlive a step (input buffers, pages, workspaces) are listed in
+docs/ARCHITECTURE.md.
 
 Readers and writers are device work on the one compute stream, in step order, so no tensor here
 needs an event. S = slots (running sequences + 1), P = pages per sequence, V = vocabulary.
@@ -69,16 +72,16 @@ class DeviceState:
         return *params, self.output_counts, self.in_prompt
 
     def count_inputs(self, slots: torch.Tensor) -> None:
-        """Of a decode step, once: each slot's last token, which is the step's input, is what it has
-        said. Only then is it sure: who samples a step again may choose another token."""
+        """Count each slot's last token, which is the decode step's input, as output; once per step.
+        Only then is it final: a step that is sampled again may choose another token."""
         places = slots, self.last_tokens[slots]
         self.output_counts.index_put_(places, self.is_penalised(slots).int(), accumulate=True)
 
     def is_penalised(self, slots: torch.Tensor) -> torch.Tensor:
         """bool. The padding slot never is."""
         presence, frequency = self.presence_penalties[slots], self.frequency_penalties[slots]
-        is_one = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
-        return is_one & (slots != 0)
+        is_penalised = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
+        return is_penalised & (slots != 0)
 
     def _init_penalties(self, init: PenaltyInit[torch.Tensor]) -> None:
         slots = init.slots.long()

@@ -7,7 +7,7 @@ shape, so the end is known to a few per cent. Where somebody waits for a first t
 earlier. Polling is bounded by the two together per step; idle costs nothing. (Letting the thread
 sleep until shortly before the end polls them all, but one slow step then makes the next ones slow.)
 
-The thread needs the GIL to say so, which a loop that is busy with a burst of requests gives up
+The thread needs the GIL to report it, which a loop that is busy with a burst of requests gives up
 every 5 ms at best: so from the expected end on the loop looks for itself, too.
 """
 
@@ -29,7 +29,7 @@ LOOK_S = 1e-3  # between two looks while the thread waits
 
 
 class DeviceEvent(Protocol):
-    """What is used of a `torch.cuda.Event`."""
+    """The part of `torch.cuda.Event` that is used."""
 
     def query(self) -> bool: ...
 
@@ -40,7 +40,7 @@ _Waiting = tuple[DeviceEvent, asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class EventWaiter:
-    """For the events of one stream, awaited in their order. Owns one thread until `close`."""
+    """Awaits the events of one stream, in their order. Owns one thread until `close`."""
 
     def __init__(self) -> None:
         self._last_end_s = 0.0  # of the clock, as seen by the host
@@ -95,7 +95,7 @@ class EventWaiter:
             return
         try:
             is_over = event.query()
-        except Exception as error:  # it belongs to who awaits
+        except Exception as error:  # the awaiting task gets it
             done.set_exception(error)
             return
         if is_over:
@@ -109,9 +109,9 @@ class EventWaiter:
             error: Exception | None = None
             try:
                 event.synchronize()
-            except Exception as raised:  # it belongs to who awaits
+            except Exception as raised:  # the awaiting task gets it
                 error = raised
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody awaits
+            with suppress(RuntimeError):  # the loop was closed meanwhile: no task awaits
                 loop.call_soon_threadsafe(_resolve, done, error)
 
 

@@ -179,7 +179,7 @@ class MixedStep:
 
 
 def step_shape(step: StepTokens, graph: StepShape | None) -> StepShape:
-    """What the step's duration goes by: its graph's shape, or its own, rounded."""
+    """The shape that predicts the step's duration: its graph's, or its own, rounded."""
     if graph is not None:
         return graph
     kind = StepKind.of(len(step.decode_slots), step.prefills.num_tokens)

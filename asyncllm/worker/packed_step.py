@@ -22,7 +22,7 @@ A = TypeVar("A", np.ndarray, torch.Tensor)
 
 
 class Feature(enum.IntFlag):
-    """What sampling a slot needs beyond what the captured sampler does."""
+    """Sampling features beyond those of the captured sampler."""
 
     EDIT = 1  # logit bias, bad words, min_tokens, tokens that are forced
     ALLOWED = 2
@@ -55,7 +55,7 @@ class AllowedInit(NamedTuple, Generic[A]):
 
 
 class LogitEdits(NamedTuple, Generic[A]):
-    """Additions to logits, and tokens that are not the model's to choose. int64 but `values`."""
+    """Additions to logits, and tokens that are forced. int64 but `values`."""
 
     rows: A  # [edits]
     tokens: A
@@ -65,7 +65,7 @@ class LogitEdits(NamedTuple, Generic[A]):
 
 
 class SamplingExtras(NamedTuple, Generic[A]):
-    """What few steps bring for their sampling; None: this one has none of it."""
+    """Inputs of sampling that few steps have; None: this one has none."""
 
     penalties: PenaltyInit[A] | None = None
     allowed: AllowedInit[A] | None = None

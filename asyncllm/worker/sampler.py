@@ -1,14 +1,14 @@
 """From logits to tokens, on the device, per row of one batch.
 
-Two ways, by what the step's rows need (known on the host):
+Two paths, by what the step's rows need (known on the host):
 
   plain  masks, greedy, temperature, min-p, top-k, top-p: what a captured step does
   full   processors, allowed tokens, edits, masks and penalties first, then the same
 
 Both leave each slot's state at its new token.
 
-A filter is a cutoff: it keeps what is at least as likely as some token, so that of equals all stay
-or none. First min-p, then top-k, then the fewest of what is left that reach top-p of it.
+A filter is a cutoff: it keeps what is at least as likely as some token, so that ties are kept or
+dropped together. First min-p, then top-k, then the fewest of what is left that reach top-p of it.
 
 Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
 seeded request samples the same tokens whatever else is in its batch, and after any preemption.
@@ -111,7 +111,7 @@ class Sampler:
         edits: LogitEdits[torch.Tensor] | None,
         masks: RowMasks | None,
     ) -> None:
-        """What forbids tokens or moves their logits, in place."""
+        """Apply what forbids tokens or moves their logits, in place."""
         if features & Feature.ALLOWED:
             self._mask_disallowed(logits, slots)
         if edits is not None:
@@ -198,7 +198,7 @@ def _filter(scores: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> No
 def cutoffs(
     scores: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
-    """What a score must reach to be kept, [rows, 1], of scores f32 [rows, V], by sorting them."""
+    """The least score that is kept in each row, [rows, 1], of scores f32 [rows, V], by sorting."""
     ordered = scores.sort(dim=1, descending=True).values
     vocab_size = scores.shape[1]
     ranks = torch.where(top_ks > 0, top_ks.clamp(max=vocab_size), vocab_size).long()

@@ -1,4 +1,4 @@
-"""What a step changes of the slots' state, packed on the host: sequences that take slots; pages.
+"""A step's changes of the slots' state, packed on the host: sequences that take slots; pages.
 
 One record for each of the former and one entry for each of the latter, so that a step's changes are
 two arrays and, on a GPU, one kernel (slot_changes_kernel.py), whatever a slot remembers.
@@ -72,7 +72,7 @@ def _record(init: SlotInit) -> bytes:
 
 
 def pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
-    """Of block tables: slots, indices, pages, int32 [3, entries]."""
+    """New entries of block tables: slots, indices, pages, int32 [3, entries]."""
     slots = [append.slot for append in appends]
     indices = [append.block_index for append in appends]
     pages = [append.block_id for append in appends]

@@ -1,4 +1,4 @@
-"""What the host remembers of each slot's sampling, so that plain rows cost nothing.
+"""The host's memory of each slot's sampling, so that plain rows cost nothing.
 
 Which features a step needs decides between the captured sampler, which knows temperature, filters
 and penalties from the device alone, and the full one. What changes on the device (parameters,
@@ -135,7 +135,7 @@ def _forced_now(seq: Sequence) -> int | None:
 
 
 def _counted(init: SlotInit) -> list[int]:
-    """What it has said; but the input of a step that decodes is counted there."""
+    """Its output tokens, but for the input of its next decode step, which that step counts."""
     seq = init.seq
     decodes = init.num_computed >= seq.num_prefill
     return init.token_ids[seq.num_prompt_tokens : len(init.token_ids) - decodes]

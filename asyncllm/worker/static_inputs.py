@@ -34,7 +34,7 @@ NO_SLOTS = np.zeros(0, np.int32)
 
 
 class StaticInputs:
-    """For steps of at most `max_rows` rows, and of `max_tokens` tokens where they are brought."""
+    """Holds steps of at most `max_rows` rows, and `max_tokens` tokens of steps with prefills."""
 
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
@@ -128,7 +128,7 @@ class _Buffer(NamedTuple):
     write_slots: np.ndarray
 
     def begin(self, decode_slots: np.ndarray, changes: SlotChanges) -> None:
-        """And of the head nothing else."""
+        """Write the head: these slots and changes, and zeros beyond them."""
         self.head[:] = 0
         self.rows[0, : len(decode_slots)] = decode_slots
         if changes.records is not None:

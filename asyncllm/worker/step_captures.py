@@ -51,7 +51,7 @@ class StepCaptures:
         return len(self._pending)
 
     def prefills(self, dtype: torch.dtype) -> None:
-        """Of steps with prefills: forward passes by their tokens, samples by their rows.
+        """Capture steps with prefills: forward passes by their tokens, samples by their rows.
 
         dtype: of hidden states.
         """
@@ -67,7 +67,7 @@ class StepCaptures:
             runner.mixed.capture_sampling(size, self._pool)
 
     def decodes(self, others: list[Way], trial: DecodeTrial) -> None:
-        """`others`: ways to run a step besides the layers, which `trial` times."""
+        """`others`: implementations of a step besides the layers, which `trial` times."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots, clear = runner.inputs.decode_slots, runner.inputs.clear
         decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, trial)
@@ -86,8 +86,8 @@ class StepCaptures:
         runner.graphs, runner.masked_graphs = decode, masked
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where ways to run
-        it are timed."""
+        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
+        implementations are timed."""
         try:
             self._pending.capture_one()
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well

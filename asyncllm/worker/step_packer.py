@@ -75,7 +75,7 @@ class StepPacker:
         )
 
     def pack_edits(self, step: PackedStep) -> LogitEdits[np.ndarray] | None:
-        """For a step that `needs_host`, when all tokens before its own are known."""
+        """The edits of a step that `needs_host`, once all tokens before its own are known."""
         if not step.features & Feature.EDIT:
             return None
         return self._sampling.logit_edits(step.sampled_slots)

@@ -57,7 +57,7 @@ class ResultBuffers:
 
 
 class _TokenBuffer:
-    """And its first tokens, views that are made once: captured steps have few numbers of them."""
+    """A buffer and views of its first tokens, made once each: captured steps have few sizes."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = whole
@@ -71,7 +71,7 @@ class _TokenBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step's forward pass and sampling gave, on the device."""
+    """The outputs of a step's forward pass and sampling, on the device."""
 
     tokens: torch.Tensor  # int32 [rows or more]
     logits: torch.Tensor  # [rows, V], raw; more where no logprobs are wanted

@@ -1,4 +1,4 @@
-"""What a step's logits become: tokens, log-probabilities, and the way back to the host.
+"""From a step's logits to tokens and log-probabilities, and their copy to the host.
 
 Rows that ask for nothing special are sampled plainly, if the forward pass has not done so in its
 graph; else all rows of the step are sampled in full, and what a graph sampled is overwritten.
@@ -25,8 +25,8 @@ from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What the forward pass leaves for sampling, on the device. More rows than the step's are
-    padding, behind them."""
+    """The outputs of the forward pass that sampling reads, on the device. More rows than the step's
+    are padding, behind them."""
 
     logits: torch.Tensor  # [rows, V], raw
     slots: torch.Tensor  # int32 [rows]

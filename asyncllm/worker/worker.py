@@ -1,7 +1,7 @@
 """One device's share of the engine: the model, its memory, its steps.
 
-It chooses the device's implementations, so that nothing above asks which device it is, and tells
-the engine what follows: how many pages there are, how long a context may be, what a swap costs.
+It chooses the device's implementations, so that nothing above asks which device it is, and reports
+to the engine what follows: how many pages there are, how long a context may be, what a swap costs.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Worker:
     # --- the parts, in the order of their making ---------------------------------------------
 
     def _begin_kernels(self, early: EarlyLaunches) -> tuple[SlotKernels, Ops]:
-        """What is done to slots, and the model's layers, while all of it is being compiled."""
+        """Choose the kernels of slots and layers, and have them compiled from now on."""
         config = self._config
         kernels = select_slot_kernels(self.device)
         early.begin_sampling(kernels, config.model.vocab_size, self._dtype)
@@ -191,8 +191,8 @@ class Worker:
     def _load_model(
         self, ops: Ops, early: EarlyLaunches, progress: bool
     ) -> tuple[CausalLM, Callable[[], Launch | None]]:
-        """And the other way to run its decodes, as `decode_choice` begins to load it. What can be
-        compiled without the weights is, meanwhile."""
+        """The model, and the other implementation of its decodes, as `decode_choice` begins to load
+        it. What can be compiled without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
         model = build_model(config.model, self._dtype, self.device, ops, model_len)
@@ -209,7 +209,7 @@ class Worker:
         return plan_memory(self._config, page_bytes, peak_bytes, self.device)
 
     def _allocate_state(self) -> tuple[DeviceState, TokenMaskBuffer]:
-        """What there is for each slot."""
+        """The tensors that have a row for each slot."""
         config = self._config
         num_slots, vocab_size = config.num_slots, config.model.vocab_size
         pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
@@ -276,7 +276,7 @@ class Worker:
 
     @property
     def _most_tokens(self) -> int:
-        """Of one sequence in a step."""
+        """The most tokens of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
 
     def _measure_step_cost(self) -> StepCost | None:
