@@ -166,8 +166,9 @@ class StepTokens:
         return self.samples.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedStep:
+class PackedStep(NamedTuple):
+    """A tuple: one is made for each step, and a frozen dataclass takes three times as long."""
+
     moves: PageMoves
     changes: SlotChanges
     decode_slots: np.ndarray  # int32 [decodes]

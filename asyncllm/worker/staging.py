@@ -33,6 +33,8 @@ class Staging:
         Copies on the current stream, without waiting for it.
         """
         arrays = list(arrays_of(record))
+        if not arrays:
+            return record
         if self._turns is None:
             return with_tensors(record, iter([torch.from_numpy(a.copy()) for a in arrays]))
         with self._turns as buffer:

@@ -57,18 +57,20 @@ class StepPacker:
                 edits = self._sampling.logit_edits(sampled_slots)
             if features & Feature.LOGPROBS:
                 num_top, logprob_ids = _logprobs(plan)
-        fields = penalties, allowed, edits, logprob_ids, prompt_targets
-        is_plain = all(field is None for field in fields)  # as in most steps
-        moves = plan.swap_out, plan.page_copies, plan.swap_in
+        extras, moves = NO_EXTRAS, NO_MOVES  # as of most steps
+        if plan.slot_inits or features or plan.prefills:
+            extras = SamplingExtras(penalties, allowed, edits, logprob_ids, prompt_targets)
+        if plan.swap_out or plan.page_copies or plan.swap_in:
+            moves = PageMoves(plan.swap_out, plan.page_copies, plan.swap_in)
         return PackedStep(
-            moves=PageMoves(*moves) if any(moves) else NO_MOVES,
+            moves=moves,
             changes=pack_changes(plan.slot_inits, plan.page_appends),
             decode_slots=plan.decodes.slots,
             decode_positions=plan.decodes.positions,
             tokens=tokens,
             sampled_slots=sampled_slots,
             features=features,
-            extras=NO_EXTRAS if is_plain else SamplingExtras(*fields),
+            extras=extras,
             num_top_logprobs=num_top,
             prompt_logprobs=prompt_logprobs,
             needs_host=needs_host,
