@@ -37,6 +37,7 @@ from asyncllm.models.persistent_decode import (
     num_blocks_on,
 )
 from asyncllm.worker.worker import Worker
+from asyncllm.worker.worker_command import CaptureGraph
 
 REPEATS = 30
 PROFILED = 5
@@ -107,7 +108,7 @@ class Bench:
     def __init__(self, config: EngineConfig, context: int) -> None:
         self._worker = Worker(config)
         while self._worker.num_pending_graphs:
-            self._worker.capture_one()
+            self._worker.command(CaptureGraph())
         self._runner = self._worker.runner
         self._state = self._runner._state
         self._persistent: PersistentDecode | None = None

@@ -30,6 +30,7 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import HostStep
 from asyncllm.worker.worker import Worker
+from asyncllm.worker.worker_command import CaptureGraph
 
 logger = logging.getLogger("asyncllm")
 
@@ -216,7 +217,7 @@ class EngineSteps:
         while self._worker.num_pending_graphs:
             if not await self._is_quiet_for(patience):
                 return False
-            self._worker.capture_one()
+            self._worker.command(CaptureGraph())
             patience = PAUSE_SECONDS
         while self._later:
             if not await self._is_quiet_for(LONG_QUIET_SECONDS):

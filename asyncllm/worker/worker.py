@@ -56,6 +56,7 @@ from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.warm_up import warm_up_slots
 from asyncllm.worker.work_counts import WorkCounts
+from asyncllm.worker.worker_command import CaptureGraph, ClearPages, WorkerCommand
 
 logger = logging.getLogger("asyncllm")
 
@@ -143,10 +144,14 @@ class Worker:
         return len(self._captures)
 
     @torch.inference_mode()
-    def capture_one(self) -> None:
-        """Capture one of the pending graphs; for moments without a step."""
-        with self._executor.between_steps():
-            self._captures.capture_one()
+    def command(self, command: WorkerCommand) -> None:
+        """Do it after all that was launched before."""
+        match command:
+            case ClearPages(page_ids):
+                self.runner.clear_pages(page_ids)
+            case CaptureGraph():
+                with self._executor.between_steps():
+                    self._captures.capture_one()
 
     def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Which of the engine's logits processors a request needs. Raises what they raise."""
@@ -155,10 +160,6 @@ class Worker:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """All of it, or (`HostStep`) its forward pass where it `needs_host`."""
         return self.runner.launch(plan)
-
-    def clear_pages(self, pages: list[int]) -> None:
-        """Zero these pages after all that was launched before."""
-        self.runner.clear_pages(pages)
 
     def drain(self) -> None:
         """Block until all launched steps are done; raises what a lost device raises."""
