@@ -78,11 +78,6 @@ class PrefillRows:
     def num_tokens(self) -> int:
         return int(self.query_indptr[-1])
 
-    @property
-    def is_fresh(self) -> bool:
-        """One prompt, none of it computed by an earlier step."""
-        return len(self.kv_lens) == 1 and int(self.kv_lens[0]) == self.num_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:

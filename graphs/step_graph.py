@@ -23,9 +23,8 @@ WriteChanges = Callable[[], None]
 
 class Way(enum.IntEnum):
     PIECES = 0  # attention is launched between them
-    FRESH = 1  # one graph of one prompt from its beginning
-    PREFILLS = 2  # one graph of prefills alone
-    MIXED = 3  # one graph of both
+    PREFILLS = 1  # one graph of prefills alone
+    MIXED = 2  # one graph of both
 
 
 class StepGraph(NamedTuple):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.attention.base import (
-    Attend,
     AttendRows,
     AttentionBackend,
     AttentionLayer,
@@ -74,9 +73,5 @@ def forward(
         attend_rows(layer)
         return out
 
-    return forward_with(model, tokens, attend)
-
-
-def forward_with(model: CausalLM, tokens: TokenBuffers, attend: Attend) -> torch.Tensor:
     prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
     return model.forward(tokens.token_ids, tokens.positions, prompt_lens, attend)

@@ -81,8 +81,6 @@ class MixedForward:
             return PrefillGraphs(
                 model,
                 attention,
-                self._cache,
-                self._slot_writer.launch,
                 self._read_decodes,
                 buffers,
                 hidden,

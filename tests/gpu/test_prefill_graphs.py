@@ -86,7 +86,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> set[Way]:
 @pytest.mark.parametrize("name", PARAMS)
 def test_graphed_equals_eager(name: str, kind: str, ways: set[Way]) -> None:
     ours = answers(PARAMS[name])
-    expected = {Way.PREFILLS, Way.MIXED} if kind == "whole" else {Way.PIECES, Way.FRESH}
+    expected = {Way.PREFILLS, Way.MIXED} if kind == "whole" else {Way.PIECES}
     assert ways == expected
     eager = answers(PARAMS[name], enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
@@ -105,15 +105,12 @@ def test_around_the_edges_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [{"prompt_token_ids": [rng.randrange(100, 900) for _ in range(n)]} for n in lengths]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     logprobs = []
-    for eager, whole, fresh in ((0, 1, 0), (0, 0, 1), (0, 0, 0), (1, 0, 0)):
+    for eager, whole in ((0, 1), (0, 0), (1, 0)):
         with monkeypatch.context() as patch:
             if not whole:
                 in_pieces(patch)
             llm = LLM("tiny", **ARGS, enforce_eager=bool(eager))
         with llm:
-            graphs = llm.engine._running().worker.runner.mixed_forward.graphs
-            if isinstance(graphs, PrefillGraphs) and not fresh:
-                graphs._whole.clear()
             outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
         logprobs.append(
             [

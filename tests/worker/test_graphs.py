@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,7 +175,7 @@ def test_graphed_equals_eager(
     if kind == "whole":  # a request of one token never decodes
         assert ways == {Way.PREFILLS} if params is SCORED else {Way.PREFILLS, Way.MIXED}
     else:
-        assert ways == {Way.FRESH, Way.PIECES}
+        assert ways == {Way.PIECES}
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
@@ -288,7 +287,7 @@ def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
         with pytest.raises(RequestFailedError, match="finite"):
             ask(llm, [*range(20, 35), poison])
         assert ask(llm, healthy) == expected
-    assert replayed == [(16, Way.FRESH)] * 3
+    assert replayed == [(16, Way.PIECES)] * 3
 
 
 @pytest.fixture
@@ -349,24 +348,6 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     )
     forward = ours.runner.mixed_forward
     return forward.run(step, forward.graph_of(step))[:num_tokens].clone()
-
-
-@pytest.mark.usefixtures("recorded")
-@torch.inference_mode()
-def test_only_one_prompt_from_its_beginning_is_whole(
-    graphed: worker.Worker, replayed: list[StepGraph]
-) -> None:
-    whole = [run_rows(graphed, 3, 0, n) for n in (8, 5)]
-    run_rows(graphed, 3, 0, 5, 2)  # two prompts
-    behind = run_rows(graphed, 3, 5, 3)  # the rest of one
-    assert replayed == [(8, Way.FRESH), (8, Way.FRESH), (8, Way.PIECES), (4, Way.PIECES)]
-    graphs = graphed.runner.mixed_forward.graphs
-    assert isinstance(graphs, PrefillGraphs)
-    graphs._whole.clear()
-    pieces = [run_rows(graphed, 9, 0, n) for n in (8, 5)]
-    for ours, theirs in zip(whole, pieces, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(behind, pieces[0][5:], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("whole")
@@ -449,26 +430,6 @@ def test_captured_decodes_are_told_what_changed(
         (2, 1, (copy, replay, replay)),
     }
     assert found.count((2, 0, (copy, replay))) == 1
-
-
-@pytest.mark.usefixtures("recorded")
-def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> None:
-    graphs = graphed.runner.mixed_forward.graphs
-    assert isinstance(graphs, PrefillGraphs)
-    layers = [replace(layer, window=8) for layer in graphs._layers]
-    model: Any = SimpleNamespace(attention_layers=layers)
-    windowed = PrefillGraphs(
-        model,
-        graphs._attention,
-        graphs._cache,
-        graphs._write_changes,
-        graphs._read_decodes,
-        graphs._buffers,
-        graphs._hidden,
-        graphs._clear,
-        GraphPool(),
-    )
-    assert windowed._most_whole == 8
 
 
 @pytest.mark.parametrize("captured", ["decodes", "prefills", "samples"])
