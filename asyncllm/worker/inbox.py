@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.worker.slot_changes import RECORD_WORDS, SlotChanges
 from asyncllm.worker.staging import NUM_BUFFERS
 from asyncllm.worker.step_inputs import StepTokens
@@ -33,7 +33,7 @@ class Inbox:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        self._turns = Turns([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
+        self._turns = RotatingBuffers([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
         ours = self._split(self._device)
         self._head = ours.head
         self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows

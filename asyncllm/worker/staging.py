@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
 
 ALIGNMENT_BYTES = 16
 USUAL_BYTES = 1 << 20  # of a buffer; it grows where a step has more
@@ -21,9 +21,11 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 class Staging:
     def __init__(self, device: torch.device) -> None:
-        self._turns: Turns[_PinnedBuffer] | None = None
+        self._turns: RotatingBuffers[_PinnedBuffer] | None = None
         if device.type == "cuda":
-            self._turns = Turns([_PinnedBuffer(device) for _ in range(NUM_BUFFERS)], device)
+            self._turns = RotatingBuffers(
+                [_PinnedBuffer(device) for _ in range(NUM_BUFFERS)], device
+            )
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Tensors on the device with the arrays' names, shapes and dtypes, valid for this step.
