@@ -27,7 +27,7 @@ ANY_LENGTH = 16  # of the context: no kernel knows it
 
 @dataclass(frozen=True, slots=True)
 class OwnKernel:
-    """A library of ours, as `flashinfer.modules.Module` is one of FlashInfer's."""
+    """A library of ours, as `flashinfer_modules.Module` is one of FlashInfer's."""
 
     source: Path
     capability: tuple[int, int]
