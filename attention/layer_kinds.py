@@ -1,8 +1,8 @@
 """A model's layers grouped by their constants, and the decode kernel that each group gets.
 
 Kernels are compiled, planned and bound for constants, so those are chosen per kind and not per
-model: where full attention alternates with windows, each runs its best kernel in the same step. The
-choice knows shapes and cards, no device: it can be asked on any machine (`asyncllm doctor`).
+model: where full attention alternates with windows, each runs its best kernel in the same step.
+Shapes and a card's capability decide, no device is asked: `asyncllm doctor` prints the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class LayerKind(NamedTuple):
-    """A layer's constants, but its index and its norm's weights: no choice depends on these."""
+    """A layer's constants, but its index and its norm's weights: these decide nothing."""
 
     num_heads: int
     num_kv_heads: int

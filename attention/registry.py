@@ -1,4 +1,4 @@
-"""Which attention backend a configuration gets."""
+"""The attention backend that a configuration gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULES = {
 
 
 def resolve_backend(name: AttentionBackendName, device: torch.device) -> AttentionBackendName:
-    """`auto` settled: FlashInfer on CUDA where it is installed, else torch.
+    """Settle `auto`: FlashInfer on CUDA where it is installed, else torch.
 
     Raises `ValueError` naming the flag where the backend cannot run here.
     """

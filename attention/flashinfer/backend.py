@@ -26,8 +26,9 @@ from asyncllm.attention.base import (
     PrefillRows,
     Rotation,
 )
-from asyncllm.attention.flashinfer.prefill import PrefillPlan
-from asyncllm.attention.flashinfer.whole_steps import FlashInferSteps, supports
+from asyncllm.attention.flashinfer import api
+from asyncllm.attention.flashinfer.prefill import PrefillPlan, prefill_backend
+from asyncllm.attention.flashinfer.whole_steps import FlashInferSteps
 from asyncllm.attention.flashinfer.xqa import Xqa
 from asyncllm.attention.fused_decode import FusedDecode
 from asyncllm.attention.heads_kernel import rotate_and_write
@@ -104,9 +105,10 @@ class FlashInferAttention:
         return attend
 
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
-        """Where FA3 and balanced_decode do all layers, which are of one kind."""
+        """For layers of one kind, which FA3 and balanced_decode do."""
         layer, device = self._kinds.layers[0], self._workspace.device
-        if len(self._decodes) > 1 or not supports(layer, device):
+        is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer.window) == "fa3"
+        if len(self._decodes) > 1 or api.private is None or not is_fa3:
             return None
         if (balanced := self._decodes[0].balanced()) is None:
             return None
@@ -131,7 +133,7 @@ class FlashInferAttention:
         )
 
     def _decode_from_projection(self, kind: _Decode, rows: DecodeRows) -> Attend | None:
-        """By one kernel, where there is one for so many rows."""
+        """One kernel with all from the projection on, where there is one for so many rows."""
         fused = kind.fused
         if not fused.takes(rows.positions.shape[0]):
             balanced = _balanced_for(kind, rows)
@@ -144,7 +146,7 @@ class FlashInferAttention:
         return attend
 
     def _decode_rotated(self, rows: DecodeRows) -> Attend:
-        """By a kernel that rotates and writes, and one that attends."""
+        """Two kernels: one rotates and writes, one attends."""
         write_slots = rows.write_slots(self._cache.block_size)
         lengths = _lengths(rows)
 
@@ -159,7 +161,7 @@ class FlashInferAttention:
         return attend
 
     def _bind_decode(self, q: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> AttendRows:
-        """q, out [rows, heads, head_dim], contiguous."""
+        """Attention of rotated heads: q, out [rows, heads, head_dim], contiguous."""
         tables, positions = rows.block_tables, rows.positions
         lengths = cached(lambda: _lengths(rows))
 

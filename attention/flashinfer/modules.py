@@ -1,4 +1,4 @@
-"""Which FlashInfer modules a model needs on a device, and making those that are not there.
+"""The FlashInfer modules that a model needs on a device, compiled ahead where they are missing.
 
 FlashInfer compiles a module at its first use, for minutes, into a cache keyed by its version and
 the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE); a package of ready-made ones
@@ -53,7 +53,7 @@ class Module:
 def modules_for(
     layers: list[AttentionLayer], dtype: torch.dtype, block_size: int, capability: tuple[int, int]
 ) -> list[Module]:
-    """What a model with these layers needs; none of it is built or loaded by asking."""
+    """Every module for a model with these layers; asking builds and loads none."""
     if jit is None:
         return []
     specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module

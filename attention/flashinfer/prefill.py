@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,13 +44,6 @@ class Rows:
 Call = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-class _Kernel(Protocol):
-    """The attention of one kind of layers."""
-
-    def plan(self, host: Rows, device: Rows) -> None: ...
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call: ...
-
-
 class PrefillPlan:
     """One step's rows, planned for each kind of layers."""
 
@@ -58,9 +51,9 @@ class PrefillPlan:
         """`workspace` may be shared with what else runs on the stream."""
         self._block_size = cache.block_size
         self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
-        kernel = _Wrapper if api.private is None else PrefillModule
+        kernel = PublicWrapper if api.private is None else PrefillModule
         self._kinds = kinds
-        self._kernels: list[_Kernel] = [kernel(layer, cache, workspace) for layer in kinds.layers]
+        self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
         self._device = workspace.device
         self._allocate(1 << 12)
 
@@ -166,8 +159,8 @@ class PrefillModule:
         return call
 
 
-class _Wrapper:
-    """FlashInfer's public face."""
+class PublicWrapper:
+    """The same by FlashInfer's public calls."""
 
     def __init__(self, layer: AttentionLayer, cache: KVCache, workspace: torch.Tensor) -> None:
         self._layer = layer
@@ -202,6 +195,7 @@ class _Wrapper:
 
 
 def prefill_backend(capability: tuple[int, int], window: int | None) -> str:
+    """FlashInfer's name of the kernel for layers of this window."""
     return "fa3" if capability[0] == 9 and window is None else "fa2"
 
 

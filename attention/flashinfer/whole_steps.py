@@ -14,19 +14,12 @@ import torch
 from asyncllm.attention.balanced_decode import MAX_ROWS, BalancedDecode
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.cuda_source import Launch
-from asyncllm.attention.flashinfer import api
-from asyncllm.attention.flashinfer.prefill import PrefillModule, prefill_backend
+from asyncllm.attention.flashinfer.prefill import PrefillModule
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.prefill_lists import Limits, PrefillLists
 
 MAX_PREFILLS = 256  # rows
 MAX_PAGES = 1 << 16  # of all rows
-
-
-def supports(layer: AttentionLayer, device: torch.device) -> bool:
-    """Whether FA3 does such layers, called as `PrefillModule` calls it."""
-    capability = torch.cuda.get_device_capability(device)
-    return api.private is not None and prefill_backend(capability, layer.window) == "fa3"
 
 
 class FlashInferSteps:

@@ -41,7 +41,7 @@ def importers(prefix: str) -> set[Path]:
 
 def test_these_files_and_no_others_know_flashinfer() -> None:
     assert importers("flashinfer") == {PACKAGE / "api.py"}
-    users = {PACKAGE / f"{name}.py" for name in ("modules", "prefill", "whole_steps", "xqa")}
+    users = {PACKAGE / f"{name}.py" for name in ("backend", "modules", "prefill", "xqa")}
     assert importers("asyncllm.attention.flashinfer.api") == users
 
 

@@ -71,7 +71,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> set[Way]:
-    """Of the steps that are replayed."""
+    """The forms of the steps that are replayed."""
     ways: set[Way] = set()
     for graphs in (PrefillGraphs, WholeGraphs):
 
