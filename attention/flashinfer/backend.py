@@ -43,7 +43,7 @@ FUSED_ROWS = 1  # steps of 8 and 16 rows were not faster so (docs/LOG.md)
 NUM_PLANS = 2  # steps that may be between plan and completion: one running, one launched ahead
 
 
-class _Decode(NamedTuple):
+class _KindKernels(NamedTuple):
     """The decode kernels of one kind of layers: the first that takes a step's rows does them."""
 
     fused: FusedDecode
@@ -62,14 +62,14 @@ class FlashInferAttention:
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         xqa = Xqa(cache, self._workspace, self._num_sms)
-        self._decodes = [self._choose_decode(layer, xqa) for layer in self._kinds.layers]
+        self._kernels = [self._choose_kernels(layer, xqa) for layer in self._kinds.layers]
         plans = [PrefillPlan(self._kinds, cache, self._workspace) for _ in range(NUM_PLANS)]
         self._plans = RotatingBuffers(plans, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
         rotated = cached(lambda: self._decode_rotated(rows))  # once for all kinds that need it
         return self._kinds.select(
-            [self._decode_from_projection(kind, rows) or rotated() for kind in self._decodes]
+            [self._decode_from_projection(kernels, rows) or rotated() for kernels in self._kernels]
         )
 
     def write(
@@ -108,9 +108,9 @@ class FlashInferAttention:
         """For layers of one kind, which FA3 and balanced_decode do."""
         layer, device = self._kinds.layers[0], self._workspace.device
         is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer.window) == "fa3"
-        if len(self._decodes) > 1 or api.private is None or not is_fa3:
+        if len(self._kernels) > 1 or api.private is None or not is_fa3:
             return None
-        if (balanced := self._decodes[0].balanced()) is None:
+        if (balanced := self._kernels[0].balanced()) is None:
             return None
         if (make_lists := prefill_lists.load(device)) is None:
             return None
@@ -118,7 +118,7 @@ class FlashInferAttention:
             layer, self._cache, self._workspace, balanced, max_tokens, make_lists
         )
 
-    def _choose_decode(self, layer: AttentionLayer, xqa: Xqa) -> _Decode:
+    def _choose_kernels(self, layer: AttentionLayer, xqa: Xqa) -> _KindKernels:
         cache, num_sms = self._cache, self._num_sms
         dtype, device = cache.layers[0].dtype, cache.layers[0].device
         _check_supported(layer, dtype)
@@ -126,17 +126,17 @@ class FlashInferAttention:
         kind = LayerKind.of(layer)
         names = choose_decode_kernels(kind, dtype, cache.block_size, capability).names
         is_balanced = names[0] == "balanced_decode"
-        return _Decode(
+        return _KindKernels(
             FusedDecode(layer, FUSED_ROWS, num_sms, device),
             _begin_balanced(layer, cache, num_sms) if is_balanced else lambda: None,
             xqa.bind if "xqa" in names else partial(_bind_triton, cache, num_sms),
         )
 
-    def _decode_from_projection(self, kind: _Decode, rows: DecodeRows) -> Attend | None:
+    def _decode_from_projection(self, kernels: _KindKernels, rows: DecodeRows) -> Attend | None:
         """One kernel with all from the projection on, where there is one for so many rows."""
-        fused = kind.fused
+        fused = kernels.fused
         if not fused.takes(rows.positions.shape[0]):
-            balanced = _balanced_for(kind, rows)
+            balanced = _balanced_for(kernels, rows)
             return None if balanced is None else balanced.decode(rows)
 
         def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -154,8 +154,8 @@ class FlashInferAttention:
             cache = self._cache.layers[layer.index]
             q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
             out = torch.empty_like(q)
-            kind = self._decodes[self._kinds.number_of[layer.index]]
-            kind.bind_lengths(q, rows.block_tables, lengths, out)(layer)
+            kernels = self._kernels[self._kinds.number_of[layer.index]]
+            kernels.bind_lengths(q, rows.block_tables, lengths, out)(layer)
             return out.flatten(1)
 
         return attend
@@ -165,12 +165,12 @@ class FlashInferAttention:
         tables, positions = rows.block_tables, rows.positions
         lengths = cached(lambda: _lengths(rows))
 
-        def bind(kind: _Decode) -> AttendRows:
-            if (balanced := _balanced_for(kind, rows)) is not None:
+        def bind(kernels: _KindKernels) -> AttendRows:
+            if (balanced := _balanced_for(kernels, rows)) is not None:
                 return balanced.bind(q, tables, positions, out)
-            return kind.bind_lengths(q, tables, lengths(), out)
+            return kernels.bind_lengths(q, tables, lengths(), out)
 
-        return self._kinds.select([bind(kind) for kind in self._decodes])
+        return self._kinds.select([bind(kernels) for kernels in self._kernels])
 
 
 def _bind_triton(
@@ -209,8 +209,8 @@ def _begin_balanced(
     return wait
 
 
-def _balanced_for(kind: _Decode, rows: DecodeRows) -> BalancedDecode | None:
-    return kind.balanced() if len(rows.positions) <= MAX_ROWS else None
+def _balanced_for(kernels: _KindKernels, rows: DecodeRows) -> BalancedDecode | None:
+    return kernels.balanced() if len(rows.positions) <= MAX_ROWS else None
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:
