@@ -1,4 +1,4 @@
-"""What a model asks of attention, and what a backend is told about a step.
+"""The calls between a model and its attention, and a step's rows as a backend gets them.
 
 A model calls `attend(layer, qkv, rotation)` once per layer, with the projection's raw output: it
 normalises and rotates the heads, writes the new keys and values to their pages and returns the
@@ -78,17 +78,12 @@ class PrefillRows:
     def num_tokens(self) -> int:
         return int(self.query_indptr[-1])
 
-    @property
-    def is_fresh(self) -> bool:
-        """One prompt, none of it computed by an earlier step."""
-        return len(self.kv_lens) == 1 and int(self.kv_lens[0]) == self.num_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Rows of one token each, on the device. Padding rows have table 0 and position 0.
 
-    In a graph of whole mixed steps (`StepAttention`) rows may be none's: their position is -1.
+    In a graph of whole mixed steps (`StepAttention`) some are padding rows: their position is -1.
     """
 
     block_tables: torch.Tensor  # int32 [rows, pages per sequence]
@@ -119,7 +114,7 @@ class StepAttention(Protocol):
     max_pages: int
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
-        """Tell the next replay of its prefill rows, which come after so many decodes."""
+        """Set the next replay's prefill rows, which come after so many decodes."""
         ...
 
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:

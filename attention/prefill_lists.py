@@ -20,7 +20,7 @@ import torch
 from asyncllm.attention import cuda_source
 from asyncllm.attention.base import AttentionLayer, PrefillRows
 from asyncllm.attention.cuda_source import Launch
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
 
 SOURCE = Path(__file__).parent / "cuda" / "prefill_lists.cu"
 FUNCTION = "asyncllm_prefill_lists"
@@ -108,7 +108,7 @@ class PrefillLists:
             )
             return _Buffer(args, memory.numpy()[self._rows_start :])  # which keeps the memory
 
-        self._turns = Turns([buffer() for _ in range(NUM_BUFFERS)], device)
+        self._turns = RotatingBuffers([buffer() for _ in range(NUM_BUFFERS)], device)
 
     @property
     def workspace(self) -> torch.Tensor:

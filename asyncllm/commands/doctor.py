@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -256,6 +256,23 @@ def _needs(config: Any) -> Iterator[Finding]:
     advice = "" if fits == "ok" else f"needs {least}: a smaller model, or a larger device"
     text = f"about {tokens} of KV cache in {total / GIB:.1f} GiB (activations not counted)"
     yield Finding("model", "tokens that fit", text, fits, advice)
+    if kernels.nothing_to_build(config) is None and config.attention_backend != "torch":
+        yield from _attention(config, model.attention_layers)
+
+
+def _attention(config: Any, layers: Sequence[Any]) -> Iterator[Finding]:
+    """Which kernel decodes which layers on the first CUDA device, and why not another."""
+    import torch
+
+    from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+
+    kinds = LayerKinds(layers)
+    shapes = getattr(torch, config.dtype), config.block_size, torch.cuda.get_device_capability()
+    for number, layer in enumerate(kinds.layers):
+        chosen = choose_decode_kernels(LayerKind.of(layer), *shapes)
+        alike = [index for index, other in kinds.number_of.items() if other == number]
+        text = f"{chosen.names[0]} decodes {len(alike)} layers like layer {layer.index}"
+        yield Finding("model", f"attention {number}", text, advice=chosen.reason)
 
 
 def _print(findings: list[Finding]) -> None:

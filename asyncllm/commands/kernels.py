@@ -22,7 +22,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine_args import EngineArgs
 
 if TYPE_CHECKING:
-    from asyncllm.attention.flashinfer_modules import Buildable
+    from asyncllm.attention.flashinfer.modules import Buildable
 
 HELP = "make or list the CUDA kernels that a model needs"
 SMALL: dict[str, Any] = {"load_format": "dummy", "swap_space": 0.0, "skip_tokenizer_init": True}
@@ -69,7 +69,7 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
     """FlashInfer's modules and ours for this model on the first CUDA device."""
     import torch
 
-    from asyncllm.attention.flashinfer_modules import modules_for
+    from asyncllm.attention.flashinfer.modules import modules_for
     from asyncllm.models.layers.torch_ops import TorchOps
     from asyncllm.models.registry import build_model
     from asyncllm.worker.own_kernels import own_kernels
@@ -82,7 +82,7 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
 
 
 def _build(missing: list[Buildable]) -> None:
-    from asyncllm.attention.flashinfer_modules import build_all
+    from asyncllm.attention.flashinfer.modules import build_all
 
     start = time.perf_counter()
     for number, module in enumerate(build_all(missing), 1):
@@ -92,7 +92,7 @@ def _build(missing: list[Buildable]) -> None:
 
 def _compile_triton(engine_args: EngineArgs, config: EngineConfig) -> None:
     """By starting the engine with made-up weights, as `serve` would start it with real ones."""
-    from asyncllm.attention import flashinfer_modules
+    from asyncllm.attention.flashinfer import modules
     from asyncllm.engine.async_engine import AsyncLLMEngine
 
     print("Triton kernels, by a start with made-up weights:", flush=True)
@@ -106,12 +106,10 @@ def _compile_triton(engine_args: EngineArgs, config: EngineConfig) -> None:
         startup = asyncio.run(start())
     write_list(config, launched)
     print(f"{len(set(launched))} are there")
-    unlisted = flashinfer_modules.used_modules() - {
-        module.name for module in modules_of_args(engine_args)
-    }
+    unlisted = modules.used_modules() - {module.name for module in modules_of_args(engine_args)}
     if unlisted:
         print(f"also loaded: {', '.join(sorted(unlisted))}")
-    print(f"start: {startup['seconds']}\nFlashInfer's cache: {flashinfer_modules.cache_folder()}")
+    print(f"start: {startup['seconds']}\nFlashInfer's cache: {modules.cache_folder()}")
 
 
 def modules_of_args(engine_args: EngineArgs) -> list[Buildable]:
@@ -134,7 +132,7 @@ def _print_triton(config: EngineConfig) -> bool:
 def _print_folders() -> None:
     from triton import knobs
 
-    from asyncllm.attention import flashinfer_modules
+    from asyncllm.attention.flashinfer import modules
 
-    print(f"FlashInfer's cache: {flashinfer_modules.cache_folder()}")
+    print(f"FlashInfer's cache: {modules.cache_folder()}")
     print(f"Triton's cache: {knobs.cache.dir}\nour own: {cache_folder()}")

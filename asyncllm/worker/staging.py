@@ -1,6 +1,6 @@
 """Host arrays to device tensors, one copy per step however many arrays there are.
 
-On CUDA the arrays of a step are packed into one pinned buffer, of those that take turns, and copied
+On CUDA the arrays of a step are packed into one pinned buffer, one of a few that rotate, and copied
 once. On the CPU a tensor owns its array.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.worker.packed_step import arrays_of, with_tensors
 
 ALIGNMENT_BYTES = 16
@@ -22,9 +22,11 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 class Staging:
     def __init__(self, device: torch.device) -> None:
-        self._turns: Turns[_PinnedBuffer] | None = None
+        self._buffers: RotatingBuffers[_PinnedBuffer] | None = None
         if device.type == "cuda":
-            self._turns = Turns([_PinnedBuffer(device) for _ in range(NUM_BUFFERS)], device)
+            self._buffers = RotatingBuffers(
+                [_PinnedBuffer(device) for _ in range(NUM_BUFFERS)], device
+            )
 
     def upload(self, record: tuple[Any, ...]) -> Any:
         """The record, and the records in it, with tensors on the device in place of its arrays, of
@@ -35,9 +37,9 @@ class Staging:
         arrays = list(arrays_of(record))
         if not arrays:
             return record
-        if self._turns is None:
+        if self._buffers is None:
             return with_tensors(record, iter([torch.from_numpy(a.copy()) for a in arrays]))
-        with self._turns as buffer:
+        with self._buffers as buffer:
             return with_tensors(record, iter(buffer.upload(arrays)))
 
 

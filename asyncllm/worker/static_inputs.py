@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges, StepTokens
@@ -40,7 +40,7 @@ class StaticInputs:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        self._turns = Turns([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
+        self._buffers = RotatingBuffers([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
         ours = self._split(self._device)
         self._head = ours.head
         self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows
@@ -57,7 +57,7 @@ class StaticInputs:
     def put_decodes(self, slots: np.ndarray, changes: SlotChanges = NO_CHANGES) -> None:
         """The rows of a step of decodes alone."""
         self._decode_slots = slots
-        with self._turns as buffer:
+        with self._buffers as buffer:
             buffer.begin(slots, changes)
             self._head.copy_(buffer.head_tensor, non_blocking=True)
 
@@ -65,7 +65,7 @@ class StaticInputs:
         """num_tokens: of the graph that will read it; None: it reads no tokens."""
         self._decode_slots = step.decode_slots
         first = len(step.decode_slots)
-        with self._turns as buffer:
+        with self._buffers as buffer:
             buffer.begin(step.decode_slots, changes)
             buffer.rows[1:, : step.num_samples] = step.samples
             if num_tokens is None:

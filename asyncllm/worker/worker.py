@@ -89,7 +89,8 @@ class Worker:
         early = EarlyLaunches(self.device)
         with self._phase("kernels"):
             kernels, ops = self._begin_kernels(early)
-            import_backend(self.backend_name)
+            is_auto = config.attention_backend == "auto"
+            self.backend_name = import_backend(self.backend_name, or_torch=is_auto)
         imported()
         with self._phase("load"):
             model, loading = self._load_model(ops, early, progress)

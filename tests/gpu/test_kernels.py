@@ -118,7 +118,7 @@ def test_masks_are_written_where_nobody_reads() -> None:
 
 
 def some_masks(rows: int, vocab: int) -> RowMasks:
-    """Of every other row, in any order."""
+    """Random masks for every other row, in any order."""
     num_masks = (rows + 1) // 2
     of_row = torch.full((rows,), NO_MASK, dtype=torch.int32, device=CUDA)
     of_row[::2] = torch.randperm(num_masks, device=CUDA).int()
@@ -171,8 +171,8 @@ def test_sampling_slots_equals_the_full_way(
     assert torch.equal(ours, expected)
     assert ours[rows // 2].item() == NON_FINITE_TOKEN
     assert torch.equal(our_positions, expected_positions)
-    told = ours >= 0  # of what is not finite the state holds any token
-    assert torch.equal(results[0][1][slots][told], results[1][1][slots][told])
+    finite = ours >= 0  # where logits are not, the state holds any token
+    assert torch.equal(results[0][1][slots][finite], results[1][1][slots][finite])
 
 
 def test_masks_arrive_beside_the_stream_that_reads_them() -> None:

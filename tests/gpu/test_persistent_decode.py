@@ -54,7 +54,7 @@ class Model:
     """A random model with its pages, and both ways through it."""
 
     def __init__(self, config: PretrainedConfig, folder: Path) -> None:
-        from asyncllm.attention.flashinfer import FlashInferAttention
+        from asyncllm.attention.flashinfer.backend import FlashInferAttention
         from asyncllm.models.layers.cuda_ops import CudaOps
 
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]

@@ -1,10 +1,9 @@
-"""Which FlashInfer modules a model needs on a device, and making those that are not there.
+"""The FlashInfer modules that a model needs on a device, compiled ahead where they are missing.
 
 FlashInfer compiles a module at its first use, for minutes, into a cache keyed by its version and
 the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE); a package of ready-made ones
-is looked at first. Listed here is what attention/flashinfer.py calls; `asyncllm kernels build` says
-what a start loaded besides.
-The generators are FlashInfer's own surface, tested with 0.6.12.
+is looked at first. Listed here is what this package calls; `asyncllm kernels build` says what a
+start loaded besides. Nothing is listed where api.py has not found FlashInfer's compiler (`jit`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from flashinfer.jit import env, gen_batch_prefill_module
-from flashinfer.jit.core import jit_spec_registry
-from flashinfer.jit.xqa import gen_xqa_module
 
 from asyncllm.attention.base import AttentionLayer
-from asyncllm.attention.flashinfer import xqa_supports
-from asyncllm.attention.flashinfer_prefill import prefill_backend
+from asyncllm.attention.flashinfer.api import jit
+from asyncllm.attention.flashinfer.prefill import prefill_backend
+from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
 
 PARALLEL_BUILDS = 4  # each runs its own compilers side by side
 
@@ -56,20 +53,26 @@ class Module:
 def modules_for(
     layers: list[AttentionLayer], dtype: torch.dtype, block_size: int, capability: tuple[int, int]
 ) -> list[Module]:
-    """What a model with these layers needs; none of it is built or loaded by asking."""
-    specs = []
-    dim = layers[0].head_dim
-    for window in sorted({layer.window for layer in layers}, key=lambda w: w or 0):
-        backend = prefill_backend(capability, window)
-        has_window = window is not None
-        dtypes = (dtype, dtype, dtype, torch.int32)
-        specs.append(
-            gen_batch_prefill_module(backend, *dtypes, dim, dim, 0, has_window, False, False)
-        )
-        if xqa_supports(capability, dim, block_size):
-            group = layers[0].num_heads // layers[0].num_kv_heads
-            specs.append(gen_xqa_module(dtype, dtype, block_size, dim, group, has_window, dtype))
-    return [Module(spec) for spec in specs]
+    """Every module for a model with these layers; asking builds and loads none."""
+    if jit is None:
+        return []
+    specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module
+    for layer in LayerKinds(layers).layers:
+        dim, has_window = layer.head_dim, layer.window is not None
+        found = [
+            jit.gen_batch_prefill_module(
+                prefill_backend(capability, layer.window), dtype, dtype, dtype, torch.int32,
+                dim, dim, 0, has_window, False, False,
+            )
+        ]  # fmt: skip
+        kind = LayerKind.of(layer)
+        if "xqa" in choose_decode_kernels(kind, dtype, block_size, capability).names:
+            group = layer.num_heads // layer.num_kv_heads
+            found.append(
+                jit.gen_xqa_module(dtype, dtype, block_size, dim, group, has_window, dtype)
+            )
+        specs |= {spec.name: spec for spec in found}
+    return [Module(spec) for spec in specs.values()]
 
 
 def build_all(modules: Sequence[Buildable]) -> Iterator[Buildable]:
@@ -81,8 +84,8 @@ def build_all(modules: Sequence[Buildable]) -> Iterator[Buildable]:
 
 def used_modules() -> set[str]:
     """Names of all modules that this process has asked for."""
-    return set(jit_spec_registry.get_all_specs())
+    return set() if jit is None else set(jit.registry.get_all_specs())
 
 
-def cache_folder() -> Path:
-    return Path(env.FLASHINFER_JIT_DIR)
+def cache_folder() -> Path | None:
+    return None if jit is None else Path(jit.env.FLASHINFER_JIT_DIR)

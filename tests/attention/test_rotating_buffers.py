@@ -1,4 +1,4 @@
-"""Buffers that take turns: none is written before what was enqueued to read it is done."""
+"""Buffers in rotation: none is written before what was enqueued to read it is done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
 
 
 def test_a_buffer_waits_for_the_copies_out_of_it_and_for_no_others(
@@ -28,18 +28,18 @@ def test_a_buffer_waits_for_the_copies_out_of_it_and_for_no_others(
             seen.append(("record", self.number))
 
     monkeypatch.setattr(torch, "Event", Event)
-    turns = Turns([0, 1, 2], torch.device("cuda"))
+    buffers = RotatingBuffers([0, 1, 2], torch.device("cuda"))
     for _ in range(5):
-        with turns as buffer:
+        with buffers as buffer:
             seen.append(("write", buffer))
     verbs = ("wait", "write", "record")
     assert seen == [(verb, buffer) for buffer in (1, 2, 0, 1, 2) for verb in verbs]
 
 
 def test_a_cpu_has_read_by_then() -> None:
-    turns = Turns(["a", "b"], torch.device("cpu"))
+    buffers = RotatingBuffers(["a", "b"], torch.device("cpu"))
     given = []
     for _ in range(3):
-        with turns as buffer:
+        with buffers as buffer:
             given.append(buffer)
     assert given == ["b", "a", "b"]

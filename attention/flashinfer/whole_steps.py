@@ -1,27 +1,20 @@
 """Attention of whole mixed steps in a graph: FA3 for the prefills, our own kernel for the decodes.
 
-FlashInfer's FA3 kernel has one block for each multiprocessor, which takes its work from lists in a
-workspace: a launch knows only where these begin. So a captured launch does what the last lists
-there say, ours (prefill_lists.py) or those of FlashInfer's planner (flashinfer_plans.py). The
-decodes' kernel (balanced_decode.py) goes by positions on the device. It is launched on a stream of
-its own, a moment behind FA3: multiprocessors that have no prompt's tiles left begin with the
-decodes' while others still work.
-
-Part of the adapter to FlashInfer, which flashinfer.py lists.
+FlashInfer's FA3 kernel has one block for each SM, which takes its work from lists in a workspace: a
+launch knows only where these begin. So a captured launch does what the last lists there say, which
+prefill_lists.py makes. The decodes' kernel (balanced_decode.py) goes by positions on the device. It
+is launched on a stream of its own, a moment behind FA3: SMs that have no prompt's tiles left begin
+with the decodes' while others still work.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
 from asyncllm.attention.balanced_decode import MAX_ROWS, BalancedDecode
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.cuda_source import Launch
-from asyncllm.attention.flashinfer_import import flashinfer
-from asyncllm.attention.flashinfer_plans import FlashInferPlans
-from asyncllm.attention.flashinfer_prefill import TESTED_VERSION, PrefillModule, prefill_backend
+from asyncllm.attention.flashinfer.prefill import PrefillModule
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.prefill_lists import Limits, PrefillLists
 
@@ -29,20 +22,8 @@ MAX_PREFILLS = 256  # rows
 MAX_PAGES = 1 << 16  # of all rows
 
 
-def supports(layers: list[AttentionLayer], device: torch.device) -> bool:
-    """Where FA3 does all layers, called as `PrefillModule` calls it."""
-    capability = torch.cuda.get_device_capability(device)
-    return flashinfer.__version__ == TESTED_VERSION and all(
-        prefill_backend(capability, layer.window) == "fa3" for layer in layers
-    )
-
-
-class _Planner(Protocol):
-    def prepare(self, num_decodes: int, prefills: PrefillRows) -> None: ...
-
-
 class FlashInferSteps:
-    """A `StepAttention`, for layers that differ in nothing."""
+    """A `StepAttention`, for layers of one kind."""
 
     max_decodes = MAX_ROWS
     max_prefills = MAX_PREFILLS
@@ -55,29 +36,23 @@ class FlashInferSteps:
         workspace: torch.Tensor,
         balanced: BalancedDecode,
         max_tokens: int,
-        make_lists: Launch | None,
+        make_lists: Launch,
     ) -> None:
         """`layer`: any of them. `workspace` may be shared with what else runs on the stream.
-        `make_lists`: prefill_lists.cu, None: FlashInfer plans. Belongs to the current stream."""
+        `make_lists`: prefill_lists.cu's. Belongs to the current stream."""
         device = workspace.device
         limits = Limits(max_tokens, MAX_PREFILLS, MAX_PAGES)
         self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
         self._balanced = balanced
         self._side = torch.cuda.Stream(device)
-        self._planner: _Planner
-        if make_lists is None:
-            plans = FlashInferPlans(layer, cache, workspace, limits)
-            self._planner, self._module = plans, plans.module
-        else:
-            num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
-            stream = torch.cuda.current_stream(device).cuda_stream
-            lists = PrefillLists(layer, limits, make_lists, num_blocks, device, stream)
-            self._planner = lists
-            self._module = PrefillModule(layer, cache, workspace, lists.workspace)
-            self._module.follow(lists.places, lists.pages)
+        num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        stream = torch.cuda.current_stream(device).cuda_stream
+        self._lists = PrefillLists(layer, limits, make_lists, num_blocks, device, stream)
+        self._module = PrefillModule(layer, cache, workspace, self._lists.workspace)
+        self._module.follow(self._lists.places, self._lists.pages)
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
-        self._planner.prepare(num_decodes, prefills)
+        self._lists.prepare(num_decodes, prefills)
 
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         prefill = self._module.bind(q, out)

@@ -2,28 +2,29 @@
 
 `prepare` plans on the host, `bind` gives what to call per layer. The planner fills a pinned buffer
 that the device reads later, and `prepare` another, so a step launched ahead must not use the same
-`PrefillPlan`: two take turns (turns.py).
+`PrefillPlan`: there are two, in rotation (rotating_buffers.py).
 
 FlashInfer's wrapper spends most of its time in Python: 145 to 290 us per plan and 17 us per run,
-where the kernels' module takes 15 and 10. So with the version that was read and tested the module
-is called with the arguments that the wrapper would pass; with any other, the wrapper is.
+where the kernels' module takes 15 and 10. So the module is called with the arguments that the
+wrapper would pass, where api.py finds it as it was tested; else the wrapper is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
-from asyncllm.attention.flashinfer_import import flashinfer
+from asyncllm.attention.flashinfer import api
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.layer_kinds import LayerKinds
 
-TESTED_VERSION = "0.6.12"  # whose private names `PrefillModule` uses
-WORKSPACE_BYTES = 8 << 20  # of a plan, as the wrapper has it
+WORKSPACE_BYTES = 8 << 20  # for a plan, as the wrapper has it
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 
@@ -39,33 +40,20 @@ class Rows:
     kv_lens: torch.Tensor
 
 
-class Call(Protocol):
-    """keys, values: one layer's, [pages, block_size, kv_heads, head_dim] each."""
-
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> Any: ...
-
-
-class _Kernel(Protocol):
-    """The attention of layers with one window."""
-
-    def plan(self, host: Rows, device: Rows) -> None: ...
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call: ...
+# keys and values of one layer, [pages, block_size, kv_heads, head_dim] each
+Call = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class PrefillPlan:
-    """One step's rows, planned for each window. `layers` differ in their windows only."""
+    """One step's rows, planned for each kind of layers."""
 
-    def __init__(
-        self, layers: list[AttentionLayer], cache: KVCache, workspace: torch.Tensor
-    ) -> None:
+    def __init__(self, kinds: LayerKinds, cache: KVCache, workspace: torch.Tensor) -> None:
         """`workspace` may be shared with what else runs on the stream."""
         self._block_size = cache.block_size
         self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
-        kernel = PrefillModule if flashinfer.__version__ == TESTED_VERSION else _Wrapper
-        self._kernels: dict[int | None, _Kernel] = {
-            layer.window: kernel(layer, cache, workspace)
-            for layer in {layer.window: layer for layer in layers}.values()
-        }
+        kernel = PublicWrapper if api.private is None else PrefillModule
+        self._kinds = kinds
+        self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
         self._device = workspace.device
         self._allocate(1 << 12)
 
@@ -75,15 +63,15 @@ class PrefillPlan:
         host, device = self._upload(
             [rows.pages, rows.query_indptr, rows.page_indptr, last_page_lens, rows.kv_lens]
         )
-        for kernel in self._kernels.values():
+        for kernel in self._kernels:
             kernel.plan(host, device)
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         """Attention of the planned rows; q, out [their tokens, num_heads, head_dim]."""
-        calls = {window: kernel.bind(q, out) for window, kernel in self._kernels.items()}
+        calls, number_of = [kernel.bind(q, out) for kernel in self._kernels], self._kinds.number_of
 
         def attend(layer: AttentionLayer) -> None:
-            calls[layer.window](*self._keys_values[layer.index])
+            calls[number_of[layer.index]](*self._keys_values[layer.index])
 
         return attend
 
@@ -113,12 +101,13 @@ class PrefillModule:
         workspace: torch.Tensor,
         lists: torch.Tensor | None = None,
     ) -> None:
-        """lists: the plan's share of the workspace, uint8; one of its own if None."""
+        """lists: the plan's part of the workspace, uint8; one of its own if None."""
+        assert api.private is not None
         self._layer = layer
         self._block_size = cache.block_size
         dtype, device = cache.layers[0].dtype, workspace.device
         self._backend = _backend(layer, device)
-        self._module = flashinfer.prefill.get_batch_prefill_module(
+        self._module = api.private.get_batch_prefill_module(
             self._backend, dtype, dtype, dtype, torch.int32, layer.head_dim, layer.head_dim,
             0, layer.window is not None, False, False,  # no rotation; no soft cap, no f16 products
         )  # fmt: skip
@@ -129,20 +118,18 @@ class PrefillModule:
         self._info: Any = None
         self._rows: Rows | None = None
 
-    def plan(self, host: Rows, device: Rows, most_tokens: int | None = None) -> None:
-        """most_tokens: of any step whose plan must be where this one is; for as many rows."""
-        layer, is_captured = self._layer, most_tokens is not None
-        num_tokens = int(host.query_indptr[-1]) if most_tokens is None else most_tokens
+    def plan(self, host: Rows, device: Rows) -> None:
+        layer, num_tokens = self._layer, int(host.query_indptr[-1])
         self._rows = device
         self._info = self._module.plan(
             *self._workspaces, self._pinned, host.query_indptr, host.page_indptr, host.kv_lens,
             num_tokens, len(host.kv_lens), layer.num_heads, layer.num_kv_heads, self._block_size,
-            is_captured, layer.head_dim, layer.head_dim, True, _window_left(layer),  # causal
+            False, layer.head_dim, layer.head_dim, True, _window_left(layer),  # eager; causal
             *([-1, False, 0] if self._backend == "fa2" else []),  # splits KV as it likes
         )  # fmt: skip
 
     def follow(self, places: tuple[int, ...], pages: torch.Tensor) -> None:
-        """No plan of its own: FA3 by lists that are made elsewhere, at these `places`.
+        """Run FA3 by lists that are made elsewhere, at these `places`, without a plan of its own.
 
         pages: int32, those of the rows that the lists are of. It reads nothing else of the rows.
         """
@@ -152,11 +139,6 @@ class PrefillModule:
     @cached_property
     def _pinned(self) -> torch.Tensor:
         return torch.empty(len(self._workspaces[1]), dtype=torch.uint8, pin_memory=True)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Where in the workspace the plan is, and its kernel's variant: all that a launch takes."""
-        return tuple(self._info)
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
         assert self._rows is not None, "bind before plan"
@@ -177,14 +159,14 @@ class PrefillModule:
         return call
 
 
-class _Wrapper:
-    """FlashInfer's public face."""
+class PublicWrapper:
+    """The same by FlashInfer's public calls."""
 
     def __init__(self, layer: AttentionLayer, cache: KVCache, workspace: torch.Tensor) -> None:
         self._layer = layer
         self._block_size = cache.block_size
         self._dtype = cache.layers[0].dtype
-        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        self._wrapper = api.BatchPrefillWithPagedKVCacheWrapper(
             workspace, "NHD", backend=_backend(layer, workspace.device)
         )
 
@@ -213,6 +195,7 @@ class _Wrapper:
 
 
 def prefill_backend(capability: tuple[int, int], window: int | None) -> str:
+    """FlashInfer's name of the kernel for layers of this window."""
     return "fa3" if capability[0] == 9 and window is None else "fa2"
 
 
