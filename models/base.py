@@ -7,12 +7,31 @@ backend cannot be captured, the graph breaks at `attend`, called exactly once pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from asyncllm.attention.base import Attend, AttentionLayer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """One tensor of a checkpoint, or a slice of it, and the view of a weight that it fills.
+
+    The file's tensor has the view's shape and dtype (any float for a float), where `file_shape` and
+    `file_dtype` do not say otherwise. `part` has a slice for each of its first dimensions, without
+    steps: a shard reads its own bytes only. `transform` makes the view's contents of what was read,
+    which is on the view's device and may not be written to.
+    """
+
+    name: str
+    view: torch.Tensor
+    part: tuple[slice, ...] = ()
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    file_shape: tuple[int, ...] | None = None
+    file_dtype: torch.dtype | None = None
 
 
 class CausalLM(Protocol):
@@ -30,7 +49,7 @@ class CausalLM(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Names a checkpoint may hold besides `checkpoint_tensors`, each a copy of another."""
+        """Names a checkpoint may hold besides those of `loads`, each a copy of another."""
         ...
 
     def forward(
@@ -51,6 +70,10 @@ class CausalLM(Protocol):
         """[S, hidden_size] -> [S, vocab_size] in the model's dtype, of the rows that sample."""
         ...
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the checkpoint, view to copy it into) for all weights, each exactly once."""
+    def loads(self) -> Iterator[Load]:
+        """All that fills the weights, each element of them exactly once."""
+        ...
+
+    def finish_loading(self) -> None:
+        """To be called when all `loads` are done, again after each reload."""
         ...

@@ -20,9 +20,11 @@ import torch
 
 from asyncllm.attention.base import Attend, AttentionLayer
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import Load
 from asyncllm.models.layers.attention import Attention
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
+from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.norm import RMSNorm
 from asyncllm.models.layers.ops import Normed
@@ -70,9 +72,15 @@ class DecoderLayer:
         )
         self.mlp = MLP(f"{name}.mlp", hf.hidden_size, hf.intermediate_size, spec.mlp_bias, build)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order of their use."""
+        attention, mlp = self.attention, self.mlp
+        return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+    def loads(self) -> Iterator[Load]:
         for child in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
-            yield from child.checkpoint_tensors()
+            yield from child.loads()
 
 
 class DenseDecoder:
@@ -113,9 +121,11 @@ class DenseDecoder:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.embed_tokens.checkpoint_tensors()
+    def loads(self) -> Iterator[Load]:
+        for child in (self.embed_tokens, *self.layers, self.norm, self.lm_head):
+            yield from child.loads()
+
+    def finish_loading(self) -> None:
         for layer in self.layers:
-            yield from layer.checkpoint_tensors()
-        yield from self.norm.checkpoint_tensors()
-        yield from self.lm_head.checkpoint_tensors()
+            for linear in layer.linears:
+                linear.finish_loading()

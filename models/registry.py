@@ -42,8 +42,8 @@ def build_model(
             f"{model_config.path / 'config.json'}: architecture {model_config.architecture!r} is "
             f"not supported, only {', '.join(ARCHITECTURES)}"
         )
-    linear_method = UnquantizedLinearMethod(dtype, device, ops)
-    build = Build(dtype, device, ops, linear_method, max_model_len)
+    linear_methods = {"": UnquantizedLinearMethod(dtype, device, ops)}
+    build = Build(dtype, device, ops, linear_methods, max_model_len)
     try:
         return build_architecture(model_config, build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.ops import Norm
 
@@ -22,5 +23,5 @@ class RMSNorm:
         """[T, size] -> the same shape, a new tensor."""
         return self._ops.rms_norm(x, self.constants)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield self._name, self.constants.weight
+    def loads(self) -> Iterator[Load]:
+        yield Load(self._name, self.constants.weight)

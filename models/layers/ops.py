@@ -5,7 +5,7 @@ implementation calls fused kernels. All run without a host synchronisation and w
 depend only on their inputs' shapes, so they may be captured in a CUDA graph.
 
 In the shapes below T is the number of tokens in the step. Tensors share the model's dtype unless
-said otherwise, and are contiguous.
+stated otherwise, and are contiguous.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Normed:
     eps: float = 0.0
 
     def whole(self) -> torch.Tensor:
-        """The output itself, for who does not apply the factor later."""
+        """The output with its factor applied, for a product that does not apply it itself."""
         if self.squares is None:
             return self.values
         mean = self.squares.sum(1, keepdim=True) / self.values.shape[1]
@@ -55,25 +55,33 @@ class Ops(Protocol):
         """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new."""
         ...
 
-    def linear(
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, where gate and up are the halves of x [T, 2 * size]: [T, size]."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        """In place: residual [T, size] += x. Returns the norm of the sum, perhaps in x's memory."""
+        ...
+
+    def product(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], a new tensor."""
         ...
 
-    def gated_linear(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """silu(gate) * up, where gate and up are the halves of `linear`'s output: [T, out / 2]."""
+    def product_swiglu(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`swiglu` of the product, in its kernel; None: there is no such kernel for this x."""
         ...
 
-    def add_linear(
+    def product_add_rms_norm(
         self,
-        x: torch.Tensor,
+        x: Normed,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: Norm,
-    ) -> Normed:
-        """In place: residual [T, out] += x [T, in] times weight. Returns the norm of the sum."""
+    ) -> Normed | None:
+        """`add_rms_norm` of the product, in its kernel; None: there is none, nothing is added."""
         ...

@@ -64,7 +64,7 @@ class Model:
         model = build_model(
             model_config, torch.bfloat16, device, CudaOps(device), max_model_len=MAX_LEN
         )
-        for _, tensor in model.checkpoint_tensors():
+        for tensor in [load.view for load in model.loads()]:
             tensor.normal_(0, 0.03) if tensor.dim() > 1 else tensor.normal_(1, 0.2)
         self._model = cast(DenseDecoder, model)
         self.cache = KVCache(

@@ -142,14 +142,14 @@ def test_llama_3_1_8b_has_its_number_of_parameters(tmp_path):
     )
     model_config = ModelConfig.from_folder(write_config(tmp_path, config))
     model = build_model(model_config, torch.bfloat16, META, TorchOps(), max_model_len=131072)
-    assert sum(view.numel() for _, view in model.checkpoint_tensors()) == 8_030_261_248
+    assert sum(load.view.numel() for load in model.loads()) == 8_030_261_248
 
 
 def test_names_are_those_of_transformers(tmp_path):
     for config in CONFIGS.values():
         parameters = dict(random_reference(config).named_parameters())
         model = build(write_config(tmp_path, config))
-        shapes = {name: view.shape for name, view in model.checkpoint_tensors()}
+        shapes = {load.name: load.view.shape for load in model.loads()}
         assert shapes == {name: parameter.shape for name, parameter in parameters.items()}
 
 
