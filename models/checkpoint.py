@@ -7,6 +7,7 @@ pickled checkpoint (.bin) is never opened, because reading one runs its code.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from asyncllm.errors import ModelLoadError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_LISTED_KEYS = 5
+LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 LENGTH_BYTES = 8  # a file begins with its header's length
 
 
@@ -68,6 +70,16 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, mapped: its bytes are read from the file when they are used."""
         return self._handles[self._files[name]].get_tensor(name)
+
+
+def num_stored_layers(folder: Path) -> int:
+    """By the names in the folder's checkpoint; 0 where none can be read, or it says nothing."""
+    try:
+        names = Checkpoint(folder).names
+    except ModelLoadError:  # raised again where the weights are asked for
+        return 0
+    indices = [int(found[1]) for name in names if (found := LAYER_NAME.match(name))]
+    return max(indices, default=-1) + 1
 
 
 def list_keys(names: Collection[str]) -> str:

@@ -91,14 +91,19 @@ def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None
 
 
 def _streams(checkpoint: Checkpoint, load: Load) -> bool:
-    """Whether bytes of the file are the view's, on a device that is worth a pinned buffer."""
-    view = load.view
-    is_raw = load.transform is None and DTYPES.get(checkpoint.header(load.name)[1]) == view.dtype
-    return view.device.type == "cuda" and is_raw and len(load.part) <= 1 and view.is_contiguous()
+    """Whether the file's bytes are the view's, on a device that is worth a pinned buffer."""
+    return load.view.device.type == "cuda" and _is_stored_alike(checkpoint, load)
+
+
+def _is_stored_alike(checkpoint: Checkpoint, load: Load) -> bool:
+    """Whether the file has the view's bytes, one after the other."""
+    same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == load.view.dtype
+    is_plain = load.transform is None and len(load.part) <= 1
+    return same_dtype and is_plain and load.view.is_contiguous()
 
 
 def _span(checkpoint: Checkpoint, load: Load) -> Span:
-    """For a load that `_streams`: the whole of a tensor, or some of its rows."""
+    """The bytes of a load that is `_is_stored_alike`: a tensor's, or some of its rows'."""
     file, offset = checkpoint.place(load.name)
     for rows in load.part:
         offset += (rows.start or 0) * load.view.nbytes // max(1, len(load.view))
@@ -134,7 +139,7 @@ def _check(checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, 
 
 
 def _check_header(checkpoint: Checkpoint, load: Load) -> None:
-    """That the file's tensor has the shape and the dtype that the load is written for."""
+    """That the file's tensor has the shape and the dtype that the load is made for."""
     shape, dtype = checkpoint.header(load.name)
     wanted_shape = list(load.view.shape if load.file_shape is None else load.file_shape)
     if shape != wanted_shape:
@@ -143,6 +148,9 @@ def _check_header(checkpoint: Checkpoint, load: Load) -> None:
     takes = [n for n, d in DTYPES.items() if d == wanted or {d, wanted} <= {*FLOATS.values()}]
     if dtype not in takes:
         raise _misfit(checkpoint, load.name, f"has dtype {dtype}, not one of {', '.join(takes)}")
+    sliced = [len(range(size)[part]) for size, part in zip(shape, load.part, strict=False)]
+    fits = [*sliced, *shape[len(sliced) :]] == list(load.view.shape)
+    assert fits or load.transform is not None, f"{load.name}: {load.part} for {load.view.shape}"
 
 
 def _misfit(checkpoint: Checkpoint, name: str, message: str) -> ModelLoadError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.checkpoint import num_stored_layers
 
 
 def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
@@ -13,7 +14,7 @@ def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
 
 
 def check_dense_decoder(config: ModelConfig) -> None:
-    """What every family of the dense decoder takes for granted. Raises `ModelLoadError`."""
+    """All that the families of the dense decoder take for granted. Raises `ModelLoadError`."""
     hf = config.hf_config
     if hf.hidden_act != "silu":
         raise unsupported(config, "hidden_act", "is not supported, only 'silu'")
@@ -24,4 +25,9 @@ def check_dense_decoder(config: ModelConfig) -> None:
             config,
             "num_attention_heads",
             f"is no multiple of {config.num_kv_heads} key-value heads",
+        )
+    num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
+    if num_stored and config.num_layers > num_stored:
+        raise unsupported(
+            config, "num_hidden_layers", f"is more than the {num_stored} of the checkpoint"
         )
