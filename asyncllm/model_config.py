@@ -24,7 +24,7 @@ BUILTIN_MODELS = {
 }
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-MAX_LAYERS = 10_000  # whatever config.json says: some classes make a list with an entry for each
+MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -39,7 +39,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What `config.json` says. `hf_config` is for the model itself."""
+    """The contents of `config.json`. `hf_config` is for the model itself."""
 
     path: Path
     architecture: str

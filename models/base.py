@@ -1,4 +1,4 @@
-"""What the engine asks of a model: one forward pass over the step's tokens, whatever they are.
+"""The engine's interface to a model: one forward pass over the step's tokens, whatever they are.
 
 A model knows no sequences, pages, batches or sampling. It never waits for the device, and its
 shapes depend only on the number of tokens, so a step may be captured in a CUDA graph; where a
@@ -20,8 +20,8 @@ from asyncllm.attention.base import Attend, AttentionLayer
 class Load:
     """One tensor of a checkpoint, or a slice of it, and the view of a weight that it fills.
 
-    The file's tensor has the view's shape and dtype (any float for a float), where `file_shape` and
-    `file_dtype` do not say otherwise. `part` has a slice for each of its first dimensions, without
+    The file's tensor has the view's shape and dtype (any float for a float), unless `file_shape`
+    and `file_dtype` differ. `part` has a slice for each of its first dimensions, without
     steps: a shard reads its own bytes only. `transform` makes the view's contents of what was read,
     which is on the view's device and may not be written to.
     """
@@ -44,7 +44,7 @@ class CausalLM(Protocol):
 
     @property
     def uses_prompt_lens(self) -> bool:
-        """Whether `forward` needs `prompt_lens`: KV then depends on the whole prompt's length."""
+        """`forward` needs `prompt_lens`, as KV depends on the length of the prompt."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Checkpoint:
         }
 
     @property
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         return self._files.keys()
 
     @property
@@ -52,7 +52,7 @@ class Checkpoint:
         return len(self._handles)
 
     def file(self, name: str) -> Path:
-        """Where a tensor is, or should be."""
+        """The file that holds a tensor, or should."""
         return self._files.get(name, self.source)
 
     def header(self, name: str) -> tuple[list[int], str]:
@@ -73,7 +73,7 @@ class Checkpoint:
 
 
 def num_stored_layers(folder: Path) -> int:
-    """By the names in the folder's checkpoint; 0 where none can be read, or it says nothing."""
+    """Counted by tensor names; 0 where the folder has no checkpoint that can be read."""
     try:
         names = Checkpoint(folder).names
     except ModelLoadError:  # raised again where the weights are asked for
@@ -97,7 +97,7 @@ def _open(file: Path) -> Any:
 
 
 def _read_offsets(file: Path) -> dict[str, int]:
-    """Name -> first byte in the file. The library has checked the header, but does not tell."""
+    """Name -> first byte in the file. The library checks the header, but gives no offsets."""
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         header = json.loads(opened.read(header_bytes))
@@ -114,7 +114,7 @@ def _names(handle: Any) -> set[str]:
 
 
 def _open_shards(index_file: Path) -> dict[Path, Any]:
-    """Every shard that the index names, checked to hold the keys that the index says it holds."""
+    """Every shard that the index names, checked to hold the keys that the index lists for it."""
     keys_by_shard: dict[str, set[str]] = {}
     for name, shard in _read_weight_map(index_file).items():
         keys_by_shard.setdefault(shard, set()).add(name)

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.attention.base import Attend, AttentionLayer
+from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load
+from asyncllm.models.checkpoint import num_stored_layers
 from asyncllm.models.layers.attention import Attention
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
@@ -29,12 +31,11 @@ from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.norm import RMSNorm
 from asyncllm.models.layers.ops import Normed
 from asyncllm.models.layers.rotary import build_rotary
-from asyncllm.models.supported import check_dense_decoder
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What may differ between families. `windows`: tokens each layer sees, None for all."""
+    """The differences between families. `windows`: tokens each layer sees, None for all."""
 
     windows: tuple[int | None, ...]
     qkv_bias: bool = False
@@ -87,7 +88,7 @@ class DenseDecoder:
     """A `CausalLM`; see there for shapes."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
-        check_dense_decoder(config)
+        _check_supported(config)
         hf = config.hf_config
         self.embed_tokens = Embedding("model.embed_tokens", hf.vocab_size, hf.hidden_size, build)
         self.layers = [
@@ -122,10 +123,39 @@ class DenseDecoder:
         return self.lm_head(hidden)
 
     def loads(self) -> Iterator[Load]:
-        for child in (self.embed_tokens, *self.layers, self.norm, self.lm_head):
-            yield from child.loads()
+        yield from self.embed_tokens.loads()
+        for layer in self.layers:
+            yield from layer.loads()
+        yield from self.norm.loads()
+        yield from self.lm_head.loads()
 
     def finish_loading(self) -> None:
         for layer in self.layers:
             for linear in layer.linears:
                 linear.finish_loading()
+
+
+def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
+    """The error for one key of config.json; `reason` continues after its value."""
+    value = getattr(config.hf_config, key, None)
+    return ModelLoadError(f"{config.path / 'config.json'}: {key} {value!r} {reason}")
+
+
+def _check_supported(config: ModelConfig) -> None:
+    """All that the families of the dense decoder take for granted. Raises `ModelLoadError`."""
+    hf = config.hf_config
+    if hf.hidden_act != "silu":
+        raise unsupported(config, "hidden_act", "is not supported, only 'silu'")
+    if getattr(hf, "quantization_config", None) is not None:
+        raise unsupported(config, "quantization_config", "is not supported")
+    if hf.num_attention_heads % config.num_kv_heads:
+        raise unsupported(
+            config,
+            "num_attention_heads",
+            f"is no multiple of {config.num_kv_heads} key-value heads",
+        )
+    num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
+    if num_stored and config.num_layers > num_stored:
+        raise unsupported(
+            config, "num_hidden_layers", f"is more than the {num_stored} of the checkpoint"
+        )

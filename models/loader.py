@@ -8,7 +8,7 @@ weight_stream.py where its bytes go as they are, else from the mapped file, conv
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +23,8 @@ from asyncllm.progress import DELAY_S, ProgressBar
 
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = FLOATS | {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
 DUMMY_STD = 0.02
 
 
@@ -61,42 +56,37 @@ def load_weights(
         _check(checkpoint, loads, model.aliases)
         _copy(checkpoint, loads, progress)
     model.finish_loading()
-    return LoadSummary(_num_bytes(loads), num_files, time.perf_counter() - start)
-
-
-def _num_bytes(loads: Iterable[Load]) -> int:
-    return sum(load.view.nbytes for load in loads)
+    num_bytes = sum(load.view.nbytes for load in loads)
+    return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
 def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None:
     with ProgressBar(
-        total=_num_bytes(loads),
+        total=sum(load.view.nbytes for load in loads),
         desc="Loading weights",
         unit="B",
         unit_scale=True,
         delay=DELAY_S,
         disable=not progress,
     ) as bar:
-        streamed = []
+        spans = []
         for load in loads:
             if _streams(checkpoint, load):
-                streamed.append(load)
+                spans.append(_span(checkpoint, load))
             else:
                 load.view.copy_(_read(checkpoint, load))
                 bar.update(load.view.nbytes)
-        if streamed:
-            spans = [_span(checkpoint, load) for load in streamed]
-            for num_bytes in stream_weights(spans, streamed[0].view.device):
-                bar.update(num_bytes)
+        for num_bytes in stream_weights(spans, loads[0].view.device):
+            bar.update(num_bytes)
 
 
 def _streams(checkpoint: Checkpoint, load: Load) -> bool:
-    """Whether the file's bytes are the view's, on a device that is worth a pinned buffer."""
+    """A copy of bytes, to a device that is worth a pinned buffer."""
     return load.view.device.type == "cuda" and _is_stored_alike(checkpoint, load)
 
 
 def _is_stored_alike(checkpoint: Checkpoint, load: Load) -> bool:
-    """Whether the file has the view's bytes, one after the other."""
+    """The file has the view's bytes, one after the other."""
     same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == load.view.dtype
     is_plain = load.transform is None and len(load.part) <= 1
     return same_dtype and is_plain and load.view.is_contiguous()
@@ -120,7 +110,7 @@ def _read(checkpoint: Checkpoint, load: Load) -> torch.Tensor:
 
 
 def _check(checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, str]) -> None:
-    """That the checkpoint is exactly what the model takes, copies and old buffers aside."""
+    """The checkpoint must be exactly what the model takes, copies and old buffers aside."""
     names = {load.name for load in loads}
     if missing := names - checkpoint.names:
         raise ModelLoadError(f"{checkpoint.source}: missing tensors: {list_keys(missing)}")
@@ -139,7 +129,7 @@ def _check(checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, 
 
 
 def _check_header(checkpoint: Checkpoint, load: Load) -> None:
-    """That the file's tensor has the shape and the dtype that the load is made for."""
+    """The file's tensor must have the shape and the dtype that the load is made for."""
     shape, dtype = checkpoint.header(load.name)
     wanted_shape = list(load.view.shape if load.file_shape is None else load.file_shape)
     if shape != wanted_shape:

@@ -24,9 +24,8 @@ import torch
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.layers.epilogue import AddRMSNorm, Epilogue, Out, SwiGLU
 from asyncllm.models.layers.few_rows import FewRows
-from asyncllm.models.layers.ops import Norm, Normed, Ops
+from asyncllm.models.layers.ops import AddRMSNorm, Epilogue, Norm, Normed, Ops, Out, SwiGLU
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model

@@ -10,9 +10,8 @@ import torch
 from asyncllm.attention.base import Attend, AttentionLayer, HeadNorm, Rotation
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.epilogue import AddRMSNorm
 from asyncllm.models.layers.linear import Linear
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed
 
 
 class Attention:

@@ -1,4 +1,4 @@
-"""What every layer of one model is made with: where, in which dtype, with which kernels."""
+"""The settings that all layers of one model share: device, dtype, kernels."""
 
 from __future__ import annotations
 

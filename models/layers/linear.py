@@ -16,9 +16,8 @@ import torch
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.epilogue import Epilogue, Out
 from asyncllm.models.layers.linear_method import LinearShape
-from asyncllm.models.layers.ops import Normed
+from asyncllm.models.layers.ops import Epilogue, Normed, Out
 
 
 class Linear:
@@ -39,7 +38,7 @@ class Linear:
         return self._method.product(self.weights, x)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
-        """What the epilogue makes of the product, by one kernel where the method has one."""
+        """The epilogue of the product, by one kernel where the method has one."""
         fused = self._method.fused(self.weights, x, epilogue)
         return epilogue.apply(self._ops, self(x)) if fused is None else fused
 

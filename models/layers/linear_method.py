@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 
 from asyncllm.models.base import Load
-from asyncllm.models.layers.epilogue import Epilogue, Out
-from asyncllm.models.layers.ops import Normed, Ops
+from asyncllm.models.layers.ops import Epilogue, Normed, Ops, Out
 
 Weights = dict[str, torch.Tensor]
 
@@ -50,7 +49,7 @@ class LinearMethod(Protocol):
         ...
 
     def fused(self, weights: Weights, x: Normed, epilogue: Epilogue[Out]) -> Out | None:
-        """What the epilogue makes of the product, by one kernel; None: that cannot be done here."""
+        """The epilogue of the product, by one kernel; None: there is no such kernel."""
         ...
 
 

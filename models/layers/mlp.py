@@ -8,9 +8,8 @@ import torch
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.epilogue import AddRMSNorm, SwiGLU
 from asyncllm.models.layers.linear import Linear
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
 
 SWIGLU = SwiGLU()
 

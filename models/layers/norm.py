@@ -12,7 +12,7 @@ from asyncllm.models.layers.ops import Norm
 
 
 class RMSNorm:
-    """`constants` is what the products that end or begin with this norm are given."""
+    """`constants` are for the matrix products that end or begin with this norm."""
 
     def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
         self._name = f"{name}.weight"

@@ -10,15 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.heads import inverse_rms, rms_norm
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import Norm, Normed, Ops
 
 
-class TorchOps:
-    """Stateless. Works in place where it can: on a CPU a large new tensor costs more than its
-    arithmetic."""
-
-    def before_capture(self) -> None:
-        """Nothing is chosen here."""
+class TorchOps(Ops):
+    """Stateless and unfused. Works in place where it can: on a CPU a large new tensor costs more
+    than its arithmetic."""
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
@@ -37,18 +34,3 @@ class TorchOps:
     ) -> torch.Tensor:
         assert x.squares is None, "only a fused kernel leaves a factor to its successor"
         return F.linear(x.values, weight, bias)
-
-    def product_swiglu(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        return None
-
-    def product_add_rms_norm(
-        self,
-        x: Normed,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm: Norm,
-    ) -> Normed | None:
-        return None

@@ -31,8 +31,7 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.mark.parametrize("tokens", [1, 5, 33, 4096])
 def test_ops_equal_torch(tokens: int) -> None:
     from asyncllm.models.layers.cuda_ops import CudaOps
-    from asyncllm.models.layers.epilogue import AddRMSNorm, SwiGLU
-    from asyncllm.models.layers.ops import Norm, Normed
+    from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
     from asyncllm.models.layers.torch_ops import TorchOps
     from tests.models.with_epilogue import with_epilogue
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
 from asyncllm.commands.triton_kernels import print_compiled
-from asyncllm.models.layers.epilogue import AddRMSNorm, SwiGLU
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
 from asyncllm.models.layers.torch_ops import TorchOps
 from tests.models.with_epilogue import with_epilogue
 

@@ -16,14 +16,13 @@ from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM, Load
 from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.epilogue import Epilogue, Out
 from asyncllm.models.layers.linear_method import (
     LinearMethod,
     LinearShape,
     UnquantizedLinearMethod,
     Weights,
 )
-from asyncllm.models.layers.ops import Norm, Normed, Ops
+from asyncllm.models.layers.ops import Epilogue, Norm, Normed, Ops, Out
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import ARCHITECTURES
@@ -67,8 +66,7 @@ class Int8:
         weights["packed"].bitwise_xor_(SIGN_BITS)
 
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
-        assert x.squares is None
-        y = F.linear(x.values, weights["packed"].view(torch.int8).float()) * weights["scale"]
+        y = F.linear(x.whole(), weights["packed"].view(torch.int8).float()) * weights["scale"]
         return y + weights["bias"] if "bias" in weights else y
 
     def fused(self, weights: Weights, x: Normed, epilogue: Epilogue[Out]) -> Out | None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from asyncllm.models.layers.epilogue import AddRMSNorm, SwiGLU
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
 from asyncllm.models.layers.torch_ops import TorchOps
 from tests.models.with_epilogue import with_epilogue
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.models.layers.epilogue import Epilogue, Out
-from asyncllm.models.layers.ops import Normed, Ops
+from asyncllm.models.layers.ops import Epilogue, Normed, Ops, Out
 
 
 def with_epilogue(
