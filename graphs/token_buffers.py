@@ -11,9 +11,10 @@ from asyncllm.attention.base import (
     AttendRows,
     AttentionBackend,
     AttentionLayer,
+    AttentionMixer,
     Rotation,
 )
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, TokenInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +80,5 @@ def forward(
 
 def forward_with(model: CausalLM, tokens: TokenBuffers, attend: Attend) -> torch.Tensor:
     prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
-    return model.forward(tokens.token_ids, tokens.positions, prompt_lens, attend)
+    inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
+    return model.forward(inputs, AttentionMixer(attend))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer
+from asyncllm.attention.base import AttentionLayer, Mixer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +34,14 @@ class Load:
     file_dtype: torch.dtype | None = None
 
 
+class TokenInputs(NamedTuple):
+    """One step's tokens: int32 or int64 [T] each."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor  # below max_model_len
+    prompt_lens: torch.Tensor | None = None  # of each token's sequence, where the model uses them
+
+
 class CausalLM(Protocol):
     """A decoder with its weights on one device. T is the number of tokens in the step."""
 
@@ -52,18 +60,8 @@ class CausalLM(Protocol):
         """Names a checkpoint may hold besides those of `loads`, each a copy of another."""
         ...
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        prompt_lens: torch.Tensor | None,
-        attend: Attend,
-    ) -> torch.Tensor:
-        """Hidden states after the final norm, [T, hidden_size], for `compute_logits`.
-
-        token_ids, positions: int32 or int64 [T], positions below max_model_len. prompt_lens: the
-        same, the prompt length of each token's sequence; None where `uses_prompt_lens` is False.
-        """
+    def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
+        """Hidden states after the final norm, [T, hidden_size], for `compute_logits`."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer
+from asyncllm.attention.base import AttentionLayer, Mixer
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.base import Load
+from asyncllm.models.base import Load, TokenInputs
 from asyncllm.models.checkpoint import num_stored_layers
 from asyncllm.models.layers.attention import Attention
 from asyncllm.models.layers.build import Build
@@ -102,20 +102,14 @@ class DenseDecoder:
         self.uses_prompt_lens = self.rotary.uses_prompt_lens
         self.aliases = self.lm_head.aliases
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        prompt_lens: torch.Tensor | None,
-        attend: Attend,
-    ) -> torch.Tensor:
+    def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         # Before the embedding, the last ordinary launch: layers' kernels read it before their wait.
-        rotation = self.rotary.rotation(positions, prompt_lens)
-        residual = self.embed_tokens(token_ids)  # [T, hidden_size]
+        rotation = self.rotary.rotation(inputs.positions, inputs.prompt_lens)
+        residual = self.embed_tokens(inputs.ids)  # [T, hidden_size]
         x = Normed(self._input_norms[0](residual))
         for layer, next_norm in zip(self.layers, self._input_norms[1:], strict=True):
             post_norm = layer.post_attention_norm.constants
-            x = layer.attention.add(x, residual, post_norm, rotation, attend)
+            x = layer.attention.add(x, residual, post_norm, rotation, mixer)
             x = layer.mlp.add(x, residual, next_norm.constants)
         return x.values if x.squares is None else self.norm(residual)
 

@@ -1,4 +1,4 @@
-"""Causal self-attention: the projections around the backend's `attend`."""
+"""Causal self-attention: the projections around the mixer's `attend`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer, HeadNorm, Rotation
+from asyncllm.attention.base import AttentionLayer, HeadNorm, Mixer, Rotation
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
@@ -52,11 +52,11 @@ class Attention:
         residual: torch.Tensor,
         next_norm: Norm,
         rotation: Rotation,
-        attend: Attend,
+        mixer: Mixer,
     ) -> Normed:
         """In place: residual [T, hidden_size] += the attention of x. Returns the next norm's."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
-        out = Normed(attend(self.layer, qkv, rotation))
+        out = Normed(mixer.attend(self.layer, qkv, rotation))
         return self.o_proj.with_epilogue(out, AddRMSNorm(residual, next_norm))
 
     def loads(self) -> Iterator[Load]:

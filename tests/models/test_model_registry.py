@@ -7,12 +7,14 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, MambaConfig, Qwen2_5_VLConfig
 
+from asyncllm.attention.base import AttentionMixer
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.commands import doctor
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ARCHITECTURES as SUPPORTED
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import TokenInputs
 from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import ARCHITECTURES as BUILDERS
@@ -182,7 +184,7 @@ def test_forward_never_reads_a_value_on_the_host(tmp_path, name):
         assert k.shape == v.shape == (7, layer.num_kv_heads, layer.head_dim)
         return q.flatten(1)
 
-    hidden = model.forward(positions, positions, prompt_lens, attend)
+    hidden = model.forward(TokenInputs(positions, positions, prompt_lens), AttentionMixer(attend))
     assert hidden.shape == (7, config.hf_config.hidden_size)
     assert layers == model.attention_layers
     assert [layer.index for layer in layers] == list(range(config.num_layers))
