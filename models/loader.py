@@ -25,6 +25,7 @@ BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
 DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
+STREAMED_DEVICES = ("cuda",)
 DUMMY_STD = 0.02
 
 
@@ -81,22 +82,18 @@ def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None
 
 
 def _streams(checkpoint: Checkpoint, load: Load) -> bool:
-    """A copy of bytes, to a device that is worth a pinned buffer."""
-    return load.view.device.type == "cuda" and _is_stored_alike(checkpoint, load)
-
-
-def _is_stored_alike(checkpoint: Checkpoint, load: Load) -> bool:
-    """The file has the view's bytes, one after the other."""
-    same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == load.view.dtype
-    is_plain = load.transform is None and len(load.part) <= 1
-    return same_dtype and is_plain and load.view.is_contiguous()
+    """The file has the view's bytes, one after the other, and the device is worth a pinned copy."""
+    view = load.view
+    same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == view.dtype
+    is_plain = load.transform is None and len(load.part) <= 1 and view.is_contiguous()
+    return view.device.type in STREAMED_DEVICES and same_dtype and is_plain
 
 
 def _span(checkpoint: Checkpoint, load: Load) -> Span:
-    """The bytes of a load that is `_is_stored_alike`: a tensor's, or some of its rows'."""
+    """The bytes of a load that `_streams`: a tensor's, or some of its rows'."""
     file, offset = checkpoint.place(load.name)
-    for rows in load.part:
-        offset += (rows.start or 0) * load.view.nbytes // max(1, len(load.view))
+    for rows, num_rows in zip(load.part, checkpoint.header(load.name)[0], strict=False):
+        offset += range(num_rows)[rows].start * load.view.nbytes // max(1, len(load.view))
     return Span(file, offset, load.view)
 
 

@@ -62,12 +62,11 @@ class UnquantizedLinearMethod:
     ops: Ops
 
     def create_weights(self, shape: LinearShape) -> Weights:
-        sizes = {"weight": (shape.out_features, shape.in_features)} | (
-            {"bias": (shape.out_features,)} if shape.bias else {}
-        )
+        sizes = {"weight": (shape.out_features, shape.in_features), "bias": (shape.out_features,)}
         return {
             name: torch.empty(size, dtype=self.dtype, device=self.device)
             for name, size in sizes.items()
+            if name != "bias" or shape.bias
         }
 
     def loads(self, shape: LinearShape, weights: Weights) -> Iterator[Load]:

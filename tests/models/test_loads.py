@@ -59,7 +59,7 @@ def run(folder: Path, *loads: Load) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader's way on CUDA, with all but the device, beside that of the CPU."""
     if request.param == "streamed":
-        monkeypatch.setattr(loader, "_streams", loader._is_stored_alike)
+        monkeypatch.setattr(loader, "STREAMED_DEVICES", ("cpu",))
 
 
 @pytest.mark.usefixtures("way")
@@ -72,6 +72,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         ("matrix", (slice(0, 4),)),
         ("matrix", (slice(4, 8),)),
         ("matrix", (slice(6, None),)),
+        ("matrix", (slice(-3, -1),)),
         ("matrix", (slice(None), slice(2, 4))),
         ("matrix", (slice(3, 5), slice(1, 6))),
         ("cube", (slice(1, 3),)),
