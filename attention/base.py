@@ -1,6 +1,6 @@
 """The calls between a model and its attention, and a step's rows as a backend gets them.
 
-A model calls `attend(layer, qkv, rotation)` once per layer, with the projection's raw output: it
+A model calls `mixer.attend(layer, qkv, rotation)` once per layer, with the projection's output: it
 normalises and rotates the heads, writes the new keys and values to their pages and returns the
 attention output. That is one call because on a GPU all before the attention is one kernel. What
 else there is (which rows, which pages) was settled before the forward pass. A model knows no pages.
@@ -63,6 +63,21 @@ class Attend(Protocol):
     def __call__(
         self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor: ...
+
+
+class Mixer(Protocol):
+    """A model's access to the tokens before a step's, bound to the step's batch."""
+
+    def attend(self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """As `Attend`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMixer:
+    """A `Mixer` for models of which every layer is attention."""
+
+    attend: Attend
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from asyncllm.attention.base import (
     AttendRows,
     AttentionBackend,
     AttentionLayer,
+    AttentionMixer,
     DecodeRows,
     PrefillRows,
     Rotation,
 )
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.step_plan import StepShape
 
 
@@ -80,7 +81,8 @@ def forward(
         return out
 
     prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
-    return model.forward(tokens.token_ids, tokens.positions, prompt_lens, attend)
+    inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
+    return model.forward(inputs, AttentionMixer(attend))
 
 
 # (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it

@@ -47,7 +47,7 @@ def stream_weights(spans: Iterable[Span], device: torch.device) -> Iterator[int]
         buffers.put(_Buffer(stream))
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, "asyncllm-weights"))
-        stack.callback(threads.shutdown, cancel_futures=True)  # on an error: the rest is moot
+        stack.callback(threads.shutdown, cancel_futures=True)  # after an error: read no more
         opened: dict[Path, int] = {}
         futures = []
         for piece in pieces:

@@ -25,7 +25,7 @@ from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.few_rows import FewRows
-from asyncllm.models.layers.ops import Norm, Normed, Ops
+from asyncllm.models.layers.ops import AddRMSNorm, Epilogue, Norm, Normed, Ops, Out, SwiGLU
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
@@ -55,24 +55,31 @@ class Chains:
         self._residual = weights[0].new_empty(rows, sizes["qkv"]).normal_(generator=generator)
 
     def product(self, ops: Ops, kind: str) -> None:
-        x, residual = self._x[kind], self._residual.clone()
+        x, residual = Normed(self._x[kind]), self._residual.clone()
         for weight in self.weights[kind]:
             if kind == "qkv":
-                ops.linear(Normed(x), weight)
+                ops.product(x, weight)
             elif kind == "gate_up":
-                ops.gated_linear(Normed(x), weight)
+                _linear(ops, x, weight, SwiGLU())
             else:
-                ops.add_linear(x, weight, None, residual, self._norm)
+                _linear(ops, x, weight, AddRMSNorm(residual, self._norm))
 
     def layers(self, ops: Ops) -> torch.Tensor:
         """What they leave in the residual."""
         normed, residual = Normed(self._x["qkv"]), self._residual.clone()
+        add = AddRMSNorm(residual, self._norm)
         for qkv, o, gate_up, down in zip(*self.weights.values(), strict=True):
-            ops.linear(normed, qkv)
-            normed = ops.add_linear(self._x["o"], o, None, residual, self._norm)
-            gated = ops.gated_linear(normed, gate_up)
-            normed = ops.add_linear(gated, down, None, residual, self._norm)
+            ops.product(normed, qkv)
+            normed = _linear(ops, Normed(self._x["o"]), o, add)
+            gated = _linear(ops, normed, gate_up, SwiGLU())
+            normed = _linear(ops, Normed(gated), down, add)
         return residual
+
+
+def _linear(ops: Ops, x: Normed, weight: torch.Tensor, epilogue: Epilogue[Out]) -> Out:
+    """As `Linear.with_epilogue`."""
+    fused = epilogue.fused(ops, x, weight, None)
+    return epilogue.apply(ops, ops.product(x, weight)) if fused is None else fused
 
 
 def measure(

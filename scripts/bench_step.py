@@ -119,7 +119,7 @@ class Bench:
             first = 1 + (slot - 1) * pages % (available - pages)
             self._state.block_tables[slot, :pages] = torch.arange(first, first + pages)
         model = self._runner._model
-        sizes = {name: view.nbytes for name, view in model.checkpoint_tensors()}
+        sizes = {load.name: load.view.nbytes for load in model.loads()}
         self._weights = weight_bytes(sizes, config.model.hf_config.tie_word_embeddings)
         self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from asyncllm.model_config import resolve_model_path
-from asyncllm.models.layers.ops import Normed
 from asyncllm.models.layers.torch_ops import TorchOps
 from tests.script_module import import_script
 
@@ -21,10 +20,8 @@ bench_products = import_script(SCRIPT)
 class Off(TorchOps):
     """One product is wrong."""
 
-    def gated_linear(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return 2 * super().gated_linear(x, weight, bias)
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().swiglu(x)
 
 
 def seconds_of(ways: Sequence[Callable[[], object]]) -> list[float]:

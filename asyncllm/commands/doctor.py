@@ -238,7 +238,7 @@ def _needs(config: Any) -> Iterator[Finding]:
 
     dtype = getattr(torch, config.dtype)
     model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
-    weights = sum(view.nbytes for _, view in model.checkpoint_tensors())
+    weights = sum(load.view.nbytes for load in model.loads())
     page: Callable[..., int] = KVCache.page_bytes
     shape = config.model.num_kv_heads, config.model.head_dim
     per_token = page(config.model.num_layers, 1, *shape, dtype)

@@ -21,7 +21,7 @@ from asyncllm.attention.base import AttentionLayer, Rotation
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
-from asyncllm.models.layers.ops import Norm, Normed, Ops
+from asyncllm.models.layers.ops import Norm, Ops
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.memory import forward_without_attention
@@ -128,21 +128,15 @@ class EarlyLaunches:
             self._zeros(num_tokens, dtype=torch.int64),
         )
 
-    # Products of nothing: cuBLAS, which takes memory for every thread, is not asked.
-
     def _normalise(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
         ops.rms_norm(self._zeros(MANY_ROWS, size, dtype=dtype), self._norm(size, dtype))
 
     def _add_and_normalise(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
-        x, weight, residual = (
-            self._zeros(*shape, dtype=dtype)
-            for shape in ((MANY_ROWS, 0), (size, 0), (MANY_ROWS, size))
-        )
-        ops.add_linear(x, weight, None, residual, self._norm(size, dtype))
+        x, residual = (self._zeros(MANY_ROWS, size, dtype=dtype) for _ in range(2))
+        ops.add_rms_norm(x, residual, self._norm(size, dtype))
 
     def _gate(self, ops: Ops, size: int, dtype: torch.dtype) -> None:
-        x = Normed(self._zeros(MANY_ROWS, 0, dtype=dtype))
-        ops.gated_linear(x, self._zeros(2 * size, 0, dtype=dtype))
+        ops.swiglu(self._zeros(MANY_ROWS, 2 * size, dtype=dtype))
 
     def _norm(self, size: int, dtype: torch.dtype) -> Norm:
         return Norm(self._zeros(size, dtype=dtype), 1.0)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend, DecodeRows
+from asyncllm.attention.base import AttentionBackend, AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult, TokenMasks
 from asyncllm.worker.device_state import DeviceState
@@ -190,8 +190,8 @@ class ModelRunner:
     def _layers(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
     ) -> torch.Tensor:
-        attend = self._attention.decode(rows)
-        hidden = self._model.forward(token_ids, rows.positions, prompt_lens, attend)
+        inputs = TokenInputs(token_ids, rows.positions, prompt_lens)
+        hidden = self._model.forward(inputs, AttentionMixer(self._attention.decode(rows)))
         return self._model.compute_logits(hidden)
 
     def _mixed_step(

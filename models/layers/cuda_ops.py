@@ -1,4 +1,4 @@
-"""`Ops` by CUDA kernels: of one row and of few ours, else cuBLAS with ours between its products."""
+"""`Ops` by CUDA kernels: ours for one row and for few, else cuBLAS with ours between its GEMMs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CudaOps:
         self._few_rows = FewRows(device)
         self._products = [each for each in (products, gated_products) if each is not None]
         self._linear = F.linear if products is None else products.linear
-        self._gated = gated_linear if gated_products is None else gated_products.linear
+        self._gated_products = gated_products
 
     def before_capture(self) -> None:
         for products in self._products:
@@ -33,7 +33,14 @@ class CudaOps:
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm)
 
-    def linear(
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu(x)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        add_rms_norm(x, residual, norm)
+        return Normed(x)
+
+    def product(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         if x.values.shape[0] == 1:
@@ -42,34 +49,35 @@ class CudaOps:
             return self._few_rows.linear(x, weight, bias)
         return self._linear(x.whole(), weight, bias)
 
-    def gated_linear(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def product_swiglu(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
         if x.values.shape[0] == 1:
             return one_row_linear(x, weight, bias, gated=True)
         if self._few_rows.takes(x, weight):
             return self._few_rows.linear(x, weight, bias, gated=True)
-        return self._gated(x.whole(), weight, bias)
+        if self._gated_products is not None:
+            return self._gated_products.linear(x.whole(), weight, bias)
+        return None
 
-    def add_linear(
+    def product_add_rms_norm(
         self,
-        x: torch.Tensor,
+        x: Normed,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: Norm,
-    ) -> Normed:
-        if x.shape[0] == 1:
-            return one_row_add_linear(x, weight, bias, residual, norm)
-        if self._few_rows.takes_sum(x, weight):
-            return self._few_rows.add_linear(x, weight, bias, residual, norm)
-        y = self._linear(x, weight, bias)
-        add_rms_norm(y, residual, norm)
-        return Normed(y)
+    ) -> Normed | None:
+        assert x.squares is None, "what is added to a residual comes from no norm"
+        if x.values.shape[0] == 1:
+            return one_row_add_linear(x.values, weight, bias, residual, norm)
+        if self._few_rows.takes_sum(x.values, weight):
+            return self._few_rows.add_linear(x.values, weight, bias, residual, norm)
+        return None
 
 
 def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`Ops.gated_linear`, by torch's product and SwiGLU."""
+    """`Ops.product_swiglu`, by torch's GEMM and SwiGLU: what `gated_products` are compared with."""
     return swiglu(F.linear(x, weight, bias))

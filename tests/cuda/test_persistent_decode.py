@@ -17,10 +17,11 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from asyncllm.attention import cuda_source
-from asyncllm.attention.base import DecodeRows
+from asyncllm.attention.base import AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import TokenInputs
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.persistent_decode import (
@@ -96,7 +97,7 @@ class Case:
     def model(self, dtype: torch.dtype) -> DenseDecoder:
         generator = torch.Generator().manual_seed(1)
         model = build_model(self.config, dtype, CPU, TorchOps(), MAX_LEN)
-        for _, tensor in model.checkpoint_tensors():
+        for tensor in [load.view for load in model.loads()]:
             noise = torch.randn(tensor.shape, generator=generator)
             wide = 0.1 * noise if tensor.dim() > 1 else 1 + 0.3 * noise  # norms, and biases too
             tensor.copy_(wide.bfloat16())
@@ -120,7 +121,8 @@ class Case:
     def by_layers(self, dtype: torch.dtype) -> tuple[torch.Tensor, KVCache]:
         model, cache = self.model(dtype), self.cache(dtype)
         attend = TorchAttention(cache).decode(self.rows)
-        hidden = model.forward(self.token_ids, self.positions, self.positions + 1, attend)
+        inputs = TokenInputs(self.token_ids, self.positions, self.positions + 1)
+        hidden = model.forward(inputs, AttentionMixer(attend))
         return model.compute_logits(hidden), cache
 
     def by_one_kernel(self, function: Launch, num_blocks: int, seed: int = 0) -> Any:

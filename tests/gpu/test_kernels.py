@@ -31,8 +31,9 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.mark.parametrize("tokens", [1, 5, 33, 4096])
 def test_ops_equal_torch(tokens: int) -> None:
     from asyncllm.models.layers.cuda_ops import CudaOps
-    from asyncllm.models.layers.ops import Norm, Normed
+    from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
     from asyncllm.models.layers.torch_ops import TorchOps
+    from tests.models.with_epilogue import with_epilogue
 
     fast, slow = CudaOps(torch.device("cuda")), TorchOps()
     x, residual = (torch.randn(tokens, 1024, device=CUDA, dtype=BF16) for _ in range(2))
@@ -41,14 +42,16 @@ def test_ops_equal_torch(tokens: int) -> None:
     assert relative_error(fast.rms_norm(x, norm), slow.rms_norm(x, norm)) < 6e-3
     residuals = residual.clone(), residual.clone()
     sums = [
-        ops.add_linear(x, weight, None, r, norm)
+        with_epilogue(ops, Normed(x), weight, AddRMSNorm(r, norm))
         for ops, r in zip((fast, slow), residuals, strict=True)
     ]
     assert relative_error(*residuals) < 6e-3
-    assert relative_error(fast.linear(sums[0], weight), slow.linear(sums[1], weight)) < 8e-3
-    gated = fast.gated_linear(sums[0], weight), slow.gated_linear(sums[1], weight)
+    assert relative_error(fast.product(sums[0], weight), slow.product(sums[1], weight)) < 8e-3
+    gated = [
+        with_epilogue(ops, x, weight, SwiGLU()) for ops, x in zip((fast, slow), sums, strict=True)
+    ]
     assert relative_error(*gated) < 1.5e-2
-    assert relative_error(fast.linear(Normed(x), weight), slow.linear(Normed(x), weight)) < 6e-3
+    assert relative_error(fast.product(Normed(x), weight), slow.product(Normed(x), weight)) < 6e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 19, 300])

@@ -130,22 +130,13 @@ class RecordedOps(TorchOps):
         self._record("rms_norm", x)
         return super().rms_norm(x, norm)
 
-    def gated_linear(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        self._record("gated_linear", self.linear(x, weight, bias))
-        return super().gated_linear(x, weight, bias)
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        self._record("swiglu", x)
+        return super().swiglu(x)
 
-    def add_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm: Norm,
-    ) -> Normed:
-        self._record("add_linear", self.linear(Normed(x), weight, bias))
-        return super().add_linear(x, weight, bias, residual, norm)
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        self._record("add_rms_norm", x)
+        return super().add_rms_norm(x, residual, norm)
 
     def _record(self, name: str, x: torch.Tensor) -> None:
         self.given.append((name, tuple(x.shape), x.dtype))
@@ -158,8 +149,8 @@ def test_what_is_between_products_has_the_model_sizes() -> None:
     AtOnce(CPU).begin_ops(ops, config, half)
     assert ops.given == [
         ("rms_norm", (MANY_ROWS, hidden), half),
-        ("add_linear", (MANY_ROWS, hidden), half),
-        ("gated_linear", (MANY_ROWS, 2 * intermediate), half),
+        ("add_rms_norm", (MANY_ROWS, hidden), half),
+        ("swiglu", (MANY_ROWS, 2 * intermediate), half),
     ]
 
 
