@@ -17,11 +17,7 @@ from typing import Any
 import uvloop
 
 from asyncllm.commands import bench, chat, complete, doctor, kernels, run_batch
-from asyncllm.commands.head_start import take_head_start
-from asyncllm.engine_args import EngineArgs
-from asyncllm.errors import EngineDeadError, ModelLoadError
-from asyncllm.server.args import ServerArgs
-from asyncllm.server.flags import (
+from asyncllm.commands.flags import (
     FlagParser,
     add_flags,
     field_names,
@@ -29,8 +25,12 @@ from asyncllm.server.flags import (
     pick,
     read_config_file,
 )
-from asyncllm.server.listener import Listener
-from asyncllm.server.log_format import set_up_logging
+from asyncllm.commands.head_start import take_head_start
+from asyncllm.engine_args import EngineArgs
+from asyncllm.errors import EngineDeadError, ModelLoadError
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.http.listener import Listener
+from asyncllm.server.observability.logs import set_up_logging
 
 STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130

@@ -18,24 +18,19 @@ from aiohttp import web
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
-from asyncllm.server.bodies import read_body
-from asyncllm.server.call import Call, new_id
-from asyncllm.server.client_fields import named_as
-from asyncllm.server.collect import CollectedAnswer
-from asyncllm.server.errors import ApiError, bad_request
-from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from asyncllm.server.http.bodies import prepare, read_body, render_response
+from asyncllm.server.http.errors import ApiError, bad_request
+from asyncllm.server.http.sse import SSEStream
+from asyncllm.server.inputs.call import Call, Usage, new_id
+from asyncllm.server.inputs.refusals import named_as
+from asyncllm.server.outputs.chunks import DONE
+from asyncllm.server.outputs.consumers import CollectedAnswer
+from asyncllm.server.outputs.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import StreamOptions, StructuredOutputs, TokenId
 from asyncllm.server.service import (
     SERVICE,
     Service,
-    answer_response,
-    answer_whole,
-    prepared,
-    stream_to,
 )
-from asyncllm.server.sse import SSEStream
-from asyncllm.server.stream import DONE
-from asyncllm.server.usage import Usage
 from asyncllm.structured_outputs import StructuredOutputsParams
 
 # What this route decides itself, and what is of the Python API alone.
@@ -89,17 +84,18 @@ async def generate(http: web.Request) -> web.StreamResponse:
     request = await read_body(http, GenerateRequest)
     try:
         with named_as({"prompt": "token_ids"}):
-            call = await prepared(http, partial(_call, request, service))
+            call = await prepare(http, partial(_call, request, service))
             if request.stream:
                 sse = SSEStream(http, service.frames)
-                answer = partial(StreamedTokens, sse, call, request, _names(service))
-                return await stream_to(sse, service, call, answer)
-            whole = await answer_whole(service, call)
+                make_consumer = partial(StreamedTokens, sse, call, request, _names(service))
+                return await service.stream(sse, call, make_consumer)
+            answer = CollectedAnswer(call)
+            await service.collect(call, lambda: answer)
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
-    body = partial(_body, call, request, whole, _names(service))
-    return await answer_response(service, call, body)
+    body = partial(_body, call, request, answer, _names(service))
+    return await render_response(http, body, call.has_logprobs)
 
 
 def _call(request: GenerateRequest, service: Service) -> Call:

@@ -2,7 +2,7 @@
 
 `None` means "not given" for every field, so a client may send null. Ranges are checked by
 `SamplingParams`, the one validator. A field typed `Any` that no code reads cannot change the
-answer and is accepted and ignored; one that would change it is refused by `refusals.py`.
+answer and is accepted and ignored; one that would change it is refused by inputs/refusals.py.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
 
-    # Tools stay the dicts that they came as: the template prints them. Read by tool_use.py.
+    # Tools stay the dicts that they came as: the template prints them. Read by inputs/prompts.py.
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

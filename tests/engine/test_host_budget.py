@@ -19,12 +19,12 @@ import pytest
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine_args import EngineArgs
-from asyncllm.server.call import Call
-from asyncllm.server.chat_view import ChatView
-from asyncllm.server.generation import Generation
+from asyncllm.server.chat.response import ChatView
+from asyncllm.server.http.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
+from asyncllm.server.inputs.call import Call
+from asyncllm.server.outputs.chunks import StreamedAnswer
+from asyncllm.server.outputs.generation import Generation
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
-from asyncllm.server.stream import StreamedAnswer
 from asyncllm.types import StepResult
 from asyncllm.worker.step_inputs import StepBuilder
 from tests.engine.builders import finish, make_request, make_scheduler

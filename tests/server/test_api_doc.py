@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from asyncllm.server.fields import note_of
-from asyncllm.server.note import Kind
+from asyncllm.server.openapi.field_doc import Kind
+from asyncllm.server.openapi.fields import note_of
 from asyncllm.server.routes import ROUTES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from asyncllm import cli
+from asyncllm.commands.flags import field_names, read_config_file
 from asyncllm.engine_args import EngineArgs
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.flags import field_names, read_config_file
 
 SMALL = ["--num-gpu-blocks-override", "8", "--swap-space", "0"]
 

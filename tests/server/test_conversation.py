@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.server.conversation import Conversation
+from asyncllm.server.chat.conversation import Conversation
 
 PART = {"type": "text", "text": "x"}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm.server.fields import note_of
-from asyncllm.server.route import Route
+from asyncllm.server.openapi.document import Route
+from asyncllm.server.openapi.fields import note_of
 from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import Server, run, serving
 

@@ -14,9 +14,8 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.field_schemas import with_parts
-from asyncllm.server.fields import NOTES, note_of
-from asyncllm.server.openapi import openapi
+from asyncllm.server.openapi.document import openapi, with_parts
+from asyncllm.server.openapi.fields import NOTES, note_of
 from asyncllm.server.routes import ROUTES
 from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import run, serving

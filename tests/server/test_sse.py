@@ -15,8 +15,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from asyncllm.server import sse
-from asyncllm.server.sse import (
+from asyncllm.server.http import sse
+from asyncllm.server.http.sse import (
     COALESCE_ABOVE_BYTES,
     ENDS_PER_TURN,
     MAX_PENDING_BYTES,

@@ -18,7 +18,7 @@ import pytest
 
 import asyncllm
 from asyncllm import AsyncLLMEngine
-from asyncllm.server.connection import Connection
+from asyncllm.server.http.connection import Connection
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 
 OURS = str(Path(asyncllm.__file__).parent)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncllm.server.client_fields import Refusals, asks_nothing
+from asyncllm.server.inputs.refusals import Refusals, asks_nothing
 from asyncllm.server.protocol import ReasoningEffort
 
 Block = dict[str, Any]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from asyncllm.server.conversation import Conversation
-from asyncllm.server.errors import ApiError, bad_request
+from asyncllm.server.chat.conversation import Conversation
+from asyncllm.server.http.errors import ApiError, bad_request
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]

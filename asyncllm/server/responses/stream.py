@@ -19,11 +19,11 @@ import orjson
 
 from asyncllm.formats.events import Event
 from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
-from asyncllm.server.answer_parts import AnswerPart, AnswerParts, News
-from asyncllm.server.errors import ApiError
-from asyncllm.server.responses.answer import ResponseView
-from asyncllm.server.sse import SSEStream
-from asyncllm.server.usage import Usage
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.sse import SSEStream
+from asyncllm.server.inputs.call import Usage
+from asyncllm.server.outputs.parts import AnswerPart, AnswerParts, News
+from asyncllm.server.responses.view import ResponseView
 
 
 class StreamedResponse:
