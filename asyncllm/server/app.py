@@ -47,7 +47,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app[SERVICE] = service
     app[OFF_LOOP] = OffLoop()
     app[PARAMS_CACHE] = ParamsCache()
-    app.on_cleanup.append(_end_threads)
+    app.on_cleanup.append(_close_threads)
     app[RESPONSES] = ResponseStore(args.responses_store_bytes)
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
@@ -60,7 +60,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
 
 
 def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
-    """Those that may have something to say."""
+    """The checks that these flags switch on."""
     if are_hosts_checked(args):
         yield host_check(args)
     if args.keys():
@@ -68,7 +68,7 @@ def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
 
 
 def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
-    # OpenTelemetry is an extra: only who asks for it must have it.
+    # OpenTelemetry is an extra: only users of the flag must have it.
     from asyncllm.server.observability.tracing import (
         Tracing,
         make_exporter,
@@ -91,12 +91,12 @@ def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
     app.on_shutdown.append(app[DASHBOARD].close)
 
 
-async def _end_threads(app: web.Application) -> None:
+async def _close_threads(app: web.Application) -> None:
     app[OFF_LOOP].close()
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
-    """Instead of the versions of Python and aiohttp, which are nobody's business."""
+    """Replace aiohttp's own, which tells the versions of Python and aiohttp."""
     response.headers["Server"] = "asyncllm"
 
 

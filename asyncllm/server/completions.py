@@ -24,16 +24,16 @@ from asyncllm.server.http.errors import bad_request
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT, Call, new_id
 from asyncllm.server.inputs.prompts import completion_prompts
-from asyncllm.server.inputs.refusals import refuse_unsupported, sent
+from asyncllm.server.inputs.refusals import refuse_unsupported, sent_fields
 from asyncllm.server.inputs.sampling import (
     client_name,
-    client_named,
     completion_params,
     prompt_only,
     wants_outputs,
+    with_client_name,
 )
-from asyncllm.server.outputs.chunks import ChoiceFrames, StreamedAnswer
-from asyncllm.server.outputs.consumers import CollectedAnswer, CollectedChoice
+from asyncllm.server.outputs.chunks import ChoiceFrames, ChunkStream
+from asyncllm.server.outputs.consumers import CollectedChoice, CollectedOutput
 from asyncllm.server.outputs.logprobs import LegacyLogprobs, prompt_logprobs
 from asyncllm.server.protocol import CompletionRequest
 from asyncllm.server.service import (
@@ -41,14 +41,14 @@ from asyncllm.server.service import (
     Service,
 )
 
-# What has no share in the sampling parameters, and may be long or another in each request.
-_INDECISIVE = frozenset((
+# Fields that are no sampling parameters, and may be long or differ in each request.
+_NOT_PARAMS = frozenset((
     "prompt", "model", "cache_salt", "priority",
     "user", "metadata", "request_id", "session_id", "service_tier", "stream_interval",
     "return_token_offsets", "media_io_kwargs", "return_mm_kwargs", "routed_experts_prompt_start",
 ))  # fmt: skip
-_decisive = attrgetter(
-    *(name for name in CompletionRequest.__struct_fields__ if name not in _INDECISIVE)
+_params_key = attrgetter(
+    *(name for name in CompletionRequest.__struct_fields__ if name not in _NOT_PARAMS)
 )
 MAX_CHOICES = 1024  # of one call: prompts times n, or best_of; of one prompt MAX_N are fewer
 MAX_STREAMED_ECHO_ENTRIES = 2**14  # log-probabilities of a prompt, in the first events of a stream
@@ -64,24 +64,24 @@ async def completions(http: web.Request) -> web.StreamResponse:
             sse = SSEStream(http, service.frames)
             make_consumer = partial(_stream_consumer, sse, call, request, service)
             return await service.stream(sse, call, make_consumer)
-        answer = CollectedAnswer(call)
+        answer = CollectedOutput(call)
         await service.collect(call, lambda: answer)
         view = CompletionView(request, call, service)
         return await render_response(http, partial(view.body, answer), call.has_logprobs)
     except InvalidRequestError as error:
-        raise client_named(error, request) from error
+        raise with_client_name(error, request) from error
 
 
 def _stream_consumer(
     sse: SSEStream, call: Call, request: CompletionRequest, service: Service
-) -> StreamedAnswer:
+) -> ChunkStream:
     view = CompletionView(request, call, service)
-    return StreamedAnswer(sse, call, view, request.stream_options)
+    return ChunkStream(sse, call, view, request.stream_options)
 
 
 def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> Call:
     service.check_model(request.model)
-    params = cache.get(_decisive(request), partial(_params, request, service))
+    params = cache.get(_params_key(request), partial(_params, request, service))
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
@@ -100,7 +100,7 @@ def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> C
 
 
 def _check_together(call: Call) -> None:
-    """What all prompts of a call may ask for together."""
+    """Limit all prompts of a call together."""
     prompts, params = len(call.prompts), call.params
     if call.num_sequences > MAX_CHOICES:
         name = "n" if params.best_of is None else "best_of"
@@ -111,7 +111,7 @@ def _check_together(call: Call) -> None:
 
 
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
-    given = sent(request)
+    given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
     return completion_params(request, given, service.engine.input_processor)
 
@@ -171,7 +171,7 @@ class CompletionView:
 
     # The body
 
-    def body(self, answer: CollectedAnswer) -> dict[str, Any]:
+    def body(self, answer: CollectedOutput) -> dict[str, Any]:
         return {
             "id": self._call.id,
             "object": self.object_name,
@@ -182,8 +182,8 @@ class CompletionView:
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
-    def _choice(self, answer: CollectedAnswer, choice: CollectedChoice) -> dict[str, Any]:
-        prompt = answer.prompt_of(choice)
+    def _choice(self, answer: CollectedOutput, choice: CollectedChoice) -> dict[str, Any]:
+        prompt = answer.render_prompt(choice)
         text = "" if self._prompt_only else choice.text
         if self._echo:
             text = self._prompt_text(prompt.text, prompt.token_ids) + text
@@ -201,10 +201,10 @@ class CompletionView:
             fields["token_ids"] = [] if self._prompt_only else choice.token_ids
         return fields
 
-    def _choice_logprobs(self, answer: CollectedAnswer, choice: CollectedChoice) -> Any:
+    def _choice_logprobs(self, answer: CollectedOutput, choice: CollectedChoice) -> Any:
         if not self._wants_logprobs:
             return None
-        prompt = answer.prompt_of(choice)
+        prompt = answer.render_prompt(choice)
         parts = []
         if self._echo:
             parts.append(self._prompt_logprobs(choice.index, prompt.token_ids, prompt.logprobs))
@@ -241,7 +241,7 @@ class ParamsCache:
         self._forgetting = threading.Lock()
 
     def get(self, fields: tuple[object, ...], make: Callable[[], SamplingParams]) -> SamplingParams:
-        """What `make` returns, or returned for equal `fields`. Raises what it raises.
+        """Return what `make` returns, or returned for equal `fields`. Raises what it raises.
 
         Nobody may change them: they are shared.
         """

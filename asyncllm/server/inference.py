@@ -2,7 +2,7 @@
 
 For clients that tokenise themselves (training loops, routers). `sampling_params` are those of the
 Python API under the same names and with the same defaults; `generation_config.json` does not change
-them. Nothing is detokenised unless stop strings ask for it.
+them. Nothing is detokenised unless stop strings need it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from asyncllm.server.http.bodies import prepare, read_body, render_response
 from asyncllm.server.http.errors import ApiError, bad_request
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import Call, Usage, new_id
-from asyncllm.server.inputs.refusals import named_as
+from asyncllm.server.inputs.refusals import rename_params
 from asyncllm.server.outputs.chunks import DONE
-from asyncllm.server.outputs.consumers import CollectedAnswer
+from asyncllm.server.outputs.consumers import CollectedOutput
 from asyncllm.server.outputs.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import StreamOptions, StructuredOutputs, TokenId
 from asyncllm.server.service import (
@@ -33,9 +33,9 @@ from asyncllm.server.service import (
 )
 from asyncllm.structured_outputs import StructuredOutputsParams
 
-# What this route decides itself, and what is of the Python API alone.
+# Fields that this route sets itself, or of the Python API alone.
 NOT_OVER_HTTP = frozenset({"output_kind", "extra_args"})
-# What JSON has another type for; a Python callable it cannot have at all.
+# Fields that have another type in JSON, or, as a Python callable, none.
 _JSON_TYPES: dict[str, Any] = {
     "structured_outputs": StructuredOutputs,
     "logits_processors": Any,
@@ -69,7 +69,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     assistant_tokens_mask: Any = None
     token_offsets: Any = None
 
-    # Refused where they would change the answer.
+    # Refused where they would change the output.
     features: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -83,13 +83,13 @@ async def generate(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, GenerateRequest)
     try:
-        with named_as({"prompt": "token_ids"}):
+        with rename_params({"prompt": "token_ids"}):
             call = await prepare(http, partial(_call, request, service))
             if request.stream:
                 sse = SSEStream(http, service.frames)
-                make_consumer = partial(StreamedTokens, sse, call, request, _names(service))
+                make_consumer = partial(TokenStream, sse, call, request, _names(service))
                 return await service.stream(sse, call, make_consumer)
-            answer = CollectedAnswer(call)
+            answer = CollectedOutput(call)
             await service.collect(call, lambda: answer)
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
@@ -125,8 +125,8 @@ def _params(fields: SamplingFields) -> SamplingParams:
     given = {k: v for k, v in msgspec.structs.asdict(fields).items() if v is not None}
     if given.pop("logits_processors", None):
         raise InvalidRequestError("logits_processors: of the Python API only", "logits_processors")
-    if (asked := given.pop("structured_outputs", None)) is not None:
-        kept = {k: v for k, v in msgspec.structs.asdict(asked).items() if v is not None}
+    if (structured := given.pop("structured_outputs", None)) is not None:
+        kept = {k: v for k, v in msgspec.structs.asdict(structured).items() if v is not None}
         given["structured_outputs"] = StructuredOutputsParams(**kept)
     given.setdefault("max_tokens", None)
     given.setdefault("detokenize", bool(given.get("stop")))
@@ -148,7 +148,7 @@ def _names(service: Service) -> TokenNames:
 
 
 def _body(
-    call: Call, request: GenerateRequest, answer: CollectedAnswer, names: TokenNames
+    call: Call, request: GenerateRequest, answer: CollectedOutput, names: TokenNames
 ) -> dict[str, Any]:
     wants_logprobs = call.params.num_logprobs is not None
     return {
@@ -172,7 +172,7 @@ def _body(
     }
 
 
-class StreamedTokens:
+class TokenStream:
     """A `Consumer`: an event for each step of each choice that brought tokens or the end."""
 
     def __init__(

@@ -29,7 +29,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# What may be asked for. A name is looked up here and never joined to a path.
+# The served files. A name is looked up here and never joined to a path.
 _FILES = {file.name: file for file in WEB.iterdir() if file.suffix in _TYPES}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -41,21 +41,21 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked again each time, and answered 304 while unchanged
+    "Cache-Control": "no-cache",  # revalidated each time: 304 while unchanged
 }
 
 
 async def page_file(http: web.Request) -> web.StreamResponse:
     """GET / and GET /web/{name}."""
-    return _answer(http.match_info.get("name", "index.html"))
+    return _file_response(http.match_info.get("name", "index.html"))
 
 
 async def docs_page(http: web.Request) -> web.StreamResponse:
     """GET /docs."""
-    return _answer("docs.html")
+    return _file_response("docs.html")
 
 
-def _answer(name: str) -> web.StreamResponse:
+def _file_response(name: str) -> web.StreamResponse:
     file = _FILES.get(name)
     if file is None:
         raise web.HTTPNotFound

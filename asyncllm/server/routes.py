@@ -1,6 +1,6 @@
 """Every route of the server, in the order in which its documentation lists them.
 
-One list: app.py serves it, openapi.json describes it, and it says who needs no key.
+One list: app.py serves it, openapi.json describes it, and it marks the routes that need no key.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ EXIT_CODE_SECOND_SIGNAL = 1
 async def serve(
     engine: AsyncLLMEngine, args: ServerArgs, listener: Listener, started: float
 ) -> None:
-    """Until a signal. `started`: `time.perf_counter()` when the command began.
+    """Serve until a signal. `started`: `time.perf_counter()` when the command began.
 
     Raises `OSError`, `ValueError`, `ModelLoadError` for what fails at start, and `EngineDeadError`
     where the device was lost later: a supervisor then starts another process.
@@ -54,7 +54,7 @@ async def serve(
     )
     await runner.setup()
     try:
-        await listener.start(runner)  # from here on /health says that the model loads
+        await listener.start(runner)  # from here on /health reports that the model loads
         await engine.start()
         stats_task = _start_logs(engine, args)
         try:
@@ -65,7 +65,7 @@ async def serve(
     finally:
         listener.close()  # before the app behind it is gone
         await runner.cleanup()
-        if engine.health() != "loading":  # who interrupts a load need not wait for its end
+        if engine.health() != "loading":  # an interrupted load is not waited for
             await engine.aclose()
 
 
@@ -98,7 +98,7 @@ async def _stop_or_failure(stop: asyncio.Event, engine: AsyncLLMEngine) -> None:
 
 
 async def drain(service: Service, patience_seconds: float) -> None:
-    """Refuse newcomers, wait for the answers in progress, then end what is left with an error."""
+    """Refuse new requests, wait for running ones, then end what is left with an error."""
     service.draining = True
     logger.info("shutting down: %d answers in progress", service.num_live)
     with suppress(TimeoutError):
@@ -178,7 +178,7 @@ def patient_collector(service: Service) -> Iterator[None]:
 
 
 async def _collect_when_quiet(service: Service) -> None:
-    """What a library of somebody's may have left: nobody waits meanwhile."""
+    """Collect what libraries may have left, while no request waits."""
     while True:
         await asyncio.sleep(QUIET_CHECK_SECONDS)
         if not service.num_live and gc.get_count()[0] > FEW_OBJECTS:

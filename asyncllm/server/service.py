@@ -1,4 +1,4 @@
-"""`Service` is what the handlers share: the engine, its model names and answer format, live calls.
+"""`Service` is what the handlers share: the engine, its model names and output format, live calls.
 
 A call runs by `stream` or by `collect`. In both the engine's requests end with the handler,
 whatever ends the handler: the last token, an error, or a client that went away.
@@ -26,12 +26,12 @@ from asyncllm.server.protocol import GenerationRequest
 
 T = TypeVar("T")
 
-TURNS_TO_LAUNCH = 2  # of the loop: an engine that was idle has then launched the request's step
+ITERATIONS_TO_LAUNCH = 2  # of the event loop: an idle engine has then launched the step
 FORCED_CALLS = "llama3_json"  # {"name": ..., "parameters": ...}, the plainest of the formats
 
 
 class CallObserver(Protocol):
-    """Told of each call, in the context of its handler."""
+    """Notified of each call, in the context of its handler."""
 
     def begin(self, call: Call) -> None: ...
 
@@ -53,24 +53,24 @@ class Service:
 
     @cached_property
     def answer_format(self) -> ModelFormat | None:
-        """How this model writes reasoning and tool calls; None: all that it says is content.
+        """The model's format of reasoning and tool calls; None: all output is content.
 
-        For when the engine has started.
+        To be read once the engine has started.
         """
         return self._resolve_format(self.args.tool_call_parser)
 
     @cached_property
     def forced_format(self) -> ModelFormat | None:
-        """For calls that a grammar forces a model to write which knows no format for them."""
+        """The format of forced calls for a model that has none."""
         return self._resolve_format(FORCED_CALLS)
 
     @cached_property
-    def reasons_unasked(self) -> bool:
-        """Whether its chat template asks for reasoning where a request says nothing of it."""
+    def reasons_by_default(self) -> bool:
+        """Whether its chat template turns reasoning on where a request leaves it open."""
         render = partial(self.engine.tokenizer.render_chat, [{"role": "user", "content": "?"}])
         try:
             return render() == render(template_kwargs={"enable_thinking": True})
-        except InvalidRequestError:  # a template that wants other messages: it may
+        except InvalidRequestError:  # the template needs other messages: assume it may
             return True
 
     def _resolve_format(self, tool_call_parser: str) -> ModelFormat | None:
@@ -88,7 +88,7 @@ class Service:
         return len(self._live)
 
     async def idle(self) -> None:
-        """Until no answer is in progress."""
+        """Return when no call is in progress."""
         while self._live:
             self._emptied.clear()
             await self._emptied.wait()
@@ -109,12 +109,12 @@ class Service:
             raise ApiError(503, "the server is shutting down")
 
     def fail_live(self, error: ApiError) -> None:
-        """End every answer in progress with an error: the server goes."""
+        """End every call in progress with an error: the server shuts down."""
         for generation in list(self._live):
             generation.fail(error, "shutdown")
 
     async def collect(self, call: Call, make_consumer: Callable[[], Consumer]) -> None:
-        """Feed a consumer the whole answer. Raises the `ApiError` that ended it."""
+        """Feed a consumer until the end. Raises the `ApiError` that ended the call."""
         generation = self._begin(call, make_consumer)
         try:
             await generation.submit()
@@ -134,7 +134,7 @@ class Service:
             await generation.submit()
             if generation.error is not None:
                 raise generation.error
-            for _ in range(TURNS_TO_LAUNCH):
+            for _ in range(ITERATIONS_TO_LAUNCH):
                 await asyncio.sleep(0)
             _ = generation.consumer
             try:

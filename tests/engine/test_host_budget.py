@@ -22,7 +22,7 @@ from asyncllm.engine_args import EngineArgs
 from asyncllm.server.chat.response import ChatView
 from asyncllm.server.http.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
 from asyncllm.server.inputs.call import Call
-from asyncllm.server.outputs.chunks import StreamedAnswer
+from asyncllm.server.outputs.chunks import ChunkStream
 from asyncllm.server.outputs.generation import Generation
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.types import StepResult
@@ -85,7 +85,7 @@ class Host:
         stream._transport = http.transport  # as `open` does
         names: Any = None  # nobody asks for logprobs
         view = ChatView(ChatRequest(messages=[]), call, names)
-        answer = StreamedAnswer(stream, call, view, None)
+        answer = ChunkStream(stream, call, view, None)
         engine: Any = None  # nothing is aborted
         generation = Generation(engine, call, lambda: answer)
 

@@ -60,7 +60,7 @@ def test_large_chats_are_rendered_off_the_loop(
         engine = FakeEngine()
         engine.max_model_len = 2**20
         async with serving(engine) as server:
-            assert server.service.reasons_unasked in (True, False)  # renders too, once
+            assert server.service.reasons_by_default in (True, False)  # renders too, once
             on_loop = note_threads(monkeypatch)
             status, answer = await server.post(path, {"model": "fake", **body})
             assert status == 200, answer

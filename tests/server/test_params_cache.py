@@ -10,7 +10,7 @@ import pytest
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server import completions
 from asyncllm.server.completions import MAX_CACHED_PARAMS, ParamsCache
-from asyncllm.server.inputs.refusals import sent
+from asyncllm.server.inputs.refusals import sent_fields
 from asyncllm.server.inputs.sampling import completion_params
 from asyncllm.server.protocol import CompletionRequest
 from tests.server.http_harness import COMPLETIONS, run, serving
@@ -43,14 +43,14 @@ class Overrides:
         return overrides
 
 
-@pytest.mark.parametrize("name", sorted(completions._INDECISIVE))
+@pytest.mark.parametrize("name", sorted(completions._NOT_PARAMS))
 def test_what_does_not_decide_changes_no_parameter(name: str) -> None:
     plain = CompletionRequest(prompt="a")
     more = CompletionRequest(**{"prompt": "a", name: "b"})
     overrides: Any = Overrides()
-    assert completions._decisive(plain) == completions._decisive(more)
-    assert completion_params(plain, sent(plain), overrides) == completion_params(
-        more, sent(more), overrides
+    assert completions._params_key(plain) == completions._params_key(more)
+    assert completion_params(plain, sent_fields(plain), overrides) == completion_params(
+        more, sent_fields(more), overrides
     )
 
 

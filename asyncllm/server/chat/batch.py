@@ -21,8 +21,8 @@ from asyncllm.server.chat.serving import chat_call, chat_view
 from asyncllm.server.http.bodies import OFF_LOOP, read_body, render_response
 from asyncllm.server.http.errors import bad_request
 from asyncllm.server.inputs.call import Call
-from asyncllm.server.inputs.sampling import client_named
-from asyncllm.server.outputs.consumers import MessageCollector, ParsedAnswer
+from asyncllm.server.inputs.sampling import with_client_name
+from asyncllm.server.outputs.consumers import MessageCollector, ParsedOutput
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.service import SERVICE, Service
 
@@ -33,7 +33,7 @@ class BatchChatRequest(ChatRequest, kw_only=True):
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
 
 
-# What has no place in the answer of a batch -> the values that ask for nothing.
+# Fields that a batch has no place for -> the values that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "stream_options": (None,),
@@ -58,7 +58,7 @@ async def chat_completions_batch(http: web.Request) -> web.StreamResponse:
         check_output_logprobs(params, most, len(chats))
         answers = await _answer_all([chat.call for chat in chats], service)
     except InvalidRequestError as error:
-        raise client_named(error, request) from error
+        raise with_client_name(error, request) from error
     render = partial(_body, chats, answers)
     return await render_response(http, render, chats[0].call.has_logprobs)
 
@@ -94,7 +94,7 @@ def _chat(request: ChatRequest, service: Service) -> _Chat:
 
 async def _answer(call: Call, service: Service) -> MessageCollector:
     messages = MessageCollector(call)
-    await service.collect(call, partial(ParsedAnswer, call, messages))
+    await service.collect(call, partial(ParsedOutput, call, messages))
     return messages
 
 
@@ -112,7 +112,7 @@ async def _answer_all(calls: list[Call], service: Service) -> list[MessageCollec
 
 
 def _body(chats: list[_Chat], answers: list[MessageCollector]) -> dict[str, Any]:
-    """The first with everybody's choice, and the usage of all."""
+    """The first body with the choices of all, and their usage."""
     bodies = [chat.view.body(answer) for chat, answer in zip(chats, answers, strict=True)]
     body = bodies[0]
     choices, usage = [], body["usage"]
@@ -127,7 +127,7 @@ def _body(chats: list[_Chat], answers: list[MessageCollector]) -> dict[str, Any]
 
 
 def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of each number in two usages; None where there is none."""
+    """Add each number of two usages; None where there is none."""
     return {
         name: _sum(value, other[name])
         if isinstance(value, dict)

@@ -1,7 +1,7 @@
-"""A conversation put together from items or blocks, as the messages of a chat request.
+"""A conversation joined from items or blocks, as the messages of a chat request.
 
-Chat templates want one message per turn: what the assistant thought, said and called in one turn is
-one message here, and all that the system says before the first turn is one system message. A turn
+Chat templates expect one message per turn: the reasoning, text and calls of an assistant's turn are
+one message here, and all system content before the first turn is one system message. A turn
 may be a hundred thousand blocks, so it only ever grows in place.
 """
 
@@ -22,27 +22,27 @@ class Conversation:
         self._join_thoughts()
         return self._messages
 
-    def system(self, content: Content) -> None:
+    def add_system(self, content: Content) -> None:
         if len(self._messages) == 1 and self._messages[0]["role"] == "system":
             _add_content(self._messages[0], content)
         else:
             self._begin({"role": "system", "content": content})
 
-    def user(self, content: Content) -> None:
+    def add_user(self, content: Content) -> None:
         self._begin({"role": "user", "content": content})
 
-    def tool_result(self, call_id: str, content: Content) -> None:
+    def add_tool_result(self, call_id: str, content: Content) -> None:
         self._begin({"role": "tool", "tool_call_id": call_id, "content": content})
 
-    def thought(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         self._assistant_turn()
         if text:
             self._thoughts.append(text)
 
-    def said(self, content: Content) -> None:
+    def add_text(self, content: Content) -> None:
         _add_content(self._assistant_turn(), content)
 
-    def called(self, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
+    def add_tool_call(self, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
         call = {"name": name, "arguments": arguments}
         self._assistant_turn().setdefault("tool_calls", []).append(
             {"id": call_id, "type": "function", "function": call}

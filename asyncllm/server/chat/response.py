@@ -1,6 +1,6 @@
 """One chat's response: chat.completion as a body, and the chunks of its stream.
 
-`ChatView` is a `ChunkShape` for output that is all content. `ChatEvents` streams parsed output:
+`ChatView` is a `ChunkShape` for output that is all content. `ChatStream` streams parsed output:
 each event of the parser is a chunk; a plain piece of content or reasoning costs one encoded string,
 all around it is rendered once. What a step brings beside its text (logprobs, token ids, running
 usage) goes with its first chunk, or waits for the next where the parser held the text back.
@@ -39,7 +39,7 @@ class ChatView:
     def __init__(
         self, request: ChatRequest, call: Call, names: TokenNames, role: str = "assistant"
     ) -> None:
-        """`role`: of the message that the model is asked to begin."""
+        """`role`: the role of a new message."""
         self._request = request
         self._call = call
         self._names = names
@@ -51,7 +51,7 @@ class ChatView:
         self.include_reasoning = request.include_reasoning is not False
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Calls of a tool that was asked for by name end with "stop", says OpenAI."""
+        """Calls of a tool that the request names end with "stop", as at OpenAI."""
         if reason != "tool_calls":
             return reason
         if is_named(self._request):
@@ -84,7 +84,7 @@ class ChatView:
         return completion.token_ids
 
     def call_begin(self, index: int, call_id: str, name: str) -> dict[str, Any]:
-        """The delta in which a call is first heard of."""
+        """The first delta of a call."""
         function = {"name": name, "arguments": ""}
         if self._is_legacy:
             return {"function_call": function}
@@ -101,7 +101,7 @@ class ChatView:
 
     def body(self, answer: MessageCollector) -> dict[str, Any]:
         prompt = answer.prompts[0]
-        assert prompt is not None, "an answer that ended had begun"
+        assert prompt is not None, "a finished output had a first one"
         body = {
             "id": self._call.id,
             "object": "chat.completion",
@@ -157,12 +157,12 @@ def _function(call: CollectedCall) -> dict[str, str]:
 
 
 def _echoes(request: ChatRequest, role: str) -> bool:
-    """As in vLLM: the last message comes before the answer, if both have one role."""
+    """As in vLLM: the last message comes before the output, if both have one role."""
     return bool(request.echo and request.messages and request.messages[-1].get("role") == role)
 
 
 class _ReasoningChunks:
-    """Where a piece of reasoning stands in a chunk."""
+    """The place of reasoning in a chunk."""
 
     object_name = "chat.completion.chunk"
     before_text = b'"delta":{"reasoning":'
@@ -170,7 +170,7 @@ class _ReasoningChunks:
 
 
 class _Choice:
-    """One choice's frames, and what is to be said with its next chunk."""
+    """One choice's frames, and the fields that its next chunk takes along."""
 
     def __init__(self, call: Call, index: int, view: ChatView) -> None:
         self.content = ChoiceFrames(call, index, view)
@@ -181,7 +181,7 @@ class _Choice:
         self.token_ids: list[int] = []
 
 
-class ChatEvents:
+class ChatStream:
     def __init__(
         self,
         sse: SSEStream,
@@ -190,7 +190,7 @@ class ChatEvents:
         options: StreamOptions | None,
         usage: Usage,
     ) -> None:
-        """`usage` is the answer's, which counts before it speaks."""
+        """`usage` is the `ParsedOutput`'s, which counts before it emits."""
         self._sse = sse
         self._usage = usage
         self._view = view
@@ -200,11 +200,11 @@ class ChatEvents:
         self._wants_token_ids = call.return_token_ids
         self._choices = [_Choice(call, i, view) for i in range(call.num_choices)]
 
-    def opened(self, choice: int, output: RequestOutput) -> None:
+    def begin_choice(self, choice: int, output: RequestOutput) -> None:
         state = self._choices[choice]
         state.opening = self._view.opening(state.content, output)
 
-    def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
+    def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         state = self._choices[choice]
         if not self._includes_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
@@ -223,7 +223,7 @@ class ChatEvents:
             frames += [self._full_frame(state, self._delta(event)) for event in events]
         self._sse.push(b"".join(frames))
 
-    def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
+    def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
         state = self._choices[choice]
         end = {
             "finish_reason": self._view.finish_reason(finish_reason),

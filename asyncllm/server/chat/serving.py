@@ -14,16 +14,21 @@ from aiohttp import web
 
 from asyncllm.engine.text.prompt import TextPrompt
 from asyncllm.errors import InvalidRequestError
-from asyncllm.server.chat.response import ChatEvents, ChatView
+from asyncllm.server.chat.response import ChatStream, ChatView
 from asyncllm.server.http.bodies import prepare, read_body, render_response
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import Call, Usage, new_id
-from asyncllm.server.inputs.output_format import answer_reading
+from asyncllm.server.inputs.output_format import chat_output
 from asyncllm.server.inputs.prompts import chat_prompt, tool_use
-from asyncllm.server.inputs.refusals import refuse_unsupported, sent
-from asyncllm.server.inputs.sampling import chat_params, client_name, client_named, wants_outputs
-from asyncllm.server.outputs.chunks import StreamedAnswer
-from asyncllm.server.outputs.consumers import MessageCollector, ParsedAnswer
+from asyncllm.server.inputs.refusals import refuse_unsupported, sent_fields
+from asyncllm.server.inputs.sampling import (
+    chat_params,
+    client_name,
+    wants_outputs,
+    with_client_name,
+)
+from asyncllm.server.outputs.chunks import ChunkStream
+from asyncllm.server.outputs.consumers import MessageCollector, ParsedOutput
 from asyncllm.server.outputs.generation import Consumer
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.service import (
@@ -45,11 +50,11 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
                 sse, call, partial(_stream_consumer, sse, call, request, service)
             )
         messages = MessageCollector(call)
-        await service.collect(call, partial(ParsedAnswer, call, messages))
+        await service.collect(call, partial(ParsedOutput, call, messages))
         view = chat_view(request, call, service)
         return await render_response(http, partial(view.body, messages), call.has_logprobs)
     except InvalidRequestError as error:
-        raise client_named(error, request) from error
+        raise with_client_name(error, request) from error
 
 
 def chat_view(request: ChatRequest, call: Call, service: Service) -> ChatView:
@@ -62,20 +67,20 @@ def _stream_consumer(
     """A stream with nothing to parse passes half as many functions."""
     view, options = chat_view(request, call, service), request.stream_options
     if call.new_parser is None:
-        return StreamedAnswer(sse, call, view, options)
+        return ChunkStream(sse, call, view, options)
     usage = Usage(call.shows_cached)
-    return ParsedAnswer(call, ChatEvents(sse, call, view, options, usage), usage)
+    return ParsedOutput(call, ChatStream(sse, call, view, options, usage), usage)
 
 
 def chat_call(request: ChatRequest, service: Service) -> Call:
     """Raises `ApiError`, `InvalidRequestError` for what the client got wrong."""
     service.check_model(request.model)
-    given = sent(request)
+    given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
     tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)
     prompt = chat_prompt(request, tools, service)
-    reading = answer_reading(request, tools, prompt["prompt"], service)
-    params = chat_params(request, given, service.engine.input_processor, reading)
+    output = chat_output(request, tools, prompt["prompt"], service)
+    params = chat_params(request, given, service.engine.input_processor, output)
     return Call(
         id=new_id("chatcmpl"),
         model=service.model_names[0],
@@ -83,7 +88,7 @@ def chat_call(request: ChatRequest, service: Service) -> Call:
         params=params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
-        new_parser=reading.new_parser,
+        new_parser=output.new_parser,
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
         shows_cached=service.args.enable_prompt_tokens_details,
@@ -101,7 +106,7 @@ def message_call(
     try:
         call = chat_call(request, service)
     except InvalidRequestError as error:
-        raise client_named(error, request) from error
+        raise with_client_name(error, request) from error
 
     def own_name(param: str | None) -> str | None:
         name = call.client_name(param)
@@ -110,7 +115,7 @@ def message_call(
     return replace(call, id=call_id, client_name=own_name)
 
 
-def prompt_of(request: ChatRequest, service: Service) -> TextPrompt:
+def render_prompt(request: ChatRequest, service: Service) -> TextPrompt:
     """May run in a thread. Raises `ApiError`, `InvalidRequestError`."""
     service.check_model(request.model)
     tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)

@@ -1,4 +1,4 @@
-"""Who may send requests: API keys and Host headers, checked before the body is read.
+"""Access control: API keys and Host headers, checked before the body is read.
 
 A key is a bearer token, or stands in `x-api-key`, where Anthropic's clients put it; it is compared
 in constant time. The decision hangs on the matched route and not on the text of the path, so no
@@ -48,7 +48,7 @@ def given_keys(request: web.Request) -> tuple[str, str]:
 
 def _knows_key(request: web.Request, wanted: list[bytes]) -> bool:
     given = [key.encode("utf-8", "surrogateescape") for key in given_keys(request)]
-    # Every key is compared, so time tells nothing about which one was close.
+    # Every key is compared, so timing reveals nothing about which one was close.
     matches = [hmac.compare_digest(key, one) for key in given for one in wanted]
     return any(matches)
 

@@ -50,7 +50,7 @@ _seen_unknown: set[str] = set()
 
 async def read_body(request: web.Request, wanted: type[RequestT]) -> RequestT:
     """The body as `wanted`. Raises `ApiError` 400, 413 or 415."""
-    # Required, and not only believed: no web page can make a browser send it elsewhere unasked.
+    # Required, not only assumed: browsers let no web page send it to another origin unchecked.
     if request.headers.get("Content-Type") != JSON and request.content_type != JSON:
         raise ApiError(415, "the request body must be application/json")
     raw = await _read(request)
@@ -157,8 +157,8 @@ def _log_unknown_fields(raw: bytes, wanted: type[msgspec.Struct]) -> None:
 
 T = TypeVar("T")
 
-# From here on the way from a body to the engine's prompt may take milliseconds: a chat template
-# takes 0.5 us a byte where messages are short. To ask a thread costs a tenth of one.
+# From here on, making the prompt of a body may take milliseconds: a chat template takes 0.5 us a
+# byte where messages are short. A thread costs 0.1 ms.
 LARGE_BODY_BYTES = 8 * 1024
 
 
@@ -171,19 +171,19 @@ class OffLoop:
     """
 
     def __init__(self) -> None:
-        self._requests = ThreadPoolExecutor(1, "asyncllm-requests")  # no thread until it is asked
-        self._answers = ThreadPoolExecutor(1, "asyncllm-answers")
+        self._requests = ThreadPoolExecutor(1, "asyncllm-requests")  # started by its first work
+        self._responses = ThreadPoolExecutor(1, "asyncllm-answers")
 
     async def read(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. One that is cancelled before its turn never runs."""
+        """Run `work`, unless it is cancelled before its turn."""
         return await asyncio.get_running_loop().run_in_executor(self._requests, work)
 
     async def write(self, work: Callable[[], T]) -> T:
-        """As `read`, for answers."""
-        return await asyncio.get_running_loop().run_in_executor(self._answers, work)
+        """The same as `read`, for responses."""
+        return await asyncio.get_running_loop().run_in_executor(self._responses, work)
 
     def close(self) -> None:
-        for threads in (self._requests, self._answers):
+        for threads in (self._requests, self._responses):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -107,7 +107,7 @@ class Connection(web.RequestHandler):
         super().pause_reading()
 
     def resume_reading(self, *args: Any, **kwargs: Any) -> None:
-        """aiohttp asks for it at each read of a body, and would parse nothing anew each time."""
+        """aiohttp calls it at each read of a body, and would parse nothing anew each time."""
         if self._is_paused:
             self._is_paused = False
             super().resume_reading(*args, **kwargs)
@@ -155,7 +155,7 @@ class Connection(web.RequestHandler):
             self._refuse(ApiError(408, f"the request's headers took over {HEADER_SECONDS:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer by hand, since there is no request to answer, and close."""
+        """Write an error by hand, since there is no request to respond to, and close."""
         if self.transport is not None:
             body = error.body()
             head = (
@@ -173,7 +173,7 @@ class Connection(web.RequestHandler):
 
 
 def accept(server: web.Server, max_connections: int) -> Callable[[], Connection]:
-    """What `loop.create_server` calls for each client. `server`: the runner's, once set up."""
+    """Return the protocol factory for `loop.create_server`. `server`: the runner's, once set up."""
     arrivals = Arrivals()
     return lambda: Connection(server, arrivals, max_connections)
 
@@ -201,11 +201,11 @@ def _limit_write_stalls(transport: asyncio.BaseTransport) -> None:
 
 
 SLICE_SECONDS = 0.001
-WOKEN_PER_TURN = 8  # requests, of which those go on for which there is time
+WOKEN_PER_TURN = 8  # requests; those without time left wait again
 
 
 class Arrivals:
-    """How much of what clients send is read in one turn of the event loop: SLICE_SECONDS of it.
+    """Bounds how long one turn of the event loop reads from clients: SLICE_SECONDS.
 
     A turn runs whatever is ready, so 256 requests that come together would all be parsed, checked
     and queued in one, while the engine, whose step ends meanwhile, waits for its end. Here what
@@ -224,14 +224,14 @@ class Arrivals:
         self._is_scheduled = False
 
     def take(self, read: Callable[[], None]) -> bool:
-        """Whether the caller may read now. If not, `read` is called in its turn."""
+        """Return whether the caller may read now. If not, `read` is called in its turn."""
         if not self._reads and not self._requests and self._has_time():
             return True
         self._reads.append(read)
         return False
 
     async def turn(self) -> None:
-        """Return when it is the turn of the request that asks."""
+        """Return when it is this request's turn."""
         if not self._requests and self._has_time():
             return
         place, loop = next(self._places), asyncio.get_running_loop()
@@ -246,7 +246,7 @@ class Arrivals:
                 return
 
     def _has_time(self) -> bool:
-        """Whether this turn has; for the first to ask it has, however long that one takes."""
+        """Whether this turn has time left; the first caller always has, however long it takes."""
         now = time.monotonic()
         if self._slice_end is None:
             self._slice_end = now + SLICE_SECONDS

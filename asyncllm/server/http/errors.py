@@ -1,9 +1,9 @@
-"""What went wrong, as HTTP says it: `{"error": {"message", "type", "param", "code"}}`, all four.
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, always all four.
 
-`ApiError` is the server's own refusal; `as_api_error` translates everything else, so the middleware
-and a stream that has already begun report the same failure in the same words. An unexpected
-exception is logged with its traceback and told to the client as nothing but "internal error".
-HTTP that the parser itself cannot read never reaches a middleware: connection.py answers that one.
+`ApiError` is the server's own; `as_api_error` translates every other exception, so the middleware
+and a stream that has already begun report the same failure in the same text. An unexpected
+exception is logged with its traceback; the client gets nothing but "internal error". HTTP that the
+parser itself cannot read never reaches a middleware: connection.py responds to that one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ApiError(Exception):
         )
 
     def response(self, body: bytes | None = None) -> web.Response:
-        """`body`: the same error in the words of an API that has its own."""
+        """`body`: the same error in the shape of another API."""
         response = web.Response(
             status=self.status,
             body=self.body() if body is None else body,
@@ -92,7 +92,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The client's view of any exception; logs the ones nobody expected."""
+    """The client's view of any exception; logs unexpected ones."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
@@ -108,7 +108,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, web.HTTPException):
         return _from_http_exception(error)
     if isinstance(error, ConnectionError):
-        return bad_request("the connection was lost")  # nobody is there to read it
+        return bad_request("the connection was lost")  # there is no reader
     logger.error("unexpected error while serving a request", exc_info=error)
     return internal_error("internal error")
 
@@ -142,44 +142,46 @@ def _error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error")
 
 
-# Of a request whose route is known and whose body is not read: raises `ApiError` to refuse it.
+# Checks a request whose route is known and whose body is not read: raises `ApiError` to refuse it.
 Check = Callable[[web.Request], None]
 
 
 def error_middleware(
-    checks: Sequence[Check], forms: Mapping[str, Callable[[Exception], web.Response]]
+    checks: Sequence[Check], renderers: Mapping[str, Callable[[Exception], web.Response]]
 ) -> Middleware:
-    """What `checks` or a handler raise becomes a four-key body, or what its API has instead.
+    """Turn what `checks` or a handler raise into a four-key body, or into its API's own shape.
 
-    forms: the beginning of a path to how errors are told there.
+    renderers: the beginning of a path to the renderer of errors there.
     """
 
     @web.middleware
-    async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             for check in checks:
                 check(request)
             return await handler(request)
         except Exception as error:
-            response = told(request, error)
+            response = error_response(request, error)
             if request.writer.output_size:
                 raise  # a stream has begun, which cannot turn into this: aiohttp cuts it off
             return response
 
-    # In a function of its own: a variable that outlives the error's own would tie it to its frames,
-    # and what they hold, the request's body too, until the collector comes.
-    def told(request: web.Request, error: Exception) -> web.Response:
+    # A function of its own: a variable that outlives the `except` block would tie the error to its
+    # frames, and to the request's body, until the garbage collector runs.
+    def error_response(request: web.Request, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):
             error.with_traceback(None)  # the request holds those of its router
-        own = (form for prefix, form in forms.items() if request.path.startswith(prefix))
+        own = (
+            renderer for prefix, renderer in renderers.items() if request.path.startswith(prefix)
+        )
         known = _no_route(request) if isinstance(error, web.HTTPNotFound) else error
         return next(own, _four_keys)(known)
 
-    return answer_errors
+    return render_errors
 
 
 def _no_route(request: web.Request) -> ApiError:
-    """Clients put the path together from a base URL and their own: both are seen here."""
+    """Show the whole path: clients join it from a base URL and their own part."""
     return ApiError(404, f"there is no such route: {request.method} {request.rel_url.raw_path}")
 
 

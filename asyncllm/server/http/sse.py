@@ -1,19 +1,19 @@
 """Server-sent events at a few microseconds each: the one place that knows how aiohttp writes.
 
-What a step brings to a stream goes straight to the transport as one HTTP chunk, without a task
-switch, the last one with the end of the body, of which aiohttp's writer is told. Everything else is
-aiohttp's public API: `StreamResponse.prepare` for the headers, `write` for what had to wait,
-`write_eof` for the end after that. That is sound only while aiohttp's own writer holds nothing back
-and adds nothing (headers already sent, chunked, no compression, no length):
-`_writes_plain_chunks` checks it on every stream, an error is logged once if it ever fails, and
-frames then take the public way. Tested with aiohttp 3.13 and 3.14.
+A step's frames go straight to the transport as one HTTP chunk, without a task switch; with the last
+one goes the end of the body, and aiohttp's writer is marked as ended. Everything else is aiohttp's
+public API: `StreamResponse.prepare` for the headers, `write` for what had to wait, `write_eof` for
+the end after that. That is sound only while aiohttp's own writer holds nothing back and adds
+nothing (headers already sent, chunked, no compression, no length): `_writes_plain_chunks` checks it
+on every stream, an error is logged once if it ever fails, and frames then go through the public
+calls. Tested with aiohttp 3.13 and 3.14.
 
 `push` and `end` are called by the engine between two steps: they never await, block or raise. They
-only note frames; `FrameQueue` writes them in the loop's next turns, all streams together (the
-kernel's way through a send stays in the caches), in slices: between two of them the engine may
-launch its next step and others get their turn; so are handlers woken whose streams have ended, 256
-of which may end in one step. Where the device is faster than the host, a stream's
-frames of two steps become one write, of more never.
+only store frames; `FrameQueue` writes them in the loop's next turns, all streams together (the
+kernel's send path stays in the caches), in slices: between two of them the engine may launch its
+next step and other tasks run; so are handlers woken whose streams have ended, 256 of which may end
+in one step. Where the device is faster than the host, a stream's frames of two steps become one
+write, of more never.
 
 A slow reader is bounded twice. While more than COALESCE_ABOVE_BYTES sit in the transport, frames
 collect here and go out as one merged write when it drains. Above MAX_PENDING_BYTES in all, the
@@ -110,7 +110,7 @@ class SSEStream:
 
     @property
     def response(self) -> web.StreamResponse:
-        """Made when it is first asked for: not before the engine has the request."""
+        """Made at the first access: not before the engine has the request."""
         if self._response is None:
             self._response = web.StreamResponse(headers=_HEADERS)
         return self._response
@@ -132,12 +132,12 @@ class SSEStream:
 
     @property
     def is_late(self) -> bool:
-        """What waits is of two steps: the loop has more to do than the device."""
+        """Frames of two steps are pending: the loop has more to do than the device."""
         return len(self._pending) > 1
 
     @property
     def num_pending_bytes(self) -> int:
-        """Of the frames that the transport was not given."""
+        """Size of the frames that the transport has not been given."""
         return sum(map(len, self._pending))
 
     def push(self, frames: bytes) -> None:
@@ -155,7 +155,7 @@ class SSEStream:
         try:
             self.push(frames)
         finally:
-            if not self._is_queued:  # there is nothing to write, or nobody to read it
+            if not self._is_queued:  # there is nothing to write, or no reader
                 self._wake.set()
 
     def write_frames(self) -> None:
@@ -239,15 +239,15 @@ def _writes_plain_chunks(writer: object, request: web.Request) -> bool:
     except AttributeError:
         plain = False
     if not plain:
-        _complain_once()
+        _log_once()
     return plain
 
 
-_complained = False
+_has_logged = False
 
 
-def _complain_once() -> None:
-    global _complained
-    if not _complained:
-        _complained = True
+def _log_once() -> None:
+    global _has_logged
+    if not _has_logged:
+        _has_logged = True
         logger.error("this aiohttp does not write as expected: streams take the slow, public way")

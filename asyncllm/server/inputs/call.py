@@ -19,12 +19,12 @@ SYSTEM_FINGERPRINT = f"asyncllm-{__version__}"
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """Choice i of prompt p has index p * n + i in the answer.
+    """Choice i of prompt p has index p * n + i in the response.
 
     new_parser      makes a choice's parser; None where all of a choice is content
     wants_outputs   each delta comes as an output, with its token ids, never as text alone
-    shows_cached    its usage says how many prompt tokens the prefix cache had
-    client_name     what the client calls a field of the engine's: some errors come late
+    shows_cached    its usage reports how many prompt tokens the prefix cache had
+    client_name     maps an engine's field to the client's name: some errors come late
     """
 
     id: str
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of the engine's requests, one per prompt."""
+        """The engine's request ids, one per prompt."""
         return [self.request_id(index) for index in range(len(self.prompts))]
 
     def request_id(self, index: int) -> str:
@@ -50,7 +50,7 @@ class Call:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether its response may be 100,000s of entries long."""
+        """Log-probabilities may be 100,000s of entries."""
         return self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     @property
@@ -59,17 +59,17 @@ class Call:
 
     @property
     def num_sequences(self) -> int:
-        """Answers that are generated: the choices are among them."""
+        """Sequences that are generated: the choices are among them."""
         return len(self.prompts) * self.params.num_sequences
 
 
 def new_id(prefix: str) -> str:
-    """Never a client's own id: it names a request inside the engine."""
+    """A new id, never a client's own: it names a request inside the engine."""
     return f"{prefix}-{os.urandom(16).hex()}"
 
 
 class Usage:
-    """Prompts are counted once, however many answers they have."""
+    """Token counts of a call. Prompts are counted once, however many choices they have."""
 
     __slots__ = (
         "_cached_tokens",
@@ -104,7 +104,7 @@ class Usage:
         return usage
 
     def of_choice(self, prompt_index: int, completion_tokens: int) -> dict[str, Any]:
-        """One choice so far, for `continuous_usage_stats`."""
+        """Usage of one choice so far, for `continuous_usage_stats`."""
         return usage_dict(
             self._prompt_tokens[prompt_index],
             completion_tokens,

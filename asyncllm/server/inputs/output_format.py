@@ -30,7 +30,7 @@ from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParam
 
 
 def content_structure(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """What the request asks of content. Raises `ApiError`, `InvalidRequestError`."""
+    """The structure that content must have. Raises `ApiError`, `InvalidRequestError`."""
     of_format = _of_response_format(request)
     wanted = request.structured_outputs
     if wanted is None:
@@ -51,9 +51,9 @@ def chat_structure(
     prefix: str,
     may_reason: bool,
 ) -> StructuredOutputsParams | None:
-    """`prefix`: what of the prompt is the answer's own beginning.
+    """`prefix`: the end of the prompt that belongs to the output already.
 
-    may_reason: the answer may begin with reasoning that the prompt has not opened.
+    may_reason: the output may begin with reasoning that the prompt has not opened.
     """
     content = content_structure(request)
     if format is None:
@@ -103,12 +103,12 @@ def _reasoning_before(
     if format.is_reasoning_open(prompt, prefix):
         return ReasoningMarkers(marks.end)
     if prefix or not may_reason or prompt.rstrip().endswith(marks.end.strip()):
-        return None  # the answer proper begins here, or has begun
+        return None  # content begins here, or has begun
     return ReasoningMarkers(marks.end, marks.begin)
 
 
 @dataclass(slots=True, frozen=True)
-class AnswerReading:
+class ChatOutput:
     """`keeps_special_tokens`: the parser needs them in the text."""
 
     new_parser: Callable[[], AnswerParser] | None = None
@@ -116,26 +116,24 @@ class AnswerReading:
     structured_outputs: StructuredOutputsParams | None = None
 
 
-def answer_reading(
-    request: ChatRequest, tools: ToolUse, prompt: str, service: Service
-) -> AnswerReading:
+def chat_output(request: ChatRequest, tools: ToolUse, prompt: str, service: Service) -> ChatOutput:
     """Raises `ApiError`, `InvalidRequestError`."""
-    format, prefix = _format(tools, service), _begun(request)
+    format, prefix = _format(tools, service), _output_prefix(request)
     reasons = format is not None and may_reason(request, service)
     structure = chat_structure(request, tools, format, prompt, prefix, reasons)
     callable = tools.choice.tools
     if format is None or not (callable or _always_parses(format)):
-        return AnswerReading(structured_outputs=structure)
+        return ChatOutput(structured_outputs=structure)
 
     def new_parser() -> AnswerParser:
         parser = format.parser(callable, prompt, prefix)
         return parser if tools.parallel else FirstCallOnly(parser)
 
-    return AnswerReading(new_parser, format.keeps_special_tokens, structure)
+    return ChatOutput(new_parser, format.keeps_special_tokens, structure)
 
 
 class FirstCallOnly:
-    """For answers that may make one call: a parser without the others'."""
+    """A parser for output that may make one call: drops the others."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -167,13 +165,13 @@ def _always_parses(format: ModelFormat) -> bool:
     return format.reasoning is not None or format.format.channels is not None
 
 
-def _begun(request: ChatRequest) -> str:
-    """What of the prompt is the answer's own beginning."""
+def _output_prefix(request: ChatRequest) -> str:
+    """The end of the prompt that belongs to the output already."""
     return message_text(request.messages[-1]) if request.continue_final_message else ""
 
 
 def _format(tools: ToolUse, service: Service) -> ModelFormat | None:
-    """Where a call is forced, any model can write it: in a format of ours, if it has none."""
+    """The model's format. A forced call has a default format where the model has none."""
     format, param = service.answer_format, tools.param
     if not tools.choice.tools or (tools.choice.required and format and format.reads_calls):
         return format

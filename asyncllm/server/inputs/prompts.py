@@ -22,7 +22,7 @@ MAX_PROMPTS = 1024  # in one completions call
 
 
 def chat_prompt(request: ChatRequest, tools: ToolUse, service: Service) -> TextPrompt:
-    """A template writes its own special tokens: none are added unless asked for."""
+    """A template writes its own special tokens: none are added by default."""
     return {
         "prompt": render_chat(request, service, list(tools.shown)),
         "add_special_tokens": bool(request.add_special_tokens),
@@ -30,9 +30,9 @@ def chat_prompt(request: ChatRequest, tools: ToolUse, service: Service) -> TextP
 
 
 def may_reason(request: ChatRequest, service: Service) -> bool:
-    """Whether the answer may begin with reasoning that the prompt has not opened."""
-    asked = bool(_template_kwargs(request, service.args).get("enable_thinking"))
-    return asked or service.reasons_unasked
+    """Whether the output may begin with reasoning that the prompt has not opened."""
+    requested = bool(_template_kwargs(request, service.args).get("enable_thinking"))
+    return requested or service.reasons_by_default
 
 
 def render_chat(
@@ -76,7 +76,7 @@ def _text_prompt(request: CompletionRequest, text: str) -> PromptInput:
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest, args: ServerArgs) -> dict[str, Any]:
-    """The server's, under what the request's own fields say, under its chat_template_kwargs."""
+    """The server's defaults, under the request's fields, under its chat_template_kwargs."""
     kwargs = dict(args.default_chat_template_kwargs or {})
     if request.documents:
         kwargs["documents"] = request.documents
@@ -89,9 +89,9 @@ def _template_kwargs(request: ChatRequest | TokenizeRequest, args: ServerArgs) -
 
 @dataclass(slots=True, frozen=True)
 class ToolUse:
-    """`shown` stand in the prompt, as they were sent; those of `choice` may be called.
+    """`shown` are in the prompt, as the client sent them; those of `choice` may be called.
 
-    `parallel`: one answer may make several calls. `param`: the request's field that brought them.
+    `parallel`: one message may make several calls. `param`: the request's field that holds them.
     """
 
     shown: tuple[dict[str, Any], ...] = ()
@@ -120,7 +120,7 @@ def tool_use(request: ChatRequest, hide_unused: bool = False) -> ToolUse:
 
 
 def is_named(request: ChatRequest) -> bool:
-    """Whether one tool must be called, which the request names."""
+    """Return whether the request names the one tool that must be called."""
     choice = request.function_call if request.functions else request.tool_choice
     return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 

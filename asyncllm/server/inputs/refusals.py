@@ -1,7 +1,7 @@
 """Fields that would change the response and are not served: refused by name, never ignored.
 
 Tables, so that a feature that arrives deletes its line. APIs that become a chat request name the
-client's own field in errors: `named_as`, `renamed`.
+client's own field in errors: `rename_params`, `renamed`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from asyncllm.server.protocol import (
     TokenizeRequest,
 )
 
-# field -> whether a value asks for nothing (None always does)
+# field -> whether a value changes nothing (None never does)
 Refusals = Mapping[str, Callable[[Any], bool]]
 
 _ROOT = re.compile(r"\w+")
 
 
-def asks_nothing(value: Any) -> bool:
-    """Of a field where only what is empty does."""
+def is_empty(value: Any) -> bool:
+    """For a field where only an empty value changes nothing."""
     return not value
 
 
-def sent(request: msgspec.Struct) -> dict[str, Any]:
-    """The fields that the client sent, but for nulls: a few of many."""
+def sent_fields(request: msgspec.Struct) -> dict[str, Any]:
+    """The fields that the client sent, without nulls: a few of many."""
     values = zip(request.__struct_fields__, msgspec.structs.astuple(request), strict=True)
     return {name: value for name, value in values if value is not None}
 
 
 def refuse(given: Mapping[str, Any], table: Refusals) -> None:
-    """Raises `ApiError` 400 for the first field that asks for what is not there.
+    """Raises `ApiError` 400 for the first field that is not supported.
 
-    given: what was `sent`.
+    given: the `sent_fields`.
     """
     for name, value in given.items():
         if (harmless := table.get(name)) is not None and not harmless(value):
@@ -55,15 +55,15 @@ def renamed(error: InvalidRequestError, name: str | None) -> InvalidRequestError
 
     A copy: requests that wait for the same grammar are all raised one error.
     """
-    told = copy(error)
+    named = copy(error)
     if error.param is not None and name is not None:
-        told.args = (str(error).replace(error.param, name),)
-    told.param = name
-    return told
+        named.args = (str(error).replace(error.param, name),)
+    named.param = name
+    return named
 
 
 @contextmanager
-def named_as(names: Mapping[str, str]) -> Iterator[None]:
+def rename_params(names: Mapping[str, str]) -> Iterator[None]:
     """Errors about a field of the chat request name the field that the client sent instead."""
     try:
         yield
@@ -77,31 +77,31 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 _COMMON: Refusals = {
-    "logits_processors": asks_nothing,
+    "logits_processors": is_empty,
     "truncation_side": lambda value: value == "left",
-    "watermarking": asks_nothing,
-    "kv_transfer_params": asks_nothing,
-    "ec_transfer_params": asks_nothing,
-    "vllm_xargs": asks_nothing,
+    "watermarking": is_empty,
+    "kv_transfer_params": is_empty,
+    "ec_transfer_params": is_empty,
+    "vllm_xargs": is_empty,
 }
 _CHAT: Refusals = {
     **_COMMON,
-    "audio": asks_nothing,
+    "audio": is_empty,
     "modalities": lambda value: value == ["text"],
-    "moderation": asks_nothing,
+    "moderation": is_empty,
     "verbosity": lambda value: value == "medium",
     "web_search_options": lambda value: False,
-    "mm_processor_kwargs": asks_nothing,
-    "media_io_kwargs": asks_nothing,
+    "mm_processor_kwargs": is_empty,
+    "media_io_kwargs": is_empty,
 }
 _COMPLETION: Refusals = {
     **_COMMON,
-    "suffix": asks_nothing,
-    "prompt_embeds": asks_nothing,
+    "suffix": is_empty,
+    "prompt_embeds": is_empty,
 }
 _TOKENIZE: Refusals = {
-    "mm_processor_kwargs": asks_nothing,
-    "media_io_kwargs": asks_nothing,
+    "mm_processor_kwargs": is_empty,
+    "media_io_kwargs": is_empty,
 }
 # vLLM's former names, and where their values go now
 _MOVED = {
@@ -115,9 +115,9 @@ _MOVED = {
 def refuse_unsupported(
     request: ChatRequest | CompletionRequest, given: Mapping[str, Any], args: ServerArgs
 ) -> None:
-    """Raises `ApiError` 400 for the first field that asks for what is not there.
+    """Raises `ApiError` 400 for the first field that is not supported.
 
-    given: what of the request was `sent`.
+    given: the request's `sent_fields`.
     """
     if moved := _MOVED.keys() & given.keys():
         name = min(moved)
@@ -130,7 +130,7 @@ def refuse_unsupported(
 
 
 def refuse_unsupported_tokenize(request: TokenizeRequest, args: ServerArgs) -> None:
-    refuse(sent(request), _TOKENIZE)
+    refuse(sent_fields(request), _TOKENIZE)
     _refuse_template(request, args)
 
 

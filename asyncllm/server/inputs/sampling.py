@@ -13,7 +13,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.http.errors import bad_request
-from asyncllm.server.inputs.output_format import AnswerReading, content_structure
+from asyncllm.server.inputs.output_format import ChatOutput, content_structure
 from asyncllm.server.inputs.refusals import renamed
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -61,13 +61,13 @@ def chat_params(
     request: ChatRequest,
     given: Mapping[str, Any],
     processor: InputProcessor,
-    reading: AnswerReading,
+    output: ChatOutput,
 ) -> SamplingParams:
-    """given: what of the request was `sent`. Raises `InvalidRequestError`, `ApiError`."""
+    """given: the request's `sent_fields`. Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
     overrides = _overrides(given)
-    overrides["structured_outputs"] = reading.structured_outputs
-    if reading.keeps_special_tokens:
+    overrides["structured_outputs"] = output.structured_outputs
+    if output.keeps_special_tokens:
         overrides["skip_special_tokens"] = False
     # None: as many tokens as the context has room for.
     overrides["max_tokens"] = (
@@ -89,7 +89,7 @@ def chat_params(
 def completion_params(
     request: CompletionRequest, given: Mapping[str, Any], processor: InputProcessor
 ) -> SamplingParams:
-    """given: what of the request was `sent`. Raises `InvalidRequestError`, `ApiError`."""
+    """given: the request's `sent_fields`. Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
     overrides = _overrides(given)
     overrides["max_tokens"] = _completion_max_tokens(request)
@@ -109,7 +109,7 @@ def completion_params(
 
 
 def wants_outputs(request: GenerationRequest) -> bool:
-    """Whether every delta must come with its token ids: to return them, or to count as it goes."""
+    """Whether every delta needs its token ids: to return them, or to report running usage."""
     options = request.stream_options
     runs = options and options.include_usage and options.continuous_usage_stats
     return bool(request.return_token_ids or runs)
@@ -120,8 +120,8 @@ def prompt_only(request: CompletionRequest) -> bool:
     return bool(request.echo) and request.max_tokens == 0
 
 
-def client_named(error: InvalidRequestError, request: GenerationRequest) -> InvalidRequestError:
-    """An error of the engine's validators, naming the field as the client spelt it."""
+def with_client_name(error: InvalidRequestError, request: GenerationRequest) -> InvalidRequestError:
+    """An error of the engine's validators, with the client's name of the field."""
     return renamed(error, client_name(request, error.param))
 
 

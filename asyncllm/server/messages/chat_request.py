@@ -1,4 +1,4 @@
-"""Anthropic's request as a chat request that generates the same.
+"""Anthropic's request as the equivalent chat request.
 
 The text, thinking and calls of a turn become one message; each tool result becomes one of its own.
 A conversation that ends with an assistant's text is to be continued (a prefill).
@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncllm.server.chat.conversation import Conversation
 from asyncllm.server.http.errors import bad_request
-from asyncllm.server.inputs.refusals import refuse, sent
+from asyncllm.server.inputs.refusals import refuse, sent_fields
 from asyncllm.server.messages.message import THREAD_UNSUPPORTED
 from asyncllm.server.messages.protocol import (
     REFUSED,
@@ -37,8 +37,8 @@ FIELD_NAMES = {
 
 
 def prompt_request(request: CountTokensRequest) -> ChatRequest:
-    """What decides the prompt. Raises `ApiError`."""
-    refuse(sent(request), REFUSED_IN_PROMPT)
+    """The fields that decide the prompt. Raises `ApiError`."""
+    refuse(sent_fields(request), REFUSED_IN_PROMPT)
     messages = conversation(request)
     chat = ChatRequest(model=request.model, messages=messages)
     if is_prefill(messages):
@@ -59,7 +59,7 @@ def prompt_request(request: CountTokensRequest) -> ChatRequest:
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
     """Raises `ApiError`."""
-    refuse(sent(request), REFUSED)
+    refuse(sent_fields(request), REFUSED)
     if request.thread:
         raise bad_request("no conversation is held here", "thread", THREAD_UNSUPPORTED)
     chat = prompt_request(request)
@@ -78,7 +78,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
 
 
 def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
-    """How templates are told to think or not: by Qwen's name, and by DeepSeek's."""
+    """Switch thinking by Qwen's name of the template's variable, and by DeepSeek's."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.thinking is not None and request.thinking.type != "adaptive":
         is_on = request.thinking.type == "enabled"
@@ -129,7 +129,7 @@ def conversation(request: CountTokensRequest) -> list[dict[str, Any]]:
         system = request.system
         parts = [{"type": "text", "text": system}] if isinstance(system, str) else system
         if texts := [part for part in parts if not _BILLING.match(_text(part, "system"))]:
-            result.system(texts)
+            result.add_system(texts)
     for index, message in enumerate(request.messages):
         _add(result, message, f"messages[{index}]")
     return result.messages
@@ -147,7 +147,7 @@ def _add(result: Conversation, message: InputMessage, where: str) -> None:
         for block in blocks:
             _add_to_turn(result, block, where)
     elif message.role == "system":
-        result.system([{"type": "text", "text": _text(block, where)} for block in blocks])
+        result.add_system([{"type": "text", "text": _text(block, where)} for block in blocks])
     else:
         _add_user(result, blocks, where)
 
@@ -155,9 +155,9 @@ def _add(result: Conversation, message: InputMessage, where: str) -> None:
 def _add_to_turn(result: Conversation, block: Block, where: str) -> None:
     match block.get("type"):
         case "text":
-            result.said([{"type": "text", "text": _text(block, where)}])
+            result.add_text([{"type": "text", "text": _text(block, where)}])
         case "thinking":
-            result.thought(_string(block, "thinking", where))
+            result.add_reasoning(_string(block, "thinking", where))
         case "redacted_thinking":
             pass  # none of ours: only its author can read it
         case "tool_use":
@@ -167,7 +167,7 @@ def _add_to_turn(result: Conversation, block: Block, where: str) -> None:
                     f"{where}: a tool_use block's input must be an object", "messages"
                 )
             name = _string(block, "name", where)
-            result.called(_string(block, "id", where), name, arguments)
+            result.add_tool_call(_string(block, "id", where), name, arguments)
         case other:
             raise _unknown(other, where)
 
@@ -177,13 +177,13 @@ def _add_user(result: Conversation, blocks: list[Block], where: str) -> None:
     for block in blocks:
         if block.get("type") == "tool_result":
             if texts:
-                result.user(texts)
+                result.add_user(texts)
                 texts = []
-            result.tool_result(_string(block, "tool_use_id", where), _tool_result(block, where))
+            result.add_tool_result(_string(block, "tool_use_id", where), _tool_result(block, where))
         else:
             texts.append({"type": "text", "text": _text(block, where)})
     if texts:
-        result.user(texts)
+        result.add_user(texts)
 
 
 def _tool_result(block: Block, where: str) -> list[Block]:

@@ -23,11 +23,11 @@ from asyncllm.server.http.errors import ApiError, as_api_error
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import Call, Usage
 from asyncllm.server.messages.openapi import StopReason
-from asyncllm.server.outputs.parts import AnswerPart, AnswerParts, News, PartsCollector
+from asyncllm.server.outputs.parts import OutputPart, OutputParts, PartsCollector, PartUpdate
 
 
 class MessageView:
-    """Renders one message. `cut_off`: the stop reason of an answer that ended for its length."""
+    """Renders one message. `cut_off`: the stop reason of a message that ended for its length."""
 
     def __init__(self, call: Call, hides_thinking: bool, cut_off: StopReason) -> None:
         self.hides_thinking = hides_thinking
@@ -62,7 +62,7 @@ class MessageView:
         return {"stop_reason": reasons.get(finish_reason, "end_turn"), "stop_sequence": None}
 
 
-def empty_block(part: AnswerPart) -> dict[str, Any]:
+def empty_block(part: OutputPart) -> dict[str, Any]:
     match part.kind:
         case "text":
             return {"type": "text", "text": "", "citations": None}
@@ -85,7 +85,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _block(part: AnswerPart, hides_thinking: bool) -> dict[str, Any]:
+def _block(part: OutputPart, hides_thinking: bool) -> dict[str, Any]:
     block = empty_block(part)
     match part.kind:
         case "text":
@@ -115,36 +115,36 @@ _DELTAS = {
 }
 
 
-class StreamedMessage:
-    """An `AnswerSink` that writes to one SSE stream: one write per engine step."""
+class MessageStream:
+    """An `EventSink` that writes to one SSE stream: one write per engine step."""
 
     def __init__(self, sse: SSEStream, view: MessageView, request_id: str) -> None:
         self._sse = sse
         self._view = view
         self._request_id = request_id
-        self._parts = AnswerParts()
+        self._parts = OutputParts()
         self._frames: list[bytes] = []  # of this step
         self._before_text = b""
         self._stop: dict[str, Any] = {}
 
-    def opened(self, choice: int, output: RequestOutput) -> None:
+    def begin_choice(self, choice: int, output: RequestOutput) -> None:
         usage = Usage(self._view.shows_cached)
         usage.count(0, output)
         start = {**self._view.head(), "usage": {**usage_fields(usage), "output_tokens": 0}}
         self._frames += [_event("message_start", {"message": start}), PING]
 
-    def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
+    def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         for event in events:
-            if isinstance(event, self._parts.goes_on):
+            if isinstance(event, self._parts.continues):
                 self._add_text(event.text)
             else:
-                self._tell(self._parts.add(event))
+                self._apply(self._parts.add(event))
         if self._frames:
             self._sse.push(b"".join(self._frames))
             self._frames.clear()
 
-    def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        self._tell(self._parts.flush())
+    def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
+        self._apply(self._parts.flush())
         if self._parts.open is not None:
             self._close(self._parts.open)
         self._stop = self._view.stop(finish_reason, stop_reason)
@@ -158,18 +158,18 @@ class StreamedMessage:
         body = error_body(error, self._request_id)
         self._sse.end(b"event: error\ndata: " + body + b"\n\n")
 
-    def _tell(self, news: News) -> None:
-        if news.closed is not None:
-            self._close(news.closed)
-        if news.opened is not None:
-            self._open(news.opened)
-        self._add_text(news.text)
+    def _apply(self, update: PartUpdate) -> None:
+        if update.closed is not None:
+            self._close(update.closed)
+        if update.opened is not None:
+            self._open(update.opened)
+        self._add_text(update.text)
 
     def _add_text(self, text: str) -> None:
         if text and self._before_text:
             self._frames.append(self._before_text + orjson.dumps(text) + b"}}\n\n")
 
-    def _open(self, part: AnswerPart) -> None:
+    def _open(self, part: OutputPart) -> None:
         fields = {"index": part.index, "content_block": empty_block(part)}
         self._frames.append(_event("content_block_start", fields))
         self._before_text = (
@@ -180,7 +180,7 @@ class StreamedMessage:
         if part.kind == "reasoning" and self._view.hides_thinking:
             self._before_text = b""
 
-    def _close(self, part: AnswerPart) -> None:
+    def _close(self, part: OutputPart) -> None:
         if part.kind == "reasoning":
             delta = {"type": "signature_delta", "signature": ""}
             fields = {"index": part.index, "delta": delta}
@@ -196,7 +196,7 @@ def _event(name: str, fields: dict[str, Any]) -> bytes:
 PREFIX = "/v1/messages"
 
 REQUEST_ID_HEADER = "request-id"
-# The client's tool runner asks for a conversation held here, and by this code knows to go without.
+# Anthropic's tool runner tries to have the server hold the conversation; this code stops that.
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 
 _TYPES = {

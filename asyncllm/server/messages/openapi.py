@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from asyncllm.server.openapi.field_doc import Note, between, ignored, refused
+from asyncllm.server.openapi.field_doc import FieldDoc, between, ignored, refused
 
 StopReason = Literal[
     "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
@@ -142,44 +142,44 @@ class InputSchemaTool(Struct):
     input_examples: list[dict[str, Any]] | None = None
 
 
-MESSAGES_NOTES: dict[str, Note] = {
-    "system": Note("What the model is told before the conversation: text, or blocks of text."),
-    "InputMessage.role": Note("Whose turn it is; system is taken as the first message."),
-    "InputMessage.content": Note(
+MESSAGES_FIELD_DOCS: dict[str, FieldDoc] = {
+    "system": FieldDoc("What the model is told before the conversation: text, or blocks of text."),
+    "InputMessage.role": FieldDoc("Whose turn it is; system is taken as the first message."),
+    "InputMessage.content": FieldDoc(
         "Text, or blocks: text, tool_use, tool_result, thinking, redacted_thinking."
     ),
-    "CountTokensRequest.messages": Note(
+    "CountTokensRequest.messages": FieldDoc(
         "The conversation so far; an answer goes on with a last assistant's text.",
         schema={"minItems": 1},
     ),
-    "MessagesRequest.messages": Note(
+    "MessagesRequest.messages": FieldDoc(
         "The conversation so far; the answer goes on with a last assistant's text.",
         schema={"minItems": 1},
     ),
     "MessagesRequest.max_tokens": between(1, None, "Most tokens of the answer."),
-    "stop_sequences": Note("As stop: the answer ends before the first that occurs."),
-    "CountTokensRequest.tools": Note(
+    "stop_sequences": FieldDoc("As stop: the answer ends before the first that occurs."),
+    "CountTokensRequest.tools": FieldDoc(
         "Functions that the model may call.", type=list[InputSchemaTool] | None
     ),
-    "MessagesRequest.tools": Note(
+    "MessagesRequest.tools": FieldDoc(
         "Functions that the model may call.", type=list[InputSchemaTool] | None
     ),
-    "CountTokensRequest.tool_choice": Note("Whether it may, must or must not call one."),
-    "MessagesRequest.tool_choice": Note("Whether it may, must or must not call one."),
-    "ToolUseChoice.type": Note("any: at least one; tool: the one that is named."),
-    "ToolUseChoice.name": Note("Of the tool that must be called."),
-    "disable_parallel_tool_use": Note("At most one call."),
-    "thinking": Note("Whether the model thinks first, as its chat template lets it."),
-    "ThinkingConfig.type": Note("adaptive leaves it to the model."),
+    "CountTokensRequest.tool_choice": FieldDoc("Whether it may, must or must not call one."),
+    "MessagesRequest.tool_choice": FieldDoc("Whether it may, must or must not call one."),
+    "ToolUseChoice.type": FieldDoc("any: at least one; tool: the one that is named."),
+    "ToolUseChoice.name": FieldDoc("Of the tool that must be called."),
+    "disable_parallel_tool_use": FieldDoc("At most one call."),
+    "thinking": FieldDoc("Whether the model thinks first, as its chat template lets it."),
+    "ThinkingConfig.type": FieldDoc("adaptive leaves it to the model."),
     "budget_tokens": between(0, None, "Most tokens of thinking."),
-    "display": Note("omitted: thinking blocks come without their text."),
-    "output_config": Note("The form of the answer, and how much is thought about it."),
-    "output_format": Note("An older name of output_config.format."),
-    "effort": Note("For chat templates that take it, as reasoning_effort."),
-    "OutputConfig.format": Note("The answer is JSON of this schema."),
+    "display": FieldDoc("omitted: thinking blocks come without their text."),
+    "output_config": FieldDoc("The form of the answer, and how much is thought about it."),
+    "output_format": FieldDoc("An older name of output_config.format."),
+    "effort": FieldDoc("For chat templates that take it, as reasoning_effort."),
+    "OutputConfig.format": FieldDoc("The answer is JSON of this schema."),
     "task_budget": ignored(),
-    "JsonOutput.type": Note("json_schema"),
-    "schema": Note("A JSON Schema."),
+    "JsonOutput.type": FieldDoc("json_schema"),
+    "schema": FieldDoc("A JSON Schema."),
     "context_management": refused("Except edits that keep all."),
     "compaction": refused(),
     "mcp_servers": refused("Tools are the client's to run."),

@@ -11,21 +11,21 @@ from asyncllm.errors import ContextLengthError
 from asyncllm.server.chat.serving import (
     message_call,
     num_tokens,
-    prompt_of,
+    render_prompt,
 )
 from asyncllm.server.http.bodies import json_response, prepare, read_body
 from asyncllm.server.http.sse import SSEStream
-from asyncllm.server.inputs.refusals import named_as
+from asyncllm.server.inputs.refusals import rename_params
 from asyncllm.server.messages.chat_request import FIELD_NAMES, chat_request, prompt_request
 from asyncllm.server.messages.message import (
     REQUEST_ID_HEADER,
+    MessageStream,
     MessageView,
-    StreamedMessage,
     new_request_id,
 )
 from asyncllm.server.messages.openapi import StopReason
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
-from asyncllm.server.outputs.consumers import ParsedAnswer
+from asyncllm.server.outputs.consumers import ParsedOutput
 from asyncllm.server.outputs.parts import PartsCollector
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.service import SERVICE
@@ -38,14 +38,14 @@ async def messages(http: web.Request) -> web.StreamResponse:
     chat = await prepare(http, partial(chat_request, request))
     if service.answer_format is None or service.answer_format.reasoning is None:
         chat.thinking_token_budget = None  # clients send one to every model
-    with named_as(FIELD_NAMES):
+    with rename_params(FIELD_NAMES):
         try:
             return await _answer(http, request, chat, "max_tokens")
         except ContextLengthError as error:
             if error.param != "max_tokens":
                 raise
-        # Clients send the same large limit whatever the prompt's length: Anthropic's answers then
-        # have the room that there is, and say so if that was too little.
+        # Clients send the same large limit whatever the prompt's length: at Anthropic
+        # the message then has the room that there is, and reports it if that was too little.
         chat.max_completion_tokens = None
         return await _answer(http, request, chat, "model_context_window_exceeded")
 
@@ -61,10 +61,10 @@ async def _answer(
     if request.stream:
         sse = SSEStream(http, service.frames)
         sse.response.headers[REQUEST_ID_HEADER] = request_id
-        sink = StreamedMessage(sse, view, request_id)
-        return await service.stream(sse, call, partial(ParsedAnswer, call, sink))
+        sink = MessageStream(sse, view, request_id)
+        return await service.stream(sse, call, partial(ParsedOutput, call, sink))
     parts = PartsCollector()
-    await service.collect(call, partial(ParsedAnswer, call, parts))
+    await service.collect(call, partial(ParsedOutput, call, parts))
     response = json_response(view.body(parts))
     response.headers[REQUEST_ID_HEADER] = request_id
     return response
@@ -73,6 +73,6 @@ async def _answer(
 async def count_tokens(http: web.Request) -> web.Response:
     service = http.app[SERVICE]
     request = await read_body(http, CountTokensRequest)
-    with named_as(FIELD_NAMES):
-        prompt = await prepare(http, lambda: prompt_of(prompt_request(request), service))
+    with rename_params(FIELD_NAMES):
+        prompt = await prepare(http, lambda: render_prompt(prompt_request(request), service))
         return json_response({"input_tokens": await num_tokens(prompt, service)})

@@ -1,7 +1,7 @@
 """/metrics: vLLM's names and meanings under our prefix, and what only one process can show.
 
 Everything is counted elsewhere, once per step (`engine/recorder.py`); a scrape reads it. Names,
-labels and meanings were compared with vLLM 0.27. Where ours says more, the series is another one:
+labels and meanings were compared with vLLM 0.27. Where ours has more labels, it is another series:
 vLLM's keep their label sets, but for more buckets below 10 ms (each of vLLM's bounds is kept).
 
 prometheus_client renders sample by sample, 4 us each, on the event loop that also streams tokens;
@@ -94,7 +94,7 @@ ENGINE_INDEX = "0"  # vLLM's label of its data-parallel engines
 
 
 class Metered(Protocol):
-    """What is read of an `AsyncLLMEngine`."""
+    """The parts of an `AsyncLLMEngine` that a scrape reads."""
 
     config: EngineConfig
     recorder: Recorder
@@ -234,7 +234,7 @@ def _add_requests(to: Exposition[Source], recorder: Recorder) -> None:
 
 
 def _add_steps(to: Exposition[Source], recorder: Recorder) -> None:
-    """What one process knows: device, host and loop by one clock."""
+    """Device, host and loop by one clock, as only one process can measure."""
     to.add_histogram("step_time_seconds", "A step on the device, by kind.",
                      *(({"kind": kind}, recorder.step_time[kind]) for kind in STEP_KINDS),
                      )  # fmt: skip

@@ -2,7 +2,7 @@
 
 The caller's W3C `traceparent` becomes the current context while its handler runs; a span's parent
 is what was current when its call began. Attributes follow the semantic conventions for generative
-AI; the latencies, which these do not have, carry vLLM's names. Prompts and answers are in none.
+AI; the latencies, which these do not have, carry vLLM's names. No span holds a prompt or an output.
 Spans are exported by the SDK's own thread; its OTEL_* variables hold (protocol, headers, sampler).
 This module needs the extra `otel`, and is imported only where --otlp-traces-endpoint is set.
 """

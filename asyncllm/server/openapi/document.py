@@ -1,7 +1,7 @@
 """GET /openapi.json: the routes and their types as an OpenAPI 3.1 document.
 
 Schemas come from the msgspec types that requests are decoded into and responses are documented
-with; what a type cannot say (ranges, meanings, what a field typed `Any` takes) comes from
+with; what a type cannot express (ranges, meanings, what a field typed `Any` takes) comes from
 fields.py. The document names no model and no user, so it needs no key.
 """
 
@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.openapi.fields import NOTES, note_of
+from asyncllm.server.openapi.fields import FIELD_DOCS, field_doc
 from asyncllm.server.openapi.response_types import ErrorBody
 
 _REF = "#/components/schemas/{name}"
@@ -47,7 +47,7 @@ _MEANINGS = {
 
 
 class Document:
-    """Made when it is first asked for, in a thread: it takes tens of milliseconds."""
+    """Made at the first request, in a thread: it takes tens of milliseconds."""
 
     def __init__(self, routes: Iterable[Route], needs_key: bool) -> None:
         self._routes = tuple(routes)
@@ -71,7 +71,7 @@ async def show_document(http: web.Request) -> web.Response:
 
 
 def openapi(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
-    """`needs_key`: whether routes that are not public ask for an API key."""
+    """`needs_key`: whether routes that are not public need an API key."""
     routes = tuple(routes)
     schemas = _Schemas(routes)
     paths: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def _answer(route: Route, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _event(chunk: dict[str, Any], schemas: _Schemas, route: Route) -> dict[str, Any]:
-    """Of one server-sent event: a chunk, an error that ends the stream, or the mark of its end."""
+    """The schema of one event: a chunk, an error that ends the stream, or [DONE]."""
     of_json = {
         "type": "string",
         "contentMediaType": "application/json",
@@ -180,7 +180,7 @@ def always(args: ServerArgs) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`errors` are statuses; 401 is added where the route needs the key."""
+    """One row of routes.py. `errors` are statuses; 401 is added where the route needs the key."""
 
     method: str
     path: str  # aiohttp's pattern
@@ -188,14 +188,14 @@ class Route:
     tag: str
     summary: str
     request: type[msgspec.Struct] | None = None
-    example: dict[str, Any] | None = None  # a request body that is answered
+    example: dict[str, Any] | None = None  # a valid request body
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> its JSON Schema
     answer: Any = None  # the type of the JSON body; None: the body is `media_type`, or empty
     media_type: str | None = "application/json"  # None: an empty body
     event: Any = None  # the type of a stream's events, where `stream` is a field of the request
     errors: tuple[int, ...] = READS
     error: Any = ErrorBody
-    is_public: bool = False  # asks for no key
+    is_public: bool = False  # needs no key
     is_served: Callable[[ServerArgs], bool] = always
 
 
@@ -206,7 +206,7 @@ _DEFAULTS = {
 }
 
 
-SHAPES = tuple(note.type for note in NOTES.values() if note.type is not None)  # hashable, all
+SHAPES = tuple(doc.type for doc in FIELD_DOCS.values() if doc.type is not None)  # hashable, all
 
 
 def describe_fields(
@@ -219,16 +219,16 @@ def describe_fields(
     for kind in with_parts(requests):
         properties = components[kind.__name__]["properties"]
         for name in kind.__struct_fields__:
-            if (note := note_of(kind, name)) is None:
+            if (doc := field_doc(kind, name)) is None:
                 continue
-            if note.type is not None:
-                properties[name] = dict(schema_of(note.type))
-            if name in _DEFAULTS and note.kind == "done":
+            if doc.type is not None:
+                properties[name] = dict(schema_of(doc.type))
+            if name in _DEFAULTS and doc.kind == "done":
                 properties[name]["default"] = _DEFAULTS[name]
             properties[name] |= {
-                **note.schema,
-                "description": note.description,
-                "x-kind": note.kind,
+                **doc.schema,
+                "description": doc.description,
+                "x-kind": doc.kind,
             }
 
 

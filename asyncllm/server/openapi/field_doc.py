@@ -22,7 +22,7 @@ _KIND_WORDS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Note:
+class FieldDoc:
     """`schema`: JSON Schema keywords beside the type's; `type`: what a field typed `Any` takes."""
 
     text: str
@@ -35,17 +35,17 @@ class Note:
         return f"{_KIND_WORDS[self.kind]} {self.text}".strip()
 
 
-def between(low: float | None, high: float | None, text: str, **more: Any) -> Note:
+def between(low: float | None, high: float | None, text: str, **more: Any) -> FieldDoc:
     limits = {"minimum": low, "maximum": high}
-    return Note(text, schema={k: v for k, v in limits.items() if v is not None} | more)
+    return FieldDoc(text, schema={k: v for k, v in limits.items() if v is not None} | more)
 
 
-def ignored(text: str = "") -> Note:
-    return Note(text, "ignored")
+def ignored(text: str = "") -> FieldDoc:
+    return FieldDoc(text, "ignored")
 
 
-def refused(text: str = "") -> Note:
-    return Note(text, "refused")
+def refused(text: str = "") -> FieldDoc:
+    return FieldDoc(text, "refused")
 
 
 class TextPart(Struct):

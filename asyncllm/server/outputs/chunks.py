@@ -1,9 +1,9 @@
-"""The streamed answer: engine deltas in, SSE frames out, in OpenAI's chunk shapes.
+"""Streamed chunks: engine deltas in, SSE frames out, in OpenAI's shapes.
 
 The chunks of one choice differ only in their text, so all around it is rendered once and per token
-only the text is encoded. A chunk with more to say (logprobs, a finish_reason, running usage) is put
+only the text is encoded. A chunk with more fields (logprobs, a finish_reason, running usage) is put
 together from the same pieces. What a choice opens with (chat: the role; `echo`: the prompt) is sent
-together with its first news, so the first byte a client sees is an honest first token.
+together with its first token, so the first byte a client sees is an honest first token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class TextPlace(Protocol):
-    """Where a chunk has its text."""
+    """The place of the text in a chunk."""
 
     object_name: str
     before_text: bytes  # a choice's own fields: before_text, the text as JSON, after_text
@@ -31,7 +31,7 @@ class TextPlace(Protocol):
 
 
 class ChunkShape(TextPlace, Protocol):
-    """What chat and completions chunks do not share."""
+    """The differences between chat and completions chunks."""
 
     def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
         """The frames that come before the choice's first text, possibly none."""
@@ -44,7 +44,7 @@ class ChunkShape(TextPlace, Protocol):
         ...
 
     def token_ids(self, completion: CompletionOutput) -> list[int]:
-        """The chunk's, where the call wants them."""
+        """The chunk's token ids, where the call returns them."""
         ...
 
 
@@ -126,12 +126,12 @@ class ChoiceFrames:
 
 @cache
 def _plain_end(after_text: bytes) -> bytes:
-    """One for all streams: it is read for each token of each."""
+    """Shared by all streams, which read it for each token."""
     return after_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class ChunkOptions:
-    """What `stream_options` asks for, and the end of a stream of chunks."""
+    """The effect of `stream_options`, and the end of a stream of chunks."""
 
     def __init__(self, sse: SSEStream, options: StreamOptions | None) -> None:
         self._sse = sse
@@ -145,14 +145,14 @@ class ChunkOptions:
         self._sse.end(last.usage(usage.as_dict()) + DONE if self._include_usage else DONE)
 
     def fail(self, error: ApiError) -> None:
-        """One error event, and no [DONE]: a client must not take the text for a whole answer."""
+        """One error event, and no [DONE]: a client must not take the text for complete."""
         self._sse.end(b"data: " + error.body() + b"\n\n")
 
 
-class StreamedAnswer:
+class ChunkStream:
     """A `Consumer` that writes to one SSE stream: one write per engine step.
 
-    A token is told when it is there, be its text empty while a character or a stop string is still
+    Each token has its chunk at once, be its text empty while a character or a stop string is still
     open: clients count steps by it (as with vLLM).
     """
 

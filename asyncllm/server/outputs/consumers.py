@@ -1,7 +1,7 @@
 """Consumers of a generation that do not write chunks: parsed into events, or collected.
 
-`ParsedAnswer` reads the engine's deltas by a parser per choice; an `AnswerSink` behind it streams
-the events in the shape of its API or, as `MessageCollector` does, adds them up. `CollectedAnswer`
+`ParsedOutput` reads the engine's deltas by a parser per choice; an `EventSink` behind it streams
+the events in the shape of its API or, as `MessageCollector` does, adds them up. `CollectedOutput`
 adds up deltas that need no parser.
 """
 
@@ -24,22 +24,22 @@ from asyncllm.server.http.errors import ApiError, bad_request
 from asyncllm.server.inputs.call import Call, Usage
 
 
-class AnswerSink(Protocol):
-    """Called on the loop, in the middle of a step: must not block. One of finish and fail is last.
+class EventSink(Protocol):
+    """Receives events on the loop, in the middle of a step: must not block. Ends by finish or fail.
 
-    `choice` is the choice's index in the answer.
+    `choice` is the choice's index in the response.
     """
 
-    def opened(self, choice: int, output: RequestOutput) -> None:
-        """Before the choice's first events."""
+    def begin_choice(self, choice: int, output: RequestOutput) -> None:
+        """Called before the choice's first events."""
         ...
 
-    def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
-        """A step's news, possibly no event. `completion`: where there is more to them than text."""
+    def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
+        """Take a step's events, possibly none. `completion`: where it brings more than text."""
         ...
 
-    def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        """After its last events; "tool_calls" where the model stopped after calls."""
+    def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
+        """Called after its last events; "tool_calls" where the model stopped after calls."""
         ...
 
     def finish(self, usage: Usage) -> None: ...
@@ -48,7 +48,7 @@ class AnswerSink(Protocol):
 
 
 class PlainParser:
-    """For a format with nothing to find: all of it is content."""
+    """The parser of a format with no markers: all text is content."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -57,11 +57,11 @@ class PlainParser:
         return []
 
 
-class ParsedAnswer:
+class ParsedOutput:
     """A `Consumer` that reads each choice with the call's own parser."""
 
-    def __init__(self, call: Call, sink: AnswerSink, usage: Usage | None = None) -> None:
-        """`usage`: to count in, for a sink that reads it on the way."""
+    def __init__(self, call: Call, sink: EventSink, usage: Usage | None = None) -> None:
+        """`usage`: to count in, for a sink that reads it meanwhile."""
         new_parser = call.new_parser or PlainParser
         self.usage = usage or Usage(call.shows_cached)
         self._n = call.params.n
@@ -69,7 +69,7 @@ class ParsedAnswer:
         self._parsers: list[AnswerParser] = [new_parser() for _ in range(call.num_choices)]
         self._opened = [False] * call.num_choices
         self._called = [False] * call.num_choices
-        self._is_thinking = [False] * call.num_choices
+        self._is_reasoning = [False] * call.num_choices
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self.usage.count(prompt_index, output)
@@ -77,21 +77,21 @@ class ParsedAnswer:
             choice = prompt_index * self._n + completion.index
             if not self._opened[choice]:
                 self._opened[choice] = True
-                self._sink.opened(choice, output)
+                self._sink.begin_choice(choice, output)
             events = self._parsers[choice].push(completion.text)
             if completion.finish_reason is not None:
                 events += self._parsers[choice].close()
-            self._said(choice, events, len(completion.token_ids), completion)
+            self._emit(choice, events, len(completion.token_ids), completion)
             if completion.finish_reason is not None:
                 reason: str = completion.finish_reason
                 if reason == "stop" and self._called[choice]:
                     reason = "tool_calls"
-                self._sink.ended(choice, reason, completion.stop_reason)
+                self._sink.end_choice(choice, reason, completion.stop_reason)
 
     def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
         self.usage.completion_tokens += num_tokens
         choice = prompt_index * self._n
-        self._said(choice, self._parsers[choice].push(text), num_tokens, None)
+        self._emit(choice, self._parsers[choice].push(text), num_tokens, None)
 
     def finish(self) -> None:
         self._sink.finish(self.usage)
@@ -99,7 +99,7 @@ class ParsedAnswer:
     def fail(self, error: ApiError) -> None:
         self._sink.fail(error)
 
-    def _said(
+    def _emit(
         self,
         choice: int,
         events: list[Event],
@@ -107,11 +107,11 @@ class ParsedAnswer:
         completion: CompletionOutput | None,
     ) -> None:
         for event in events:
-            self._is_thinking[choice] = isinstance(event, Reasoning)
+            self._is_reasoning[choice] = isinstance(event, Reasoning)
             self._called[choice] |= isinstance(event, ToolCallBegin)
-        if self._is_thinking[choice]:  # tokens without an event count as what came before them
+        if self._is_reasoning[choice]:  # tokens without an event count as those before them
             self.usage.reasoning_tokens += num_tokens
-        self._sink.said(choice, events, completion)
+        self._sink.emit(choice, events, completion)
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class CollectedCall:
 
 @dataclass(slots=True)
 class CollectedMessage:
-    """One choice, whole."""
+    """One complete choice."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -135,7 +135,7 @@ class CollectedMessage:
 
 
 class MessageCollector:
-    """An `AnswerSink` for answers that are sent whole."""
+    """An `EventSink` that collects messages, for responses that are not streamed."""
 
     def __init__(self, call: Call) -> None:
         self.messages = [CollectedMessage() for _ in range(call.num_choices)]
@@ -143,10 +143,10 @@ class MessageCollector:
         self.usage = Usage(call.shows_cached)
         self._n = call.params.n
 
-    def opened(self, choice: int, output: RequestOutput) -> None:
+    def begin_choice(self, choice: int, output: RequestOutput) -> None:
         self.prompts[choice // self._n] = output
 
-    def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
+    def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         message = self.messages[choice]
         for event in events:
             match event:
@@ -162,7 +162,7 @@ class MessageCollector:
             message.logprobs.extend(completion.logprobs or ())
             message.token_ids.extend(completion.token_ids)
 
-    def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
+    def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
         self.messages[choice].finish_reason = finish_reason
         self.messages[choice].stop_reason = stop_reason
 
@@ -194,7 +194,7 @@ class CollectedPrompt:
     logprobs: PromptLogprobs | None = None
 
 
-class CollectedAnswer:
+class CollectedOutput:
     """A `Consumer` for one JSON body."""
 
     def __init__(self, call: Call) -> None:
@@ -222,12 +222,12 @@ class CollectedAnswer:
         self.choices[prompt_index * self._n].parts.append(text)
 
     def finish(self) -> None:
-        pass  # all is here already
+        pass
 
     def fail(self, error: ApiError) -> None:
         pass  # `Generation.wait` raises it
 
-    def prompt_of(self, choice: CollectedChoice) -> CollectedPrompt:
+    def render_prompt(self, choice: CollectedChoice) -> CollectedPrompt:
         return self.prompts[choice.index // self._n]
 
     def _add_prompt(self, prompt: CollectedPrompt, output: RequestOutput) -> None:
@@ -240,7 +240,7 @@ class CollectedAnswer:
     def _check_num_entries(self, num_positions: int) -> None:
         """Each prompt is within the engine's limit; each choice shows its prompt's again."""
         params = self._params
-        assert params.prompt_logprobs is not None, "they were asked for"
+        assert params.prompt_logprobs is not None, "they were requested"
         self._num_entries += num_positions * (1 + params.prompt_logprobs) * params.n
         if self._num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
             what = f"prompt_logprobs of all choices are over {MAX_PROMPT_LOGPROB_ENTRIES} entries"

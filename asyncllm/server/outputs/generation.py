@@ -1,4 +1,4 @@
-"""The engine requests behind one HTTP call, from queue to last token, or to the client's departure.
+"""The engine requests of one HTTP call, from queue to last token, or until the client disconnects.
 
 One engine request per prompt. The engine calls `_receive` and its `_text_sink` on the event loop in
 the middle of its step, so two rules hold there: nothing escapes into the engine, and nothing calls
@@ -26,16 +26,16 @@ from asyncllm.structured_outputs import PARAM
 
 logger = logging.getLogger(__name__)
 
-PROMPTS_PER_TURN = 8  # of a call, up to 0.2 ms each; then others have a turn
+PROMPTS_PER_TURN = 8  # up to 0.2 ms each; then other tasks run
 
 
 class Consumer(Protocol):
-    """Where the answer goes: a stream, or a collector. Exactly one of finish and fail is last."""
+    """Receives a call's outputs: a stream or a collector. Ends by exactly one of finish, fail."""
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None: ...
 
     def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
-        """A prompt's only choice goes on; what is between its first and its last `feed`."""
+        """Add text to a prompt's only choice, between its first and its last `feed`."""
         ...
 
     def finish(self) -> None: ...
@@ -48,7 +48,7 @@ class Generation:
         "_consumer",
         "_ended",
         "_engine",
-        "_is_over",
+        "_is_aborted",
         "_live",
         "_make_consumer",
         "_num_open",
@@ -62,18 +62,18 @@ class Generation:
     ) -> None:
         self.call = call
         self.error: ApiError | None = None
-        self.abort_cause: AbortCause = "disconnect"  # of what has not finished when it is left
+        self.abort_cause: AbortCause = "disconnect"  # of requests unfinished at the end
         self._engine = engine
         self._make_consumer = make_consumer
         self._consumer: Consumer | None = None
         self._num_open = len(call.prompts)
         self._live: set[str] = set()
-        self._is_over = False  # aborted: the engine's last words find nobody
+        self._is_aborted = False  # late outputs are dropped
         self._ended: asyncio.Future[None] | None = None  # of who waits for it
 
     @property
     def consumer(self) -> Consumer:
-        """Made when it is first asked for: not before the engine has the request."""
+        """Made at the first access: not before the engine has the request."""
         if self._consumer is None:
             self._consumer = self._make_consumer()
         return self._consumer
@@ -102,7 +102,7 @@ class Generation:
                 raise
 
     async def wait(self) -> None:
-        """Until the last token. Raises the `ApiError` that ended the answer."""
+        """Return after the last token. Raises the `ApiError` that ended the call."""
         if self._num_open and self.error is None:
             self._ended = asyncio.get_running_loop().create_future()
             await self._ended
@@ -111,13 +111,13 @@ class Generation:
 
     def abort(self) -> None:
         """Idempotent, and nothing to do once every request has finished."""
-        self._is_over = True
+        self._is_aborted = True
         while self._live:
             self._engine.abort(self._live.pop(), self.abort_cause)
 
     def fail(self, error: ApiError, cause: AbortCause = "server_error") -> None:
-        """End the answer with an error; the handler then aborts what still runs, by `cause`."""
-        if not self._is_over and self.error is None and self._num_open:
+        """End the call with an error; the handler then aborts what still runs, by `cause`."""
+        if not self._is_aborted and self.error is None and self._num_open:
             self.error = error
             self.abort_cause = cause
             self._end_wait()
@@ -127,11 +127,11 @@ class Generation:
                 logger.exception("call %s: its error could not be reported", self.call.id)
 
     def _receive(self, request_id: str, index: int, output: RequestOutput) -> None:
-        if self._is_over or self.error is not None:
+        if self._is_aborted or self.error is not None:
             return
         try:
             if output.error is not None:
-                self.fail(self._told(output.error))
+                self.fail(self._client_error(output.error))
                 return
             self.consumer.feed(index, output)
             if output.finished:
@@ -144,17 +144,17 @@ class Generation:
             self.fail(as_api_error(error))
 
     def _end_wait(self) -> None:
-        """The consumer has heard its last."""
+        """Wake `wait`: the consumer's last call has been made."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _told(self, error: Exception) -> ApiError:
-        """What ended a request that was taken, in the client's words."""
+    def _client_error(self, error: Exception) -> ApiError:
+        """The client's view of an error after the request was queued."""
         if isinstance(error, QueueFullError):
             return overloaded()
         if isinstance(error, InvalidRequestError):
             return as_api_error(self._named(error))
-        # Its words are for the operator: they may hold paths and addresses.
+        # Its message is for the operator: it may hold paths and addresses.
         logger.error("%s", error)
         return internal_error("the engine failed to finish this request")
 
@@ -166,10 +166,10 @@ class Generation:
         """A function of its own: a method of a partial is two calls more for each token."""
 
         def receive_text(text: str, num_tokens: int) -> None:
-            if self._is_over or self.error is not None:
+            if self._is_aborted or self.error is not None:
                 return
             try:
-                assert self._consumer is not None, "what comes first is an output"
+                assert self._consumer is not None, "an output comes before text"
                 self._consumer.feed_text(index, text, num_tokens)
             except Exception as error:
                 self.fail(as_api_error(error))

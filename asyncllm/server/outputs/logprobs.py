@@ -19,7 +19,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 class TokenNames:
-    """How a token is spelt in logprobs: its text, or "token_id:7" on request."""
+    """The names of tokens in logprobs: their text, or "token_id:7" on request."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer

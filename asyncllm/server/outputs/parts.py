@@ -1,8 +1,8 @@
-"""An answer in parts: runs of text, of thinking, and calls, in the order in which they came.
+"""A message's output in parts: runs of text, of reasoning, and tool calls, in order.
 
-What /v1/responses calls output items and /v1/messages content blocks. Both send an answer as its
-parts, streamed or whole, so both walk its events with `AnswerParts`. White space between two parts
-belongs to neither: it is held back until text follows, and forgotten where none does.
+/v1/responses calls them output items and /v1/messages content blocks; both split the events with
+`OutputParts`. White space between two parts belongs to neither: it is held back until text follows,
+and dropped where none does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncllm.server.inputs.call import Usage
 
 PartKind = Literal["text", "reasoning", "call"]
 TextEvent = Content | Reasoning | ToolCallArguments
-_GOES_ON: dict[PartKind, tuple[type[TextEvent], ...]] = {
+_CONTINUES: dict[PartKind, tuple[type[TextEvent], ...]] = {
     "text": (Content,),
     "reasoning": (Reasoning,),
     "call": (ToolCallArguments,),
@@ -31,8 +31,8 @@ _GOES_ON: dict[PartKind, tuple[type[TextEvent], ...]] = {
 
 
 @dataclass(slots=True, eq=False)
-class AnswerPart:
-    """`index` counts the answer's parts from 0. A call has a name, an id, and JSON for its text."""
+class OutputPart:
+    """`index` counts the message's parts from 0. A call has a name, an id, and JSON as text."""
 
     index: int
     kind: PartKind
@@ -46,30 +46,30 @@ class AnswerPart:
         return "".join(self.pieces)
 
 
-class News(NamedTuple):
-    """What one event changes, in this order."""
+class PartUpdate(NamedTuple):
+    """The changes that one event makes, in this order."""
 
-    closed: AnswerPart | None
-    opened: AnswerPart | None
+    closed: OutputPart | None
+    opened: OutputPart | None
     text: str  # of the part that is open now
 
 
-class AnswerParts:
-    """Which part an event belongs to. Keeps no text: who wants it adds `News.text` to the part.
+class OutputParts:
+    """Assigns events to parts. Keeps no text: a caller adds `PartUpdate.text` to the part.
 
-    `goes_on`: for isinstance, the event that is but more text of the open part; a stream looks for
-    it first.
+    `continues`: for isinstance, the event type that is only more text of the open part; a stream
+    tests for it first.
     """
 
     def __init__(self) -> None:
-        self.open: AnswerPart | None = None
-        self.goes_on: tuple[type[TextEvent], ...] = ()
+        self.open: OutputPart | None = None
+        self.continues: tuple[type[TextEvent], ...] = ()
         self._num_parts = 0
         self._blanks = ""
 
-    def add(self, event: Event) -> News:
-        if isinstance(event, self.goes_on):
-            return News(None, None, event.text)
+    def add(self, event: Event) -> PartUpdate:
+        if isinstance(event, self.continues):
+            return PartUpdate(None, None, event.text)
         match event:
             case Content(text):
                 return self._add_content(text)
@@ -77,51 +77,51 @@ class AnswerParts:
                 return self._begin("reasoning", text)
             case ToolCallBegin(_, call_id, name):
                 return self._begin("call", "", call_id, name)
-        return News(None, None, "")
+        return PartUpdate(None, None, "")
 
-    def flush(self) -> News:
-        """The answer has ended. If it was nothing but white space, that is its text after all."""
+    def flush(self) -> PartUpdate:
+        """End the message. If it was nothing but white space, that is its text after all."""
         if self._num_parts == 0 and self._blanks:
             return self._begin("text", self._blanks)
-        return News(None, None, "")
+        return PartUpdate(None, None, "")
 
-    def _add_content(self, text: str) -> News:
+    def _add_content(self, text: str) -> PartUpdate:
         self._blanks += text
         if not text or text.isspace():
-            return News(None, None, "")
+            return PartUpdate(None, None, "")
         return self._begin("text", self._blanks)
 
-    def _begin(self, kind: PartKind, text: str, call_id: str = "", name: str = "") -> News:
+    def _begin(self, kind: PartKind, text: str, call_id: str = "", name: str = "") -> PartUpdate:
         closed = self.open
         self._blanks = ""
-        self.open = AnswerPart(self._num_parts, kind, call_id, name)
-        self.goes_on = _GOES_ON[kind]
+        self.open = OutputPart(self._num_parts, kind, call_id, name)
+        self.continues = _CONTINUES[kind]
         self._num_parts += 1
-        return News(closed, self.open, text)
+        return PartUpdate(closed, self.open, text)
 
 
 class PartsCollector:
-    """An `AnswerSink` for an answer of one choice that is sent whole."""
+    """An `EventSink` that collects the parts of one choice, for responses that are not streamed."""
 
     def __init__(self) -> None:
-        self.parts: list[AnswerPart] = []
+        self.parts: list[OutputPart] = []
         self.usage = Usage()
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
-        self._walk = AnswerParts()
+        self._walk = OutputParts()
         self._logprobs: SampleLogprobs = []  # of tokens whose text has not come yet
 
-    def opened(self, choice: int, output: RequestOutput) -> None:
+    def begin_choice(self, choice: int, output: RequestOutput) -> None:
         pass
 
-    def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
+    def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         if completion is not None and completion.logprobs:
             self._logprobs += completion.logprobs
         for event in events:
-            self._take(self._walk.add(event))
+            self._apply(self._walk.add(event))
 
-    def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        self._take(self._walk.flush())
+    def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
+        self._apply(self._walk.flush())
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
 
@@ -131,11 +131,11 @@ class PartsCollector:
     def fail(self, error: ApiError) -> None:
         pass  # `Generation.wait` raises it
 
-    def _take(self, news: News) -> None:
-        if news.opened is not None:
-            self.parts.append(news.opened)
+    def _apply(self, update: PartUpdate) -> None:
+        if update.opened is not None:
+            self.parts.append(update.opened)
         part = self._walk.open
-        if part is not None and news.text:
-            part.pieces.append(news.text)
+        if part is not None and update.text:
+            part.pieces.append(update.text)
             part.logprobs += self._logprobs
             self._logprobs = []

@@ -1,8 +1,8 @@
-"""A request for a response as a chat request that generates the same.
+"""A /v1/responses request as the equivalent chat request.
 
 With `truncation: auto` the oldest turns of a conversation that is too long are left out. A turn
 begins with a user message. The first system message and the last turn stay: if that alone is too
-long, the engine says so.
+long, the engine refuses it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from asyncllm.server.chat.conversation import Conversation
-from asyncllm.server.chat.serving import num_tokens, prompt_of
+from asyncllm.server.chat.serving import num_tokens, render_prompt
 from asyncllm.server.http.bodies import OffLoop
 from asyncllm.server.http.errors import bad_request
-from asyncllm.server.inputs.refusals import refuse, sent
+from asyncllm.server.inputs.refusals import refuse, sent_fields
 from asyncllm.server.protocol import (
     ChatRequest,
     GenerationRequest,
@@ -62,11 +62,11 @@ FIELD_NAMES = {
 
 
 def prompt_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
-    """What decides the prompt, after `items`. Raises `ApiError`."""
-    refuse(sent(request), REFUSED_IN_PROMPT)
+    """The fields that decide the prompt, after `items`. Raises `ApiError`."""
+    refuse(sent_fields(request), REFUSED_IN_PROMPT)
     conversation = Conversation()
     if request.instructions:
-        conversation.system(request.instructions)
+        conversation.add_system(request.instructions)
     add_items(conversation, items)
     chat = ChatRequest(model=request.model, messages=conversation.messages)
     chat.chat_template_kwargs = request.chat_template_kwargs
@@ -83,7 +83,7 @@ def prompt_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequ
 
 def chat_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
     """Raises `ApiError`."""
-    refuse(sent(request), REFUSED)
+    refuse(sent_fields(request), REFUSED)
     _check_metadata(request.metadata or {})
     chat = prompt_request(request, items)
     for name in GenerationRequest.__struct_fields__:
@@ -161,7 +161,7 @@ def _check_metadata(metadata: dict[str, str]) -> None:
 
 
 async def drop_oldest_turns(request: ChatRequest, service: Service, off_loop: OffLoop) -> None:
-    """Until the prompt leaves room for the answer: at most log2(turns) + 1 prompts are made."""
+    """Make room for the output. At most log2(turns) + 1 prompts are rendered."""
     room = service.engine.max_model_len - (request.max_completion_tokens or 1)
     messages = request.messages
     starts = [index for index, message in enumerate(messages) if message["role"] == "user"]
@@ -169,12 +169,12 @@ async def drop_oldest_turns(request: ChatRequest, service: Service, off_loop: Of
 
     async def fits(num_dropped: int) -> bool:
         request.messages = _without(messages, starts, system, num_dropped)
-        prompt = await off_loop.read(partial(prompt_of, request, service))
+        prompt = await off_loop.read(partial(render_prompt, request, service))
         return await num_tokens(prompt, service) <= room
 
     if not starts or await fits(0):
         return
-    low, high = 1, max(len(starts) - 1, 0)  # the answer, if any drop is one, is between them
+    low, high = 1, max(len(starts) - 1, 0)  # the fewest turns to drop are between them
     while low < high:
         middle = (low + high) // 2
         if await fits(middle):

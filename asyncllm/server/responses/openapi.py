@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from asyncllm.server.openapi.field_doc import Note, between, ignored, refused
+from asyncllm.server.openapi.field_doc import FieldDoc, between, ignored, refused
 from asyncllm.server.openapi.response_types import TokenLogprob
 from asyncllm.server.responses.chat_request import MAX_METADATA
 from asyncllm.server.responses.items import MAX_ITEMS
@@ -196,44 +196,48 @@ class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools"):
 
 ResponseToolChoice = Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions
 
-_TOOLS = Note("Functions that the model may call.", type=list[ResponseTool] | None)
-_TOOL_CHOICE = Note(
+_TOOLS = FieldDoc("Functions that the model may call.", type=list[ResponseTool] | None)
+_TOOL_CHOICE = FieldDoc(
     "Whether it may call none, any (auto), must call one (required), or must call this one.",
     type=ResponseToolChoice | None,
 )
 
-RESPONSES_NOTES: dict[str, Note] = {
-    "input": Note(
+RESPONSES_FIELD_DOCS: dict[str, FieldDoc] = {
+    "input": FieldDoc(
         f"Text, or up to {MAX_ITEMS} items: message, function_call, function_call_output, "
         "reasoning, item_reference."
     ),
-    "instructions": Note("What the model is told before the conversation."),
-    "previous_response_id": Note("Go on with the conversation of a response that is kept here."),
+    "instructions": FieldDoc("What the model is told before the conversation."),
+    "previous_response_id": FieldDoc(
+        "Go on with the conversation of a response that is kept here."
+    ),
     "ResponsesRequest.tools": _TOOLS,
     "ResponsesRequest.tool_choice": _TOOL_CHOICE,
-    "ResponsesRequest.parallel_tool_calls": Note("Whether one answer may make several calls."),
-    "reasoning": Note("How much is thought, and how that is told."),
-    "ReasoningConfig.effort": Note("For chat templates that take it."),
-    "ReasoningConfig.summary": Note(
+    "ResponsesRequest.parallel_tool_calls": FieldDoc("Whether one answer may make several calls."),
+    "reasoning": FieldDoc("How much is thought, and how that is told."),
+    "ReasoningConfig.effort": FieldDoc("For chat templates that take it."),
+    "ReasoningConfig.summary": FieldDoc(
         "Tell what the model thought, whole, as the summary and not as content."
     ),
-    "generate_summary": Note("An older name of summary."),
-    "ReasoningConfig.context": Note("Which earlier thoughts stay is up to the chat template."),
-    "ReasoningConfig.mode": Note("standard"),
-    "text": Note("The form of the answer's text."),
-    "TextConfig.format": Note("Free text, any JSON object, or JSON of a schema."),
-    "TextConfig.verbosity": Note('Refused, except "medium".'),
-    "SchemaFormat.name": Note("Of the schema; the model is not told."),
-    "SchemaFormat.schema": Note("A JSON Schema."),
-    "SchemaFormat.description": Note("Of the schema; the model is not told."),
-    "SchemaFormat.strict": Note("The answer is held to the schema either way."),
-    "truncation": Note("auto drops the oldest turns of a conversation that is too long."),
-    "include": Note("message.output_text.logprobs reports log-probabilities."),
+    "generate_summary": FieldDoc("An older name of summary."),
+    "ReasoningConfig.context": FieldDoc("Which earlier thoughts stay is up to the chat template."),
+    "ReasoningConfig.mode": FieldDoc("standard"),
+    "text": FieldDoc("The form of the answer's text."),
+    "TextConfig.format": FieldDoc("Free text, any JSON object, or JSON of a schema."),
+    "TextConfig.verbosity": FieldDoc('Refused, except "medium".'),
+    "SchemaFormat.name": FieldDoc("Of the schema; the model is not told."),
+    "SchemaFormat.schema": FieldDoc("A JSON Schema."),
+    "SchemaFormat.description": FieldDoc("Of the schema; the model is not told."),
+    "SchemaFormat.strict": FieldDoc("The answer is held to the schema either way."),
+    "truncation": FieldDoc("auto drops the oldest turns of a conversation that is too long."),
+    "include": FieldDoc("message.output_text.logprobs reports log-probabilities."),
     "max_output_tokens": between(1, None, "Most tokens of the answer, thinking included."),
-    "ResponsesRequest.metadata": Note(
+    "ResponsesRequest.metadata": FieldDoc(
         "Kept with the response.", schema={"maxProperties": MAX_METADATA}
     ),
-    "ResponsesRequest.store": Note("Whether the response is kept for later; it is unless false."),
+    "ResponsesRequest.store": FieldDoc(
+        "Whether the response is kept for later; it is unless false."
+    ),
     "ResponsesRequest.top_logprobs": between(0, 20, "Report so many of the likeliest tokens too."),
     "ResponsesRequest.max_tokens": refused("Send max_output_tokens."),
     "ResponsesRequest.n": refused("Except 1."),

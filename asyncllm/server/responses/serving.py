@@ -1,4 +1,4 @@
-"""/v1/responses: make one, ask for one again, delete it, list what went into it."""
+"""/v1/responses: create, get and delete a response, list its input items."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncllm.engine.text.prompt import TextPrompt
 from asyncllm.server.chat.serving import (
     message_call,
     num_tokens,
-    prompt_of,
+    render_prompt,
 )
 from asyncllm.server.http.access import given_keys
 from asyncllm.server.http.bodies import OFF_LOOP, json_response, prepare, read_body, render_response
 from asyncllm.server.http.errors import ApiError, bad_request
 from asyncllm.server.http.sse import SSEStream
-from asyncllm.server.inputs.refusals import named_as
-from asyncllm.server.outputs.consumers import ParsedAnswer
+from asyncllm.server.inputs.refusals import rename_params
+from asyncllm.server.outputs.consumers import ParsedOutput
 from asyncllm.server.outputs.parts import PartsCollector
 from asyncllm.server.protocol import ChatRequest
 from asyncllm.server.responses.chat_request import (
@@ -40,7 +40,7 @@ from asyncllm.server.responses.store import (
     StoredResponse,
     names_kept_items,
 )
-from asyncllm.server.responses.stream import StreamedResponse
+from asyncllm.server.responses.stream import ResponseStream
 from asyncllm.server.responses.view import ResponseView
 from asyncllm.server.service import SERVICE
 
@@ -56,7 +56,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     unique = uuid.uuid4().hex
     is_large = names_kept_items(request)
     items, chat = await prepare(http, partial(_read, http, request, unique), is_large)
-    with named_as(FIELD_NAMES):
+    with rename_params(FIELD_NAMES):
         if request.truncation == "auto":
             await drop_oldest_turns(chat, service, http.app[OFF_LOOP])
         make_call = partial(message_call, chat, service, f"resp_{unique}", FIELD_NAMES)
@@ -65,10 +65,10 @@ async def create_response(http: web.Request) -> web.StreamResponse:
         keep = partial(_keep, http, request, items)
         if request.stream:
             sse = SSEStream(http, service.frames)
-            sink = StreamedResponse(sse, view, keep)
-            return await service.stream(sse, call, partial(ParsedAnswer, call, sink))
+            sink = ResponseStream(sse, view, keep)
+            return await service.stream(sse, call, partial(ParsedOutput, call, sink))
         parts = PartsCollector()
-        await service.collect(call, partial(ParsedAnswer, call, parts))
+        await service.collect(call, partial(ParsedOutput, call, parts))
     return await render_response(http, partial(_whole, view, parts, keep), call.has_logprobs)
 
 
@@ -79,8 +79,8 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     def read() -> TextPrompt:
         items = read_items(request.input, "", _references(http).find)
         chat = prompt_request(request, _items_before(http, request) + items)
-        with named_as(FIELD_NAMES):
-            return prompt_of(chat, service)
+        with rename_params(FIELD_NAMES):
+            return render_prompt(chat, service)
 
     prompt = await prepare(http, read, names_kept_items(request))
     count = await num_tokens(prompt, service)
@@ -138,7 +138,7 @@ def _limit(given: str | None) -> int:
 
 
 def _items_before(http: web.Request, request: ResponsesRequest) -> list[Item]:
-    """Of the conversation that the request goes on with. Raises `ApiError`."""
+    """The items of the conversation that the request continues. Raises `ApiError`."""
     name = request.previous_response_id
     if name is None:
         return []
@@ -159,7 +159,7 @@ def _items_before(http: web.Request, request: ResponsesRequest) -> list[Item]:
 def _read(
     http: web.Request, request: ResponsesRequest, unique: str
 ) -> tuple[list[Item], ChatRequest]:
-    """What the request brings, and the chat with what came before it. Raises `ApiError`."""
+    """The request's own items, and the chat with those before them. Raises `ApiError`."""
     items = read_items(request.input, unique, _references(http).find)
     return items, chat_request(request, _items_before(http, request) + items)
 
@@ -195,7 +195,7 @@ def _references(http: web.Request) -> References:
 
 
 def _owner(http: web.Request) -> bytes:
-    """Who asks, as far as there are keys: another key's responses are not there."""
+    """A hash of the client's key: the responses of another key are not found."""
     if not http.app[SERVICE].args.keys():
         return b""
     return hashlib.sha256("\0".join(given_keys(http)).encode("utf-8", "surrogateescape")).digest()

@@ -3,7 +3,7 @@
 Bounded three ways: `max_bytes` in all (a flag), MAX_RESPONSES, and IDLE_SECONDS without use. What
 is kept is JSON as bytes, so the count is exact and nothing is shared with what a handler changes.
 A response is found only with the credential that it was made with. Using one uses all before it in
-its conversation, so a conversation that goes on loses its beginning last. Large requests are read
+its conversation, so a conversation in use loses its beginning last. Large requests are read
 in a thread, so each change is made under a lock.
 
 A reference to a kept item is small and the item is not: what all `References` of a request bring is
@@ -43,7 +43,7 @@ class StoredResponse:
         return len(self.body) + len(self.input_items) + ENTRY_BYTES
 
     def items(self) -> list[dict[str, Any]]:
-        """What went in, then what came out."""
+        """Input items, then output items."""
         found: list[dict[str, Any]] = orjson.loads(self.input_items)
         return found + orjson.loads(self.body)["output"]
 
@@ -115,7 +115,7 @@ class ResponseStore:
 
 
 def names_kept_items(request: ResponsesRequest) -> bool:
-    """Whether more than the body is to be read: a conversation before it, or items named."""
+    """Whether more than the body is read: a conversation before it, or referenced items."""
     given = request.input if isinstance(request.input, list) else []
     return request.previous_response_id is not None or any(map(_is_reference, given))
 
@@ -125,7 +125,7 @@ def _is_reference(item: dict[str, Any]) -> bool:
 
 
 class References:
-    """Of one request; `max_bytes` of items in all."""
+    """The references of one request; `max_bytes` of items in all."""
 
     def __init__(self, store: ResponseStore, owner: bytes, max_bytes: int) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""An answer as OpenAI's response: its output items, its status, what it cost, what it was asked."""
+"""OpenAI's response: its output items, status, usage, and the request fields that it repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncllm.outputs import SampleLogprobs
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.inputs.call import Call, Usage
 from asyncllm.server.outputs.logprobs import TokenNames, chat_logprobs
-from asyncllm.server.outputs.parts import AnswerPart, PartsCollector
+from asyncllm.server.outputs.parts import OutputPart, PartsCollector
 from asyncllm.server.responses.protocol import ResponsesRequest
 
 _FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -30,7 +30,7 @@ class ResponseView:
         self._call = call
         self._names = names
         self._unique = call.id.removeprefix("resp_")
-        self._asked = _asked(request, call)
+        self._request_fields = _request_fields(request, call)
 
     def body(self, status: str, output: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """`fields`: of this status; the others are null."""
@@ -44,7 +44,7 @@ class ResponseView:
             "incomplete_details": None,
             "output": output,
             "usage": None,
-            **self._asked,
+            **self._request_fields,
             **fields,
         }
 
@@ -68,10 +68,10 @@ class ResponseView:
         code = _FAILURE_CODES.get(error.status, "server_error")
         return self.body("failed", output, error={"code": code, "message": error.message})
 
-    def item_id(self, part: AnswerPart) -> str:
+    def item_id(self, part: OutputPart) -> str:
         return f"{_ID_PREFIXES[part.kind]}_{self._unique}_{part.index}"
 
-    def item(self, part: AnswerPart, status: str) -> dict[str, Any]:
+    def item(self, part: OutputPart, status: str) -> dict[str, Any]:
         head = {"id": self.item_id(part), "status": status}
         match part.kind:
             case "text":
@@ -85,16 +85,16 @@ class ResponseView:
                 called = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
                 return {**head, "type": "function_call", **called}
 
-    def begun_item(self, part: AnswerPart) -> dict[str, Any]:
+    def empty_item(self, part: OutputPart) -> dict[str, Any]:
         """Before its first text."""
         item = self.item(part, "in_progress")
         return item | {key: [] for key in ("content", "summary") if key in item}
 
-    def text_part(self, part: AnswerPart) -> dict[str, Any]:
+    def text_part(self, part: OutputPart) -> dict[str, Any]:
         logprobs = self.logprobs(part.logprobs)
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
 
-    def reasoning_part(self, part: AnswerPart) -> dict[str, Any]:
+    def reasoning_part(self, part: OutputPart) -> dict[str, Any]:
         return {"type": "summary_text" if self.summarizes else "reasoning_text", "text": part.text}
 
     def logprobs(self, positions: SampleLogprobs) -> list[dict[str, Any]]:
@@ -113,8 +113,8 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _asked(request: ResponsesRequest, call: Call) -> dict[str, Any]:
-    """What a response repeats of its request, with the defaults that held."""
+def _request_fields(request: ResponsesRequest, call: Call) -> dict[str, Any]:
+    """The request's fields that a response repeats, with the defaults in force."""
     reasoning, text = request.reasoning, request.text
     text_format = msgspec.to_builtins(text.format) if text and text.format else {"type": "text"}
     return {

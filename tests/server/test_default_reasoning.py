@@ -33,7 +33,7 @@ def test_a_forced_call_is_not_preceded_by_reasoning_that_nobody_asked_for() -> N
         }
         thinking = {"chat_template_kwargs": {"enable_thinking": True}}
         async with serving(AsyncLLMEngine("tiny", **ENGINE)) as server:
-            assert not server.service.reasons_unasked
+            assert not server.service.reasons_by_default
             status, answer = await server.post(CHAT, body)
             _, thoughtful = await server.post(CHAT, body | thinking)
         assert status == 200
