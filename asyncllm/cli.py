@@ -122,7 +122,7 @@ def _run_command(work: Callable[[], int], log_level: str) -> int:
     except KeyboardInterrupt:
         return EXIT_CODE_INTERRUPTED
     except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
-        print(f"asyncllm: error: {_said(error)}", file=sys.stderr)
+        print(f"asyncllm: error: {_error_text(error)}", file=sys.stderr)
         return 1
 
 
@@ -135,12 +135,12 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     except KeyboardInterrupt:  # while loading
         os._exit(EXIT_CODE_INTERRUPTED)  # a usual exit would wait for the thread that loads
     except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
-        print(f"asyncllm: error: {_said(error)}", file=sys.stderr)
+        print(f"asyncllm: error: {_error_text(error)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -22,7 +22,7 @@ _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2
 
 
 class FlagParser(argparse.ArgumentParser):
-    """What is wrong is said in two lines: the usage, with all flags, would push it off the screen.
+    """Reports an error in two lines: the usage, with all flags, would push it off the screen.
 
     Flags are not abbreviated: an abbreviation may mean another one in the next version.
     """
@@ -34,7 +34,7 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """There are no others: a command's parser says so itself, as it knows which are like it."""
+        """Refuse unknown flags here: a command's own parser knows which flags are similar."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word for word in unknown if word.startswith("-")]
