@@ -41,7 +41,7 @@ class TextMarkers:
         return not self._first.search(text) and not text[-1:].isspace()
 
     def safe_end(self, text: str, at: int, max_spaces: int = MAX_HELD_SPACES) -> int:
-        """The index up to which `text` is neither half a marker nor white space that may precede one."""
+        """The end of what is neither half a marker nor white space that may precede one."""
         end = len(text)
         if self._first.search(text, max(at, end - self._longest)):
             for start in range(max(at, end - self._longest), end):

@@ -14,6 +14,9 @@ TRACING_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto")
 API_KEY_VARIABLES = ("ASYNCLLM_API_KEY", "VLLM_API_KEY")  # the first that is set
 METRICS_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 LogFormat = Literal["text", "json"]
+_LEAST = {
+    "max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "shutdown_timeout": 0
+}  # fmt: skip
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -104,16 +107,9 @@ class ServerArgs:
         """Raises `ValueError` naming the flag."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
-        if self.responses_store_bytes < 0:
-            raise ValueError(
-                f"responses_store_bytes must be at least 0, got {self.responses_store_bytes}"
-            )
-        if self.max_connections < 1:
-            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
-        if not 0 <= self.shutdown_timeout < math.inf:
-            raise ValueError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        for name, least in _LEAST.items():
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not METRICS_PREFIX.fullmatch(self.metrics_prefix):
             raise ValueError(f"metrics_prefix must be a metric name, got {self.metrics_prefix!r}")
         if self.ssl_keyfile and not self.ssl_certfile:

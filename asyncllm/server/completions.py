@@ -183,7 +183,7 @@ class CompletionView:
         }
 
     def _choice(self, answer: CollectedOutput, choice: CollectedChoice) -> dict[str, Any]:
-        prompt = answer.render_prompt(choice)
+        prompt = answer.prompt_of(choice)
         text = "" if self._prompt_only else choice.text
         if self._echo:
             text = self._prompt_text(prompt.text, prompt.token_ids) + text
@@ -204,7 +204,7 @@ class CompletionView:
     def _choice_logprobs(self, answer: CollectedOutput, choice: CollectedChoice) -> Any:
         if not self._wants_logprobs:
             return None
-        prompt = answer.render_prompt(choice)
+        prompt = answer.prompt_of(choice)
         parts = []
         if self._echo:
             parts.append(self._prompt_logprobs(choice.index, prompt.token_ids, prompt.logprobs))

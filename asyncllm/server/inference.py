@@ -23,7 +23,7 @@ from asyncllm.server.http.errors import ApiError, bad_request
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import Call, Usage, new_id
 from asyncllm.server.inputs.refusals import rename_params
-from asyncllm.server.outputs.chunks import DONE
+from asyncllm.server.outputs.chunks import ChunkOptions
 from asyncllm.server.outputs.consumers import CollectedOutput
 from asyncllm.server.outputs.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import StreamOptions, StructuredOutputs, TokenId
@@ -184,11 +184,7 @@ class TokenStream:
         self._names = names
         self._usage = Usage()
         self._num_tokens = [0] * call.params.n
-        options = request.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._running_usage = bool(
-            self._include_usage and options and options.continuous_usage_stats
-        )
+        self._options = ChunkOptions(sse, request.stream_options)
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self._usage.count(prompt_index, output)
@@ -203,14 +199,10 @@ class TokenStream:
         raise AssertionError("this call wants outputs")
 
     def finish(self) -> None:
-        end = DONE
-        if self._include_usage:
-            end = self._event([], self._usage.as_dict()) + DONE
-        self._sse.end(end)
+        self._options.finish(partial(self._event, []), self._usage)
 
     def fail(self, error: ApiError) -> None:
-        """One error event, and no [DONE]."""
-        self._sse.end(b"data: " + error.body() + b"\n\n")
+        self._options.fail(error)
 
     def _frame(self, completion: CompletionOutput) -> bytes:
         self._num_tokens[completion.index] += len(completion.token_ids)
@@ -224,7 +216,7 @@ class TokenStream:
             "token_ids": completion.token_ids,
         }
         usage = None
-        if self._running_usage:
+        if self._options.running_usage:
             usage = self._usage.of_choice(0, self._num_tokens[completion.index])
         return self._event([choice], usage)
 

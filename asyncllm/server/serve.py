@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -58,7 +57,11 @@ async def serve(
         await engine.start()
         stats_task = _start_logs(engine, args)
         try:
-            await _serve_loaded(engine, args, listener, app[SERVICE], _Clock(started, imported))
+            stop = _stop_on_signals()
+            with patient_collector(app[SERVICE]):
+                _announce(engine, listener, started, imported)
+                await _stop_or_failure(stop, engine)
+                await drain(app[SERVICE], args.shutdown_timeout)
         finally:
             if stats_task is not None:
                 stats_task.cancel()
@@ -67,24 +70,6 @@ async def serve(
         await runner.cleanup()
         if engine.health() != "loading":  # an interrupted load is not waited for
             await engine.aclose()
-
-
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """started: of the command, by perf_counter; imported: seconds until the engine could start."""
-
-    started: float
-    imported: float
-
-
-async def _serve_loaded(
-    engine: AsyncLLMEngine, args: ServerArgs, listener: Listener, service: Service, clock: _Clock
-) -> None:
-    stop = _stop_on_signals()
-    with patient_collector(service):
-        _announce(engine, listener, clock)
-        await _stop_or_failure(stop, engine)
-        await drain(service, args.shutdown_timeout)
 
 
 async def _stop_or_failure(stop: asyncio.Event, engine: AsyncLLMEngine) -> None:
@@ -132,11 +117,12 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _announce(engine: AsyncLLMEngine, listener: Listener, clock: _Clock) -> None:
+def _announce(engine: AsyncLLMEngine, listener: Listener, started: float, imported: float) -> None:
+    """`imported`: seconds from `started` until the engine could start."""
     startup = engine.startup
-    total = time.perf_counter() - clock.started
+    total = time.perf_counter() - started
     startup["seconds"] = {
-        "imports": round(clock.imported, 3),
+        "imports": round(imported, 3),
         **startup["seconds"],
         "command_to_ready": round(total, 3),
     }

@@ -232,7 +232,7 @@ class ChatStream:
         self._sse.push(self._full_frame(state, {}, end))
 
     def finish(self, usage: Usage) -> None:
-        self._options.finish(self._choices[0].content, usage)
+        self._options.finish(self._choices[0].content.usage, usage)
 
     def fail(self, error: ApiError) -> None:
         self._options.fail(error)

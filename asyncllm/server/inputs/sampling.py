@@ -6,6 +6,7 @@ client used (`max_completion_tokens`, `top_logprobs`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,36 +26,11 @@ from asyncllm.structured_outputs import PARAM as STRUCTURE_PARAM
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
-_SAME_NAME = frozenset((
-    "n",
-    "best_of",
-    "use_beam_search",
-    "length_penalty",
-    "early_stopping",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "truncate_prompt_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "repetition_detection",
-    "thinking_token_budget",
-))  # fmt: skip
+# Fields of requests that are `SamplingParams`'s under the same name, and mean the same.
+_SAME_NAME = (
+    frozenset(GenerationRequest.__struct_fields__)
+    & {field.name for field in dataclasses.fields(SamplingParams)}
+) - {"max_tokens", "structured_outputs", "logits_processors"}
 
 
 def chat_params(

@@ -142,6 +142,11 @@ class InputSchemaTool(Struct):
     input_examples: list[dict[str, Any]] | None = None
 
 
+_IGNORED = (
+    "task_budget", "speed", "user_profile_id", "workspace_id", "billing_policy", "inference_geo",
+    "diagnostics", "fallback_credit_token",
+)  # fmt: skip
+
 MESSAGES_FIELD_DOCS: dict[str, FieldDoc] = {
     "system": FieldDoc("What the model is told before the conversation: text, or blocks of text."),
     "InputMessage.role": FieldDoc("Whose turn it is; system is taken as the first message."),
@@ -161,11 +166,7 @@ MESSAGES_FIELD_DOCS: dict[str, FieldDoc] = {
     "CountTokensRequest.tools": FieldDoc(
         "Functions that the model may call.", type=list[InputSchemaTool] | None
     ),
-    "MessagesRequest.tools": FieldDoc(
-        "Functions that the model may call.", type=list[InputSchemaTool] | None
-    ),
     "CountTokensRequest.tool_choice": FieldDoc("Whether it may, must or must not call one."),
-    "MessagesRequest.tool_choice": FieldDoc("Whether it may, must or must not call one."),
     "ToolUseChoice.type": FieldDoc("any: at least one; tool: the one that is named."),
     "ToolUseChoice.name": FieldDoc("Of the tool that must be called."),
     "disable_parallel_tool_use": FieldDoc("At most one call."),
@@ -177,7 +178,6 @@ MESSAGES_FIELD_DOCS: dict[str, FieldDoc] = {
     "output_format": FieldDoc("An older name of output_config.format."),
     "effort": FieldDoc("For chat templates that take it, as reasoning_effort."),
     "OutputConfig.format": FieldDoc("The answer is JSON of this schema."),
-    "task_budget": ignored(),
     "JsonOutput.type": FieldDoc("json_schema"),
     "schema": FieldDoc("A JSON Schema."),
     "context_management": refused("Except edits that keep all."),
@@ -187,11 +187,5 @@ MESSAGES_FIELD_DOCS: dict[str, FieldDoc] = {
     "fallbacks": refused("There is one model."),
     "thread": refused("No conversation is held here."),
     "cache_control": ignored("Prefixes are cached by their tokens."),
-    "speed": ignored(),
-    "user_profile_id": ignored(),
-    "workspace_id": ignored(),
-    "billing_policy": ignored(),
-    "inference_geo": ignored(),
-    "diagnostics": ignored(),
-    "fallback_credit_token": ignored(),
+    **dict.fromkeys(_IGNORED, ignored()),
 }

@@ -13,38 +13,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.histogram import Histogram
 from asyncllm.engine.recorder import ABORT_CAUSES, FINISH_REASONS, STEP_KINDS, Recorder
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.worker.work_counts import WorkCounts
 
-S = TypeVar("S")  # what the values are read from, at a scrape
-
 Labels = Mapping[str, str]
+ENGINE_INDEX = "0"  # vLLM's label of its data-parallel engines
 
 
-class Exposition(Generic[S]):
+@dataclass(slots=True, frozen=True)
+class Source:
+    """One scrape's view."""
+
+    stats: SchedulerStats
+    recorder: Recorder
+    host: HostSeconds
+    work: WorkCounts
+    loop_cpu_seconds: float
+
+
+Read = Callable[[Source], float]
+
+
+class Exposition:
     """Series of one prefix; `labels` are on each of them."""
 
     def __init__(self, prefix: str, labels: Labels) -> None:
         self._prefix = prefix
         self._labels = dict(labels)
         self._template = ""
-        self._readers: list[Callable[[S], Iterable[object]]] = []
+        self._readers: list[Callable[[Source], Iterable[object]]] = []
 
     def add(
         self,
         kind: Literal["gauge", "counter"],
         name: str,
         help_text: str,
-        *samples: tuple[Labels, Callable[[S], float]],
+        *samples: tuple[Labels, Read],
     ) -> None:
         """A counter's name gets `_total` added."""
         full = name + "_total" if kind == "counter" else name
@@ -62,7 +76,7 @@ class Exposition(Generic[S]):
             self._sample(f"{name}_sum", labels)
             self._readers.append(lambda _, histogram=histogram: _values(histogram))  # type: ignore[misc]
 
-    def render(self, source: S) -> str:
+    def render(self, source: Source) -> str:
         values: list[object] = []
         for read in self._readers:
             values += read(source)
@@ -90,46 +104,14 @@ def _escape(value: str) -> str:
     return text.replace("%", "%%")
 
 
-ENGINE_INDEX = "0"  # vLLM's label of its data-parallel engines
-
-
-class Metered(Protocol):
-    """The parts of an `AsyncLLMEngine` that a scrape reads."""
-
-    config: EngineConfig
-    recorder: Recorder
-
-    def stats(self) -> SchedulerStats: ...
-
-    @property
-    def host_seconds(self) -> HostSeconds: ...
-
-    @property
-    def work(self) -> WorkCounts: ...
-
-
-@dataclass(slots=True, frozen=True)
-class Source:
-    """One scrape's view."""
-
-    stats: SchedulerStats
-    recorder: Recorder
-    host: HostSeconds
-    work: WorkCounts
-    loop_cpu_seconds: float
-
-
-Read = Callable[[Source], float]
-
-
 class Metrics:
     """Scrape it on the loop's thread, whose CPU time is one of the values."""
 
-    def __init__(self, engine: Metered, model_name: str, prefix: str) -> None:
+    def __init__(self, engine: AsyncLLMEngine, model_name: str, prefix: str) -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": ENGINE_INDEX}
         self._prefix = prefix
-        self._exposition: Exposition[Source] | None = None  # the number of pages is not known yet
+        self._exposition: Exposition | None = None  # the number of pages is not known yet
         self._process = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._process)
 
@@ -143,8 +125,8 @@ class Metrics:
             self._exposition = self._make_exposition(source)
         return self._exposition.render(source).encode() + generate_latest(self._process)
 
-    def _make_exposition(self, source: Source) -> Exposition[Source]:
-        exposition: Exposition[Source] = Exposition(self._prefix, self._labels)
+    def _make_exposition(self, source: Source) -> Exposition:
+        exposition = Exposition(self._prefix, self._labels)
         _add_scheduler(exposition)
         _add_tokens(exposition)
         _add_requests(exposition, source.recorder)
@@ -158,7 +140,7 @@ class Metrics:
         return exposition
 
 
-def _add_scheduler(to: Exposition[Source]) -> None:
+def _add_scheduler(to: Exposition) -> None:
     to.add("gauge", "num_requests_running", "Sequences that own a slot.",
            ({}, lambda s: s.stats.num_running))  # fmt: skip
     to.add("gauge", "num_requests_waiting", "Sequences that wait, swapped ones included.",
@@ -186,7 +168,7 @@ def _add_scheduler(to: Exposition[Source]) -> None:
            ({"direction": "in"}, lambda s: s.recorder.swapped_in_pages))  # fmt: skip
 
 
-def _add_tokens(to: Exposition[Source]) -> None:
+def _add_tokens(to: Exposition) -> None:
     to.add("counter", "prompt_tokens", "Prompt tokens of requests that got their first token.",
            ({}, lambda s: s.recorder.prompt_tokens))  # fmt: skip
     to.add("counter", "prompt_tokens_cached", "Of these, taken from the prefix cache.",
@@ -199,7 +181,7 @@ def _add_tokens(to: Exposition[Source]) -> None:
            ({}, lambda s: s.recorder.generation_tokens))  # fmt: skip
 
 
-def _add_requests(to: Exposition[Source], recorder: Recorder) -> None:
+def _add_requests(to: Exposition, recorder: Recorder) -> None:
     to.add("counter", "request_success", "Finished requests, by reason.",
            *(({"finished_reason": reason}, _finished(reason)) for reason in FINISH_REASONS),
            )  # fmt: skip
@@ -233,7 +215,7 @@ def _add_requests(to: Exposition[Source], recorder: Recorder) -> None:
         to.add_histogram(name, help_text, ({}, histogram))
 
 
-def _add_steps(to: Exposition[Source], recorder: Recorder) -> None:
+def _add_steps(to: Exposition, recorder: Recorder) -> None:
     """Device, host and loop by one clock, as only one process can measure."""
     to.add_histogram("step_time_seconds", "A step on the device, by kind.",
                      *(({"kind": kind}, recorder.step_time[kind]) for kind in STEP_KINDS),

@@ -34,6 +34,19 @@ from asyncllm.server.openapi.field_doc import ignored as _ignored
 from asyncllm.server.openapi.field_doc import refused as _refused
 from asyncllm.server.responses.openapi import RESPONSES_FIELD_DOCS
 
+_IGNORED = (
+    "user", "metadata", "session_id", "prediction", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "JsonSchema.description",
+    "assistant_tokens_mask", "token_offsets", "CompletionRequest.media_io_kwargs",
+)  # fmt: skip
+_REFUSED = (
+    "watermarking", "logits_processors", "vllm_xargs", "moderation", "web_search_options", "suffix",
+    "prompt_embeds",
+)  # fmt: skip
+_NOT_TEXT = (
+    "audio", "modalities", "mm_processor_kwargs", "media_io_kwargs", "features",
+)  # fmt: skip
+
 FIELD_DOCS: dict[str, FieldDoc] = {
     "model": FieldDoc("A name of /v1/models; without it the first one answers."),
     "messages": FieldDoc(
@@ -186,27 +199,17 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     "priority": FieldDoc("Lower is served earlier, with --scheduling-policy priority."),
     "cache_salt": FieldDoc("Share cached prefixes only with requests of the same salt."),
     # --- nothing to do here ---
-    "user": _ignored(),
-    "metadata": _ignored(),
     "request_id": _ignored("The answer's id is the server's own."),
     "service_tier": _ignored('There is one, "default".'),
-    "session_id": _ignored(),
     "stream_interval": _ignored("Every step has its event."),
-    "return_token_offsets": _ignored("vLLM's, of other routes."),
-    "return_mm_kwargs": _ignored("vLLM's, of other routes."),
     "routed_experts_prompt_start": _ignored("No routed experts are returned."),
     "store": _ignored("Nothing is stored."),
-    "prediction": _ignored(),
     "prompt_cache_key": _ignored("Prefixes are cached by their tokens."),
-    "prompt_cache_options": _ignored(),
-    "prompt_cache_retention": _ignored(),
-    "safety_identifier": _ignored(),
     # --- not served ---
     "response_format": FieldDoc(
         "The answer is JSON, JSON of a schema, or free text with constrained parts."
     ),
     "JsonSchema.name": FieldDoc("Yours, for nothing here."),
-    "JsonSchema.description": _ignored(),
     "JsonSchema.schema": FieldDoc("A JSON Schema of an object; without it any JSON object."),
     "JsonSchema.strict": _ignored("The answer is always held to the schema."),
     "json_schema": FieldDoc("The schema and its name."),
@@ -223,26 +226,8 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     "disable_any_whitespace": FieldDoc("JSON without optional white space."),
     "disable_additional_properties": FieldDoc("Objects hold what their schema lists."),
     "whitespace_pattern": FieldDoc("What may stand between the tokens of JSON."),
-    "guided_json": _refused("It is structured_outputs.json now."),
-    "guided_regex": _refused("It is structured_outputs.regex now."),
-    "guided_choice": _refused("It is structured_outputs.choice now."),
-    "guided_grammar": _refused("It is structured_outputs.grammar now."),
     "truncation_side": _refused('Except "left".'),
-    "watermarking": _refused(),
-    "ec_transfer_params": _refused("There is one server."),
-    "logits_processors": _refused(),
-    "kv_transfer_params": _refused("There is one server."),
-    "vllm_xargs": _refused(),
-    "audio": _refused("Text only."),
-    "modalities": _refused("Text only."),
-    "moderation": _refused(),
     "verbosity": _refused('Except "medium".'),
-    "web_search_options": _refused(),
-    "mm_processor_kwargs": _refused("Text only."),
-    "media_io_kwargs": _refused("Text only."),
-    "CompletionRequest.media_io_kwargs": _ignored(),
-    "suffix": _refused(),
-    "prompt_embeds": _refused(),
     # --- tokens ---
     "token_ids": FieldDoc("The prompt.", schema={"minItems": 1}),
     "sampling_params": FieldDoc("The Python API's SamplingParams, with its names and defaults."),
@@ -255,9 +240,6 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     "SamplingParams.structured_outputs": FieldDoc("What the answer's text must be."),
     "detokenize": FieldDoc("Make text too, which nothing reports; stop strings need it."),
     "GenerateRequest.request_id": FieldDoc("The answer carries it."),
-    "assistant_tokens_mask": _ignored(),
-    "token_offsets": _ignored(),
-    "features": _refused("Text only."),
     "TokenizeRequest.prompt": FieldDoc("Text to encode; or messages."),
     "TokenizeRequest.messages": FieldDoc(
         "A conversation to render with the chat template and encode.",
@@ -265,10 +247,24 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     ),
     "return_token_strs": FieldDoc("The text of each token too."),
     "tokens": FieldDoc("Ids to decode, special ones included."),
+    # --- many of a kind ---
+    **dict.fromkeys(_IGNORED, _ignored()),
+    **dict.fromkeys(_REFUSED, _refused()),
+    **dict.fromkeys(_NOT_TEXT, _refused("Text only.")),
+    **dict.fromkeys(("ec_transfer_params", "kv_transfer_params"), _refused("There is one server.")),
+    **dict.fromkeys(
+        ("return_token_offsets", "return_mm_kwargs"), _ignored("vLLM's, of other routes.")
+    ),
+    **{
+        f"guided_{name}": _refused(f"It is structured_outputs.{name} now.")
+        for name in ("json", "regex", "choice", "grammar")
+    },
     **MESSAGES_FIELD_DOCS,
     **RESPONSES_FIELD_DOCS,
 }  # fmt: skip
 
 
 def field_doc(kind: type, name: str) -> FieldDoc | None:
-    return FIELD_DOCS.get(f"{kind.__name__}.{name}") or FIELD_DOCS.get(name)
+    """The doc of the type's own field, of one that it inherits, or of every field of that name."""
+    keys = [f"{base.__name__}.{name}" for base in kind.__mro__]
+    return next((FIELD_DOCS[key] for key in (*keys, name) if key in FIELD_DOCS), None)

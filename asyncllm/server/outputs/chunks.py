@@ -8,6 +8,7 @@ together with its first token, so the first byte a client sees is an honest firs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -141,8 +142,8 @@ class ChunkOptions:
             self._include_usage and options and options.continuous_usage_stats
         )
 
-    def finish(self, last: ChoiceFrames, usage: Usage) -> None:
-        self._sse.end(last.usage(usage.as_dict()) + DONE if self._include_usage else DONE)
+    def finish(self, usage_frame: Callable[[dict[str, Any]], bytes], usage: Usage) -> None:
+        self._sse.end(usage_frame(usage.as_dict()) + DONE if self._include_usage else DONE)
 
     def fail(self, error: ApiError) -> None:
         """One error event, and no [DONE]: a client must not take the text for complete."""
@@ -191,7 +192,7 @@ class ChunkStream:
         self._sse.push(self._choices[prompt_index * self._n].plain(text))
 
     def finish(self) -> None:
-        self._options.finish(self._choices[0], self._usage)
+        self._options.finish(self._choices[0].usage, self._usage)
 
     def fail(self, error: ApiError) -> None:
         self._options.fail(error)

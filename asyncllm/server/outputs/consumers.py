@@ -227,7 +227,7 @@ class CollectedOutput:
     def fail(self, error: ApiError) -> None:
         pass  # `Generation.wait` raises it
 
-    def render_prompt(self, choice: CollectedChoice) -> CollectedPrompt:
+    def prompt_of(self, choice: CollectedChoice) -> CollectedPrompt:
         return self.prompts[choice.index // self._n]
 
     def _add_prompt(self, prompt: CollectedPrompt, output: RequestOutput) -> None:
