@@ -24,7 +24,7 @@ from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT, Call, Usage
 from asyncllm.server.inputs.output_format import message_text
 from asyncllm.server.inputs.prompts import is_named
 from asyncllm.server.outputs.chunks import ChoiceFrames, ChunkOptions
-from asyncllm.server.outputs.consumers import CollectedCall, CollectedMessage, MessageCollector
+from asyncllm.server.outputs.consumers import CollectedCall, CollectedChoice, MessageCollector
 from asyncllm.server.outputs.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import ChatRequest, StreamOptions
 
@@ -107,7 +107,7 @@ class ChatView:
             "object": "chat.completion",
             "created": self._call.created,
             "model": self._call.model,
-            "choices": [self._choice(i, m) for i, m in enumerate(answer.messages)],
+            "choices": [self._choice(message) for message in answer.messages],
             "usage": answer.usage.as_dict(),
             "service_tier": SERVICE_TIER,
             "system_fingerprint": SYSTEM_FINGERPRINT,
@@ -120,9 +120,9 @@ class ChatView:
             body["prompt_text"] = prompt.prompt
         return body
 
-    def _choice(self, index: int, message: CollectedMessage) -> dict[str, Any]:
+    def _choice(self, message: CollectedChoice) -> dict[str, Any]:
         fields = {
-            "index": index,
+            "index": message.index,
             "message": self._message(message),
             "logprobs": self.render_logprobs(message.logprobs),
             "finish_reason": self.finish_reason(message.finish_reason),
@@ -132,8 +132,8 @@ class ChatView:
             fields["token_ids"] = message.token_ids
         return fields
 
-    def _message(self, message: CollectedMessage) -> dict[str, Any]:
-        content = self._echo + "".join(message.content)
+    def _message(self, message: CollectedChoice) -> dict[str, Any]:
+        content = self._echo + message.text
         reasoning = "".join(message.reasoning) if self.include_reasoning else ""
         fields: dict[str, Any] = {
             "role": self._role,

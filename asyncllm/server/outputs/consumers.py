@@ -122,9 +122,10 @@ class CollectedCall:
 
 
 @dataclass(slots=True)
-class CollectedMessage:
-    """One complete choice."""
+class CollectedChoice:
+    """One complete choice; a completion has no reasoning and no calls."""
 
+    index: int
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[CollectedCall] = field(default_factory=list)
@@ -133,12 +134,16 @@ class CollectedMessage:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(self.content)
+
 
 class MessageCollector:
     """An `EventSink` that collects messages, for responses that are not streamed."""
 
     def __init__(self, call: Call) -> None:
-        self.messages = [CollectedMessage() for _ in range(call.num_choices)]
+        self.messages = [CollectedChoice(i) for i in range(call.num_choices)]
         self.prompts: list[RequestOutput | None] = [None] * len(call.prompts)
         self.usage = Usage(call.shows_cached)
         self._n = call.params.n
@@ -174,20 +179,6 @@ class MessageCollector:
 
 
 @dataclass(slots=True)
-class CollectedChoice:
-    index: int
-    parts: list[str] = field(default_factory=list)
-    logprobs: SampleLogprobs = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.parts)
-
-
-@dataclass(slots=True)
 class CollectedPrompt:
     text: str | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -210,7 +201,7 @@ class CollectedOutput:
         self._add_prompt(self.prompts[prompt_index], output)
         for completion in output.outputs:
             choice = self.choices[prompt_index * self._n + completion.index]
-            choice.parts.append(completion.text)
+            choice.content.append(completion.text)
             choice.logprobs.extend(completion.logprobs or ())
             choice.token_ids.extend(completion.token_ids)
             if completion.finish_reason is not None:
@@ -219,7 +210,7 @@ class CollectedOutput:
 
     def feed_text(self, prompt_index: int, text: str, num_tokens: int) -> None:
         self.usage.completion_tokens += num_tokens
-        self.choices[prompt_index * self._n].parts.append(text)
+        self.choices[prompt_index * self._n].content.append(text)
 
     def finish(self) -> None:
         pass
