@@ -19,13 +19,15 @@ FLOORS = [
 ]  # fmt: skip
 HOMES = {"models": ROOT / "models", "attention": ROOT / "attention", "graphs": ROOT / "graphs"}
 GROUND = sorted(
-    file for file in (ROOT / "asyncllm").glob("*.py") if file.stem not in ("__init__", "cli")
+    file
+    for file in (ROOT / "asyncllm").glob("*.py")
+    if file.stem not in ("__init__", "__main__", "cli")
 )
 
 
 def modules() -> list[tuple[str, Path]]:
     """(floor, file) of every module that is on one."""
-    found = [("cli", ROOT / "asyncllm" / "cli.py")]
+    found = [("cli", ROOT / "asyncllm" / name) for name in ("cli.py", "__main__.py")]
     for floor in FLOORS[1:]:
         folder = HOMES.get(floor, ROOT / "asyncllm" / floor)
         found += [(floor, file) for file in sorted(folder.rglob("*.py"))]

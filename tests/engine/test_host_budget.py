@@ -19,12 +19,12 @@ import pytest
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine_args import EngineArgs
-from asyncllm.server.call import Call
-from asyncllm.server.chat_view import ChatView
-from asyncllm.server.generation import Generation
+from asyncllm.server.chat.response import ChatView
+from asyncllm.server.http.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
+from asyncllm.server.inputs.call import Call
+from asyncllm.server.outputs.chunks import ChunkStream
+from asyncllm.server.outputs.generation import Generation
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
-from asyncllm.server.stream import StreamedAnswer
 from asyncllm.types import StepResult
 from asyncllm.worker.step_packer import StepPacker
 from tests.engine.builders import finish, make_request, make_scheduler
@@ -85,7 +85,7 @@ class Host:
         stream._transport = http.transport  # as `open` does
         names: Any = None  # nobody asks for logprobs
         view = ChatView(ChatRequest(messages=[]), call, names)
-        answer = StreamedAnswer(stream, call, view, None)
+        answer = ChunkStream(stream, call, view, None)
         engine: Any = None  # nothing is aborted
         generation = Generation(engine, call, lambda: answer)
 
