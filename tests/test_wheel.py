@@ -134,6 +134,7 @@ def test_an_install_serves(python: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "Paris" in answer["choices"][0]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cuda_source.find_compiler() is None, reason="no nvcc here")
 def test_an_install_compiles_its_cuda_sources(python: Path, tmp_path: Path) -> None:
     folder, compiled = json.loads(run(str(python), "-c", COMPILE, XDG_CACHE_HOME=str(tmp_path)))
