@@ -58,7 +58,7 @@ def package_files() -> dict[str, Path]:
 
 
 def tracked_files() -> set[Path]:
-    """What git knows below those folders; nothing where this is no checkout."""
+    """Files that git tracks below those folders; none where this is no checkout."""
     done = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "-z", "--", *FOLDERS], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""What `serve` and other commands that start an engine do before they import torch.
+"""Prepares the start of an engine before torch is imported, for `serve` and `bench startup`.
 
 Packages become lazy (lazy_packages.py), and a thread makes CUDA's context during the imports: a
 third of a second of the driver's time and none of Python's. A process has one primary context per

@@ -81,7 +81,7 @@ class Case:
         return int(self._function(args, num_blocks, self._seed))
 
     def poison_the_unseen(self, lengths: list[int]) -> None:
-        """What a row does not see may be anything."""
+        """Fills with NaN all that no row sees."""
         keep = torch.zeros(self.cache.layers[1].shape[0], self.cache.block_size, dtype=torch.bool)
         for row, length in enumerate(lengths):
             tokens = torch.arange(length)
