@@ -1,6 +1,6 @@
 """Prints the lines of each package and fails where a group of packages is above its budget.
 
-The budgets are in pyproject.toml, [tool.asyncllm.lines]. core: Python that one reads to change a
+The budgets are in line_budget.toml. core: Python that one reads to change a
 step; python: all of it outside tests; cuda: .cu and .cuh.
 """
 
@@ -40,14 +40,14 @@ def main() -> int:
             is_python = file.suffix == ".py"
             packages[package, "Python" if is_python else "CUDA"] += num_lines
             groups.update(dict.fromkeys(groups_of(package, is_python), num_lines))
-    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["asyncllm"]["lines"]
+    budgets = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     for (package, language), num_lines in sorted(packages.items()):
         print(f"{num_lines:7,} {language:6} {package}")
     for group, budget in budgets.items():
         print(f"{groups[group]:7,} {group:6} of {budget:,}")
     above = [group for group, budget in budgets.items() if groups[group] > budget]
     if above:
-        print(f"above the line budget of pyproject.toml: {', '.join(above)}", file=sys.stderr)
+        print(f"above the budget of line_budget.toml: {', '.join(above)}", file=sys.stderr)
     return 1 if above else 0
 
 
