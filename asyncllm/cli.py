@@ -17,6 +17,7 @@ from typing import Any
 import uvloop
 
 from asyncllm.commands import bench, chat, complete, doctor, kernels, run_batch
+from asyncllm.commands.fast_start import begin_fast_start
 from asyncllm.commands.flags import (
     FlagParser,
     add_flags,
@@ -25,7 +26,6 @@ from asyncllm.commands.flags import (
     pick,
     read_config_file,
 )
-from asyncllm.commands.head_start import take_head_start
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if command in STARTING:
-        take_head_start(engine_args.device)
+        begin_fast_start(engine_args.device)
     if command == "serve":
         return _serve(engine_args, server_args)
     options = argparse.Namespace(**given)

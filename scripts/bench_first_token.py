@@ -1,4 +1,4 @@
-"""Where a first token's time goes: each request's way through the whole server, stamped.
+"""Measures where a first token's time goes: stamps each request on its path through the server.
 
 One client, in a process of its own, sends requests one after the other (or --burst of them at
 once) over the loopback. The stages in microseconds, each from the end of the stage before, as

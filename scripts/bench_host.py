@@ -1,4 +1,4 @@
-"""What the host costs per step and per token: the whole server, with a device that only takes time.
+"""Measures the host's time per step and token: the whole server, on a device that only waits.
 
 Scheduler, step packer, output processor, SSE writer and HTTP server are the real ones; the device
 is simulated and its tokens are made up. The clients are another process on the loopback. One row
@@ -118,7 +118,7 @@ class Meter:
         self.marks.clear()
 
     def quantiles_us(self) -> dict[str, list[float]]:
-        """Of each phase's steps: 10, 50, 90, 99 and 100 %."""
+        """Phase -> its time in a step at percentiles 10, 50, 90, 99 and 100."""
         per_step = np.diff(np.array(self.marks), axis=0) * 1e6
         of_phases = np.percentile(per_step, [10, 50, 90, 99, 100], axis=0).T.round(1).tolist()
         return dict(zip(PHASES, of_phases, strict=True))

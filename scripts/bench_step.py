@@ -124,7 +124,7 @@ class Bench:
         self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
 
     def use_persistent_decode(self, batches: Sequence[int]) -> None:
-        """From now on, for these."""
+        """Captures the decode graphs of these batch sizes again, with the one kernel."""
         runner, device = self._runner, self._state.positions.device
         model, cache = runner._model, runner._cache
         launch = begin_loading(model, cache.block_size, device)()
@@ -146,7 +146,7 @@ class Bench:
         return self._persistent is not None and self._persistent.is_stuck
 
     def logits(self, batch: int) -> torch.Tensor:
-        """Of the step that `decode` times, [batch, V]."""
+        """Returns the logits of the step that `decode` times, [batch, V]."""
         graphs = self._runner.graphs
         assert graphs is not None
         size = self._take_slots(graphs, batch)
@@ -156,7 +156,7 @@ class Bench:
 
     @staticmethod
     def _take_slots(graphs: DecodeGraphs, batch: int) -> int:
-        """The next replays' rows; how many they are with padding."""
+        """Sets the rows of the next replays; returns how many they are with padding."""
         size = graphs.fitting(batch)
         assert size is not None
         graphs.slots.zero_()
@@ -203,7 +203,7 @@ class Bench:
 def compare_persistent(
     bench: Bench, batches: Sequence[int], bandwidth: float
 ) -> list[dict[str, Any]]:
-    """Their times, after a look at whether the logits are those of the other kernels."""
+    """Prints how far the logits are from those of the other kernels; returns the times."""
     others = {batch: bench.logits(batch) for batch in batches}
     bench.use_persistent_decode(batches)
     for batch, other in others.items():

@@ -26,7 +26,7 @@ from asyncllm.worker.work_counts import WorkCounts
 
 
 class SimulatedEvent:
-    """What `executor` uses of a CUDA event."""
+    """Has the methods of a CUDA event that `executor` uses."""
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
@@ -63,7 +63,7 @@ class SimulatedStep:
 
 
 class SimulatedWorker:
-    """What the engine uses of a `Worker`: it packs its steps, and its tokens are random words."""
+    """Has the methods of a `Worker` that the engine uses; packs its steps, gives random words."""
 
     swap_cost = None
     step_cost = None

@@ -14,13 +14,13 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.commands import kernels
-from asyncllm.commands.bytecode import modules_without_bytecode
 from asyncllm.config import GIB
 from asyncllm.cores import num_cores
 from asyncllm.engine_args import EngineArgs
@@ -70,11 +70,13 @@ def examine(engine_args: EngineArgs) -> Iterator[Finding]:
 
 
 def _bytecode() -> Finding:
-    """Of what the checks above have imported, most of what a start imports."""
-    missing = len(modules_without_bytecode())
+    """Counts among what the checks above have imported, which is most of what a start imports."""
+    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+    cached = [spec.cached for spec in specs if spec is not None and spec.cached is not None]
+    missing = sum(not Path(file).exists() for file in cached)
     if missing <= MAX_MODULES_WITHOUT_BYTECODE:
         return Finding("start", "bytecode", "there")
-    advice = "each start compiles them; asyncllm kernels build writes it"
+    advice = f"each start compiles them; python -m compileall -q {sysconfig.get_path('purelib')}"
     return Finding("start", "bytecode", f"missing for {missing} modules", "note", advice)
 
 

@@ -2,8 +2,7 @@
 
 FlashInfer's modules and our own are compiled side by side, each into their own cache; then the
 engine starts once with made-up weights, which compiles the Triton kernels into Triton's. The caches
-are keyed by version and architecture, and the next start finds everything there; Python's bytecode
-too, where an image was built without it.
+are keyed by version and architecture, and the next start finds everything there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.cache_folder import cache_folder
-from asyncllm.commands.bytecode import write_bytecode
 from asyncllm.commands.triton_kernels import print_compiled, read_list, write_list
 from asyncllm.config import EngineConfig
 from asyncllm.engine_args import EngineArgs
@@ -47,10 +45,6 @@ def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
         return 0 if is_whole else 1
     _build(missing)
     _compile_triton(engine_args, config)
-    import asyncllm.server.serve  # noqa: F401 the rest of what `serve` imports, for its bytecode
-
-    written, failed = write_bytecode()
-    print(f"bytecode: {written} modules written, {failed} could not be")
     return 0
 
 

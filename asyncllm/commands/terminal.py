@@ -1,4 +1,4 @@
-"""What `asyncllm chat` and `asyncllm complete` share: their flags, the loop of questions, printing.
+"""Flags, question loop and printing that `asyncllm chat` and `asyncllm complete` share.
 
 Ctrl-C ends an answer, and the client's leaving ends it in the server; Ctrl-D, or the end of a
 piped input, ends the program. Colours only on a terminal, and there a model's control characters
@@ -73,7 +73,7 @@ class Screen:
             self._at_line_start = True
 
     def end(self) -> None:
-        """Of an answer, complete or not."""
+        """Ends the line and colour of an answer, complete or not."""
         self.end_line()
         if self._is_dim:
             self._colour(PLAIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,3 +116,16 @@ def test_an_old_card() -> None:
     assert doctor._device(Properties, 0).state == "MISSING"
     Properties.major, Properties.minor = 9, 0
     assert doctor._device(Properties, 0).state == "ok"
+
+
+def test_modules_without_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = dict.fromkeys("abc", doctor)
+    monkeypatch.setattr(doctor, "sys", SimpleNamespace(modules=modules))
+    monkeypatch.setattr(doctor, "MAX_MODULES_WITHOUT_BYTECODE", 2)
+    assert doctor.__spec__ is not None
+    monkeypatch.setattr(doctor.__spec__, "cached", "/nowhere")
+    found = doctor._bytecode()
+    assert (found.value, found.state) == ("missing for 3 modules", "note")
+    assert "compileall" in found.advice
+    monkeypatch.setattr(doctor, "MAX_MODULES_WITHOUT_BYTECODE", 3)
+    assert doctor._bytecode().state == "ok"

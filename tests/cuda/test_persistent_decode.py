@@ -166,6 +166,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).norm().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "positions", "num_blocks"),
     [
@@ -173,13 +174,28 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         ("qwen3", [1300, 31, 700], 30),  # four shares, one and two of the five there may be
         ("qwen3", [15, 16, 17, 0, 0, 1, 63, 64], 3),
         ("qwen2", [1300], 24),  # more blocks than some products have units
-        ("llama-dynamic", [130, 60], 7),
         ("llama-mqa-128", [90, 1333], 9),
         ("llama-mqa-128", [2600], 9),  # eight shares
         ("llama-wide", [115, 120, 166, 97, 53, 24, 124, 7], 6),
     ],
 )
 def test_equals_the_layers(
+    compiled: Callable[[tuple[str, ...]], Any],
+    tmp_path: Path,
+    name: str,
+    positions: list[int],
+    num_blocks: int,
+) -> None:
+    check_against_layers(compiled, tmp_path, name, positions, num_blocks)
+
+
+def test_equals_the_layers_of_one_model(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    check_against_layers(compiled, tmp_path, "llama-dynamic", [130, 60], 7)
+
+
+def check_against_layers(
     compiled: Callable[[tuple[str, ...]], Any],
     tmp_path: Path,
     name: str,
@@ -204,6 +220,7 @@ def test_equals_the_layers(
         assert torch.equal(ours_pages, old)  # nothing else is written
 
 
+@pytest.mark.slow
 def test_the_order_of_threads_does_not_matter(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:
@@ -213,6 +230,7 @@ def test_the_order_of_threads_does_not_matter(
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_steps_of_different_sizes_take_turns(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:

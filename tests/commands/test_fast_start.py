@@ -1,4 +1,4 @@
-"""What is begun before torch is imported, on a driver that is not there."""
+"""A fast start begins work before torch is imported; the driver is a fake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from asyncllm.commands import head_start
+from asyncllm.commands import fast_start
 from tests.waiting import PATIENCE_SECONDS
 
 IN_TREE = "TRITON_BACKENDS_IN_TREE"
@@ -39,17 +39,14 @@ class Driver:
 
 @pytest.fixture(autouse=True)
 def nothing_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_start, "keep_bytecode", lambda: None)
-    monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: None)
-    monkeypatch.setattr(head_start, "UNOPENED", {})
-    monkeypatch.setattr(head_start, "spare_libraries", lambda: None)
-    monkeypatch.setattr(head_start, "hash_compiler", lambda: None)
+    monkeypatch.setattr(fast_start, "LAZY_PACKAGES", {})
+    monkeypatch.setattr(fast_start, "hash_compiler", lambda: None)
     monkeypatch.setenv(IN_TREE, "")
 
 
 def calls_with(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    thread = head_start.take_head_start("auto")
+    thread = fast_start.begin_fast_start("auto")
     assert thread is not None
     thread.join()
     return driver.calls
@@ -65,15 +62,12 @@ def test_what_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls_with(Driver("context"), monkeypatch) == ["init", "device", "context"]
 
 
-def test_triton_is_hashed_where_a_device_and_bytecode_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_hashed_where_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = Event()
-    monkeypatch.setattr(head_start, "hash_compiler", hashed.set)
+    monkeypatch.setattr(fast_start, "hash_compiler", hashed.set)
     calls_with(Driver("device"), monkeypatch)
-    monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: "a process")
-    calls_with(Driver(), monkeypatch)
     assert "asyncllm-triton-key" not in {thread.name for thread in enumerate_threads()}
     assert not hashed.is_set()
-    monkeypatch.setattr(head_start, "compile_ahead", lambda unopened: None)
     calls_with(Driver(), monkeypatch)
     assert hashed.wait(PATIENCE_SECONDS)
 
@@ -83,19 +77,19 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    thread = head_start.take_head_start("cuda")
+    thread = fast_start.begin_fast_start("cuda")
     assert thread is not None
     thread.join()  # an error in a thread fails a test
 
 
 def test_triton_looks_for_no_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    head_start.take_head_start("cpu")
+    fast_start.begin_fast_start("cpu")
     assert os.environ[IN_TREE] == ""  # whoever set it is heard
     monkeypatch.delenv(IN_TREE)
-    head_start.take_head_start("cpu")
+    fast_start.begin_fast_start("cpu")
     assert os.environ[IN_TREE] == "1"
 
 
 def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("asked for the driver"))
-    assert head_start.take_head_start("cpu") is None
+    assert fast_start.begin_fast_start("cpu") is None

@@ -1,4 +1,4 @@
-"""A package that nobody has opened behaves as one that was imported, made-up or real."""
+"""A lazy package behaves as one that was imported, made-up or real."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.commands import unopened
-from asyncllm.commands.head_start import UNOPENED
-from asyncllm.commands.unopened import leave_unopened
+from asyncllm.commands import lazy_packages
+from asyncllm.commands.fast_start import LAZY_PACKAGES
+from asyncllm.commands.lazy_packages import make_lazy
 from tests.text.tokenizer_folders import byte_level, write_folder
 from tests.waiting import PATIENCE_SECONDS
 
@@ -30,14 +30,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "part.py").write_text("from . import __version__\nhalf = 21\n")
     (folder / "other.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(unopened, "version", lambda distribution: f"7 of {distribution}")
+    monkeypatch.setattr(lazy_packages, "version", lambda distribution: f"7 of {distribution}")
     yield folder
     for name in [name for name in sys.modules if name.startswith(NAME)]:
         del sys.modules[name]
 
 
-def test_modules_do_not_open_it_and_names_do(package: Path) -> None:
-    leave_unopened(NAME, "made-up")
+def test_names_run_init_and_modules_do_not(package: Path) -> None:
+    make_lazy(NAME, "made-up")
     part = importlib.import_module(f"{NAME}.part")
     made_up = importlib.import_module(NAME)
     assert part.half == 21 and made_up.part is part
@@ -50,8 +50,8 @@ def test_modules_do_not_open_it_and_names_do(package: Path) -> None:
     assert made_up.other.__name__ == f"{NAME}.other"
 
 
-def test_a_known_name_does_not_open_it(package: Path) -> None:
-    leave_unopened(NAME, "made-up", {"half": "part"})
+def test_a_known_name_does_not_run_init(package: Path) -> None:
+    make_lazy(NAME, "made-up", {"half": "part"})
     made_up = importlib.import_module(NAME)
     assert made_up.half == 21 and "whole" not in vars(made_up)
     assert made_up.whole == 42 and made_up.half == 21
@@ -60,7 +60,7 @@ def test_a_known_name_does_not_open_it(package: Path) -> None:
 def test_another_module_in_its_place(package: Path) -> None:
     place = "import sys, types\nother = types.ModuleType(__name__)\nother.whole = 42\n"
     (package / "__init__.py").write_text(f"{place}sys.modules[__name__] = other\n")
-    leave_unopened(NAME, "made-up")
+    make_lazy(NAME, "made-up")
     made_up = importlib.import_module(NAME)
     assert made_up.whole == 42 and "whole" in dir(made_up)
     assert importlib.import_module(NAME) is not made_up
@@ -68,7 +68,7 @@ def test_another_module_in_its_place(package: Path) -> None:
 
 def test_an_error_is_told_to_everybody_who_asks(package: Path) -> None:
     (package / "__init__.py").write_text("raise RuntimeError('broken')\n")
-    leave_unopened(NAME, "made-up")
+    make_lazy(NAME, "made-up")
     made_up = importlib.import_module(NAME)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken"):
@@ -78,8 +78,8 @@ def test_an_error_is_told_to_everybody_who_asks(package: Path) -> None:
 def test_two_threads_that_wait_for_each_other(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One opens it and waits for a module whose importer asks for what is being made."""
-    monkeypatch.setattr(unopened, "OPENING_SECONDS", 0.1)
+    """One runs `__init__`, which waits for a module whose importer reads what is being made."""
+    monkeypatch.setattr(lazy_packages, "INIT_SECONDS", 0.1)
     (package / "gate.py").write_text(
         "from threading import Event\nimporting, opening = Event(), Event()\n"
     )
@@ -90,7 +90,7 @@ def test_two_threads_that_wait_for_each_other(
         f"import {NAME}\nfrom {NAME} import gate\ngate.importing.set()\n"
         f"assert gate.opening.wait({PATIENCE_SECONDS})\ngetattr({NAME}, 'whole', None)\n"
     )
-    leave_unopened(NAME, "made-up")
+    make_lazy(NAME, "made-up")
     gate = importlib.import_module(f"{NAME}.gate")
     with ThreadPoolExecutor(1) as thread:
         importing = thread.submit(importlib.import_module, f"{NAME}.asks")
@@ -101,14 +101,14 @@ def test_two_threads_that_wait_for_each_other(
 
 
 def test_what_is_left_as_it_is(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_unopened("no_such_package", "made-up")
+    make_lazy("no_such_package", "made-up")
     assert "no_such_package" not in sys.modules
     monkeypatch.undo()  # of a distribution that knows no version
     monkeypatch.syspath_prepend(package.parent)
-    leave_unopened(NAME, "no-such-distribution")
+    make_lazy(NAME, "no-such-distribution")
     assert NAME not in sys.modules
     imported = importlib.import_module(NAME)
-    leave_unopened(NAME, "made-up")
+    make_lazy(NAME, "made-up")
     assert importlib.import_module(NAME) is imported and "whole" in vars(imported)
 
 
@@ -117,10 +117,10 @@ def test_a_package_in_a_package(package: Path) -> None:
     inner.mkdir()
     (inner / "__init__.py").write_text("whole = 42\n")
     (inner / "part.py").write_text("half = 21\n")
-    leave_unopened(f"{NAME}.inner", "made-up")
+    make_lazy(f"{NAME}.inner", "made-up")
     assert NAME not in sys.modules  # of which it would have to run the `__init__`
-    leave_unopened(NAME, "made-up")
-    leave_unopened(f"{NAME}.inner", "made-up")
+    make_lazy(NAME, "made-up")
+    make_lazy(f"{NAME}.inner", "made-up")
     made_up = importlib.import_module(NAME)
     assert importlib.import_module(f"{NAME}.inner.part").half == 21
     assert "whole" not in vars(made_up) and "whole" not in vars(made_up.inner)
@@ -128,12 +128,12 @@ def test_a_package_in_a_package(package: Path) -> None:
     assert made_up.whole == 42 and made_up.inner.part.half == 21
 
 
-def test_known_names_are_those_of_the_open_package() -> None:
-    for package, (_, known) in UNOPENED.items():
+def test_known_names_are_those_of_the_package() -> None:
+    for package, (_, known) in LAZY_PACKAGES.items():
         for name, module in known.items():
-            opened = importlib.import_module(package)
+            whole = importlib.import_module(package)
             source = importlib.import_module(f"{package}.{module}")
-            assert getattr(opened, name) is getattr(source, name)
+            assert getattr(whole, name) is getattr(source, name)
 
 
 def said_by(program: str, *arguments: str) -> object:
@@ -148,14 +148,14 @@ def said_by(program: str, *arguments: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_familys_tokenizer_does_not_open_all_models(tmp_path: Path) -> None:
+def test_a_familys_tokenizer_does_not_read_all_models(tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level(), bos="<s>", eos="</s>", model_type="qwen3")
     config = tmp_path / "tokenizer_config.json"
     config.write_text(config.read_text().replace("PreTrainedTokenizerFast", "Qwen2Tokenizer"))
     program = """
 import json, sys
-from asyncllm.commands.head_start import take_head_start
-take_head_start("cpu")
+from asyncllm.commands.fast_start import begin_fast_start
+begin_fast_start("cpu")
 from asyncllm.engine.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.from_folder(sys.argv[1])
 models = sys.modules["transformers.models"]
@@ -168,11 +168,11 @@ print(json.dumps([before, *same]))
     assert said_by(program, str(tmp_path)) == [False, True, True]
 
 
-def test_transformers_serves_unopened_and_opens() -> None:
+def test_transformers_serves_while_lazy_and_then_runs_init() -> None:
     program = """
 import asyncio, json, sys
-from asyncllm.commands.head_start import take_head_start
-take_head_start("cpu")
+from asyncllm.commands.fast_start import begin_fast_start
+begin_fast_start("cpu")
 from asyncllm import AsyncLLMEngine
 async def main():
     async with AsyncLLMEngine("tiny", num_gpu_blocks_override=16) as engine:
