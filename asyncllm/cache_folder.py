@@ -1,4 +1,4 @@
-"""Where a start leaves what the next one need not make again: compiled kernels, bytecode."""
+"""The folder in which a start keeps compiled kernels and GEMM choices for the next one."""
 
 from __future__ import annotations
 

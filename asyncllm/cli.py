@@ -17,11 +17,8 @@ from typing import Any
 import uvloop
 
 from asyncllm.commands import bench, chat, complete, doctor, kernels, run_batch
-from asyncllm.commands.head_start import take_head_start
-from asyncllm.engine_args import EngineArgs
-from asyncllm.errors import EngineDeadError, ModelLoadError
-from asyncllm.server.args import ServerArgs
-from asyncllm.server.flags import (
+from asyncllm.commands.fast_start import begin_fast_start
+from asyncllm.commands.flags import (
     FlagParser,
     add_flags,
     field_names,
@@ -29,8 +26,11 @@ from asyncllm.server.flags import (
     pick,
     read_config_file,
 )
-from asyncllm.server.listener import Listener
-from asyncllm.server.log_format import set_up_logging
+from asyncllm.engine_args import EngineArgs
+from asyncllm.errors import EngineDeadError, ModelLoadError
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.http.listener import Listener
+from asyncllm.server.observability.logs import set_up_logging
 
 STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if command in STARTING:
-        take_head_start(engine_args.device)
+        begin_fast_start(engine_args.device)
     if command == "serve":
         return _serve(engine_args, server_args)
     options = argparse.Namespace(**given)
@@ -122,7 +122,7 @@ def _run_command(work: Callable[[], int], log_level: str) -> int:
     except KeyboardInterrupt:
         return EXIT_CODE_INTERRUPTED
     except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
-        print(f"asyncllm: error: {_said(error)}", file=sys.stderr)
+        print(f"asyncllm: error: {_error_text(error)}", file=sys.stderr)
         return 1
 
 
@@ -135,12 +135,12 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     except KeyboardInterrupt:  # while loading
         os._exit(EXIT_CODE_INTERRUPTED)  # a usual exit would wait for the thread that loads
     except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
-        print(f"asyncllm: error: {_said(error)}", file=sys.stderr)
+        print(f"asyncllm: error: {_error_text(error)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -67,7 +67,7 @@ class EngineArgs:
     )
     gpu_memory_utilization: float = field(
         default=0.9,
-        metadata={"help": "share of device memory the engine may use (CPU: see README)"},
+        metadata={"help": "share of device memory; on a CPU the KV cache takes a tenth"},
     )
     swap_space: float = field(default=4.0, metadata={"help": "CPU memory for swapped pages, GiB"})
     enable_prefix_caching: bool = field(default=True, metadata={"help": "share equal prefixes"})

@@ -3,7 +3,7 @@
 Those classes bring in torch._dynamo, torch.distributed, scikit-learn and more: seconds of a start.
 The dense families' files usually name every key that this engine reads, and then the library's
 base class, with the fields declared here, gives the same values (a test compares them for every
-family). Whatever is unusual, in keys or in values, goes to AutoConfig, which also says what is
+family). Whatever is unusual, in keys or in values, goes to AutoConfig, which also names what is
 wrong. Importing this module costs a second (torch, transformers). Annotations are not postponed:
 `strict` ignores those that are text.
 """

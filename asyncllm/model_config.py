@@ -23,9 +23,12 @@ BUILTIN_MODELS = {
     "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
 }
 
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
     "vocab_size",
     "hidden_size",
+    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -36,7 +39,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What `config.json` says. `hf_config` is for the model itself."""
+    """The contents of `config.json`. `hf_config` is for the model itself."""
 
     path: Path
     architecture: str
@@ -57,19 +60,15 @@ class ModelConfig:
         if not file.is_file():
             raise ModelLoadError(f"{path} is no model folder: it has no config.json")
         hf = _read(file)
-        architectures = hf.architectures
-        if not architectures:
-            raise ModelLoadError(f"{file}: 'architectures' is missing")
-        if not isinstance(architectures, list) or not isinstance(architectures[0], str):
-            raise ModelLoadError(f"{file}: 'architectures' must be a list of names")
-        eos = hf.eos_token_id
+        eos = getattr(hf, "eos_token_id", None)
         num_heads = _size(file, hf, "num_attention_heads")
         hidden_size = _size(file, hf, "hidden_size")
+        _size(file, hf, "intermediate_size")  # what is not a dense decoder has none
         has_kv_heads = getattr(hf, "num_key_value_heads", None) is not None
         has_head_dim = getattr(hf, "head_dim", None) is not None
         return cls(
             path=path,
-            architecture=architectures[0],
+            architecture=hf.architectures[0],
             hf_config=hf,
             vocab_size=_size(file, hf, "vocab_size"),
             max_position_embeddings=_size(file, hf, "max_position_embeddings"),
@@ -103,13 +102,30 @@ def _read(file: Path) -> PretrainedConfig:
         raise ModelLoadError(f"{file}: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file}: must hold a JSON object, not {type(content).__name__}")
+    _check_architecture(file, content.get("architectures"))
     for key in SIZES:  # before the library divides by one of them
         if isinstance(content.get(key), int) and content[key] < 1:
             raise _bad_size(file, key, content[key])
+    num_layers = content.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+        raise ModelLoadError(f"{file}: num_hidden_layers {num_layers} is above {MAX_LAYERS}")
     try:
         return read_hf_config(file.parent, content)
     except Exception as error:  # the library checks values, and its errors have no common base
         raise ModelLoadError(f"{file}: {one_line(error)}") from error
+
+
+def _check_architecture(file: Path, architectures: object) -> None:
+    """Before the library reads a file of which the keys are not those that we ask for."""
+    if not architectures:
+        raise ModelLoadError(f"{file}: 'architectures' is missing")
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise ModelLoadError(f"{file}: 'architectures' must be a list of names")
+    if architectures[0] not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{file}: architectures {architectures[0]!r} is not supported, only "
+            f"{', '.join(ARCHITECTURES)}"
+        )
 
 
 def _size(file: Path, hf: PretrainedConfig, key: str) -> int:

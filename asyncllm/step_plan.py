@@ -7,6 +7,7 @@ them must not cost 256 objects; prefills, which are few, are objects.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -16,6 +17,25 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncllm.types import Sequence
+
+
+class StepKind(enum.Enum):
+    DECODE = "decode"  # one token for each of its rows
+    PREFILL = "prefill"  # prompts alone
+    MIXED = "mixed"  # prompts, and decodes before them
+
+    @classmethod
+    def of(cls, num_decodes: int, num_prefill_tokens: int) -> StepKind:
+        if not num_prefill_tokens:
+            return cls.DECODE
+        return cls.MIXED if num_decodes else cls.PREFILL
+
+
+class StepShape(NamedTuple):
+    """What graphs are keyed by, and what a step's duration goes by."""
+
+    kind: StepKind
+    size: int  # rows of a decode step, tokens of others; padding included
 
 
 @dataclass(slots=True, frozen=True)

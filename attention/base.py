@@ -1,6 +1,6 @@
-"""What a model asks of attention, and what a backend is told about a step.
+"""The calls between a model and its attention, and a step's rows as a backend gets them.
 
-A model calls `attend(layer, qkv, rotation)` once per layer, with the projection's raw output: it
+A model calls `mixer.attend(layer, qkv, rotation)` once per layer, with the projection's output: it
 normalises and rotates the heads, writes the new keys and values to their pages and returns the
 attention output. That is one call because on a GPU all before the attention is one kernel. What
 else there is (which rows, which pages) was settled before the forward pass. A model knows no pages.
@@ -25,6 +25,21 @@ from asyncllm.kernels.records import HeadNorm as HeadNorm
 from asyncllm.kernels.records import Rotation as Rotation
 
 
+class Mixer(Protocol):
+    """A model's access to the tokens before a step's, bound to the step's batch."""
+
+    def attend(self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """As `Attend`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMixer:
+    """A `Mixer` for models of which every layer is attention."""
+
+    attend: Attend
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
     """The prefill rows of a mixed step, on the host. Row i owns tokens indptr[i]:indptr[i+1]."""
@@ -37,11 +52,6 @@ class PrefillRows:
     @property
     def num_tokens(self) -> int:
         return int(self.query_indptr[-1])
-
-    @property
-    def is_fresh(self) -> bool:
-        """One prompt, none of it computed by an earlier step."""
-        return len(self.kv_lens) == 1 and int(self.kv_lens[0]) == self.num_tokens
 
 
 class StepAttention(Protocol):
@@ -57,7 +67,7 @@ class StepAttention(Protocol):
     max_pages: int
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
-        """Tell the next replay of its prefill rows, which come after so many decodes."""
+        """Set the next replay's prefill rows, which come after so many decodes."""
         ...
 
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:

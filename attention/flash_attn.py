@@ -1,7 +1,7 @@
 """Attention by the flash-attn package (FlashAttention 2): a second opinion on CUDA.
 
 Its paged kernels take pages of a multiple of 256 tokens only, so it needs --block-size 256. Slower
-than FlashInfer on Hopper (docs/LOG.md); it reads the same KV layout. Tested with flash-attn 2.8.3.
+than FlashInfer on Hopper; it reads the same KV layout. Tested with flash-attn 2.8.3.
 """
 
 from __future__ import annotations

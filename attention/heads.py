@@ -10,18 +10,13 @@ import torch
 
 from asyncllm.attention.base import AttentionLayer, Rotation
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def split_heads(layer: AttentionLayer, qkv: torch.Tensor) -> Heads:
-    """Views of q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim]."""
+def rotated_heads(
+    layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim]; normalise q
+    and k where the layer does so, and rotate them. v is a view."""
     q, k, v = qkv.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
-    return q, k, v
-
-
-def rotated_heads(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> Heads:
-    """`split_heads` with q and k normalised, where the layer does so, and rotated."""
-    q, k, v = split_heads(layer, qkv)
     norm = layer.head_norm
     if norm is not None:
         q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)

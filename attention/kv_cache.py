@@ -70,10 +70,7 @@ class KVCache:
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(from, to) on the device, all reads before all writes."""
         if pairs:
-            source, target = (
-                self._indices([a for a, _ in pairs]),
-                self._indices([b for _, b in pairs]),
-            )
+            source, target = (self._indices(list(pages)) for pages in zip(*pairs, strict=True))
             for cache in self.layers:
                 cache[target] = cache[source]
 
@@ -98,11 +95,8 @@ class KVCache:
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
             chunk = pairs[start : start + SWAP_CHUNK_PAGES]
             pages = self._indices([page for _, page in chunk])
-            staged = torch.empty(
-                (len(chunk), *self.host.shape[1:]),
-                dtype=self.host.dtype,
-                device=self.layers[0].device,
-            )
+            shape, device = (len(chunk), *self.host.shape[1:]), self.layers[0].device
+            staged = torch.empty(shape, dtype=self.host.dtype, device=device)
             for i, (host_page, _) in enumerate(chunk):
                 staged[i].copy_(self.host[host_page], non_blocking=True)
             for layer, cache in enumerate(self.layers):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionLayer, PrefillRows
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.kernels.declaration import Launch
 from asyncllm.kernels.prefill_lists import (
     HEADS_SHARE,
@@ -80,7 +80,7 @@ class PrefillLists:
             )
             return _Buffer(args, memory.numpy()[self._rows_start :])  # which keeps the memory
 
-        self._turns = Turns([buffer() for _ in range(NUM_BUFFERS)], device)
+        self._turns = RotatingBuffers([buffer() for _ in range(NUM_BUFFERS)], device)
 
     @property
     def workspace(self) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Which attention backend a configuration gets."""
+"""The attention backend that a configuration gets."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 
 import torch
 
@@ -12,9 +13,17 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import AttentionBackendName
 
+logger = logging.getLogger("asyncllm")
+
+# Those whose packages are optional and slow to import: only the one that is asked for is.
+MODULES = {
+    "flashinfer": "asyncllm.attention.flashinfer.backend",
+    "flash_attn": "asyncllm.attention.flash_attn",
+}
+
 
 def resolve_backend(name: AttentionBackendName, device: torch.device) -> AttentionBackendName:
-    """`auto` settled: FlashInfer on CUDA where it is installed, else torch.
+    """Settle `auto`: FlashInfer on CUDA where it is installed, else torch.
 
     Raises `ValueError` naming the flag where the backend cannot run here.
     """
@@ -29,19 +38,29 @@ def resolve_backend(name: AttentionBackendName, device: torch.device) -> Attenti
     return name
 
 
-def import_backend(name: AttentionBackendName) -> None:
-    """Now, what `build_backend` would: it takes seconds, in which threads compile kernels."""
-    if name != "torch":
-        importlib.import_module(f"asyncllm.attention.{name}")
+def import_backend(name: AttentionBackendName, *, or_torch: bool = False) -> AttentionBackendName:
+    """Import now what `build_backend` would: it takes seconds, in which threads compile kernels.
+
+    Returns what it has imported. What cannot be is a `ValueError` naming the flag, or, `or_torch`,
+    a warning.
+    """
+    try:
+        if name != "torch":
+            importlib.import_module(MODULES[name])
+    except ImportError as error:
+        if not or_torch:
+            raise ValueError(f"attention_backend {name}: {error}") from error
+        logger.warning("falling back to attention_backend torch: %s", error)
+        return "torch"
+    return name
 
 
 def build_backend(
     name: AttentionBackendName, cache: KVCache, layers: list[AttentionLayer]
 ) -> AttentionBackend:
     """The backend over `cache`; `name` as `resolve_backend` returned it."""
-    # CUDA packages are optional and slow to import: only the one that is asked for is.
     if name == "flashinfer":
-        from asyncllm.attention.flashinfer import FlashInferAttention
+        from asyncllm.attention.flashinfer.backend import FlashInferAttention
 
         return FlashInferAttention(cache, layers)
     if name == "flash_attn":

@@ -36,7 +36,7 @@ class PendingCaptures:
 
 
 def first_sizes(sizes: Sequence[int]) -> list[int]:
-    """Of `sizes`, in any order: the largest, and down from it the largest of at most half. Largest
+    """The largest of `sizes`, in any order, and down from it the largest of at most half. Largest
     first, because graphs share memory and the first one sets its size."""
     chosen: list[int] = []
     for size in sorted(sizes, reverse=True):

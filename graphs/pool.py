@@ -10,22 +10,31 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-from asyncllm.graphs.unowned import unowned
 
 Outputs = tuple[torch.Tensor, ...]
 
 
 class Graph(Protocol):
-    """What is used of `torch.cuda.CUDAGraph`."""
+    """The part of `torch.cuda.CUDAGraph` that is used."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
     def capture_end(self) -> None: ...
     def replay(self) -> None: ...
     def pool(self) -> Any: ...
+
+
+class Recorded(NamedTuple):
+    """A captured graph and its outputs, which hold until the next replay in its pool."""
+
+    graph: Graph
+    outputs: Outputs
+
+    def replay(self) -> Outputs:
+        self.graph.replay()
+        return self.outputs
 
 
 class Capture:
@@ -64,9 +73,8 @@ class GraphPool:
         self._before_capture = before_capture
         self._pool: Any = None
 
-    def record(self, run: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
-        """One graph of `run`, and its outputs, which every replay writes again: they hold until the
-        pool's next, whichever graph's.
+    def record(self, run: Callable[[], Outputs]) -> Recorded:
+        """One graph of `run`, and its outputs, which every replay writes again.
 
         It runs once before: workspaces and compiled kernels that are made at their first use must
         exist before a capture.
@@ -75,7 +83,7 @@ class GraphPool:
         with self.capture() as capture:
             outputs = run()
         (graph,) = capture.graphs
-        return graph, tuple(map(unowned, outputs))
+        return Recorded(graph, tuple(map(weak_alias, outputs)))
 
     @contextmanager
     def capture(self) -> Iterator[Capture]:
@@ -99,3 +107,30 @@ class GraphPool:
         finally:
             if collecting:
                 gc.enable()
+
+
+class _CudaArray:
+    """CUDA's array interface to a tensor's memory, as bytes, since that knows no bfloat16: torch
+    makes a tensor of it that does not own its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same contiguous memory without owning it; off CUDA `tensor` itself.
+
+    A graph's outputs are read where every replay writes them, while the pool may give their memory
+    to graphs that are captured later. The graph keeps the pool, and the pool the memory.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    assert tensor.is_contiguous()
+    memory = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
+    assert memory.data_ptr() == tensor.data_ptr(), "torch has copied it"
+    return memory.view(tensor.dtype).view(tensor.shape)

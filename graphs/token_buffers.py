@@ -1,19 +1,25 @@
-"""A mixed step's tokens on the device, and the forward pass over them."""
+"""A mixed step's tokens on the device, the forward pass over them, and the graphs of such steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import (
-    Attend,
     AttendRows,
     AttentionBackend,
     AttentionLayer,
+    AttentionMixer,
+    DecodeRows,
+    PrefillRows,
     Rotation,
 )
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, TokenInputs
+from asyncllm.step_plan import StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,40 @@ def forward(
         attend_rows(layer)
         return out
 
-    return forward_with(model, tokens, attend)
-
-
-def forward_with(model: CausalLM, tokens: TokenBuffers, attend: Attend) -> torch.Tensor:
     prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
-    return model.forward(tokens.token_ids, tokens.positions, prompt_lens, attend)
+    inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
+    return model.forward(inputs, AttentionMixer(attend))
+
+
+# (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
+ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
+# Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
+# that writes must go to the padding page.
+Clear = Callable[[], object]
+# The step's changes of slots, which its decodes read: before them.
+WriteChanges = Callable[[], object]
+
+
+class MixedGraphs(Protocol):
+    """Captured steps with prefills: full graphs, or pieces with attention between them."""
+
+    writes_changes: bool  # a replay begins with the step's changes of slots
+
+    def capture(self, size: int) -> None:
+        """Capture steps of `size` tokens on the current stream, between two steps; largest first
+        saves memory."""
+        ...
+
+    def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
+        """The shape that such a step is padded to; None: it has no graph."""
+        ...
+
+    def replay(
+        self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows
+    ) -> torch.Tensor:
+        """Run the step whose tokens are in the static inputs: the buffer of hidden states, [size or
+        more, hidden_size], which holds them until the next replay.
+
+        decode_positions: int32 [decodes].
+        """
+        ...

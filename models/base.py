@@ -1,4 +1,4 @@
-"""What the engine asks of a model: one forward pass over the step's tokens, whatever they are.
+"""The engine's interface to a model: one forward pass over the step's tokens, whatever they are.
 
 A model knows no sequences, pages, batches or sampling. It never waits for the device, and its
 shapes depend only on the number of tokens, so a step may be captured in a CUDA graph; where a
@@ -7,12 +7,39 @@ backend cannot be captured, the graph breaks at `attend`, called exactly once pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer
+from asyncllm.attention.base import AttentionLayer, Mixer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """One tensor of a checkpoint, or a slice of it, and the view of a weight that it fills.
+
+    The file's tensor has the view's shape and dtype (any float for a float), unless `file_shape`
+    and `file_dtype` differ. `part` has a slice for each of its first dimensions, without
+    steps: a shard reads its own bytes only. `transform` makes the view's contents of what was read,
+    which is on the view's device and may not be written to.
+    """
+
+    name: str
+    view: torch.Tensor
+    part: tuple[slice, ...] = ()
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    file_shape: tuple[int, ...] | None = None
+    file_dtype: torch.dtype | None = None
+
+
+class TokenInputs(NamedTuple):
+    """One step's tokens: int32 or int64 [T] each."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor  # below max_model_len
+    prompt_lens: torch.Tensor | None = None  # of each token's sequence, where the model uses them
 
 
 class CausalLM(Protocol):
@@ -25,32 +52,26 @@ class CausalLM(Protocol):
 
     @property
     def uses_prompt_lens(self) -> bool:
-        """Whether `forward` needs `prompt_lens`: KV then depends on the whole prompt's length."""
+        """`forward` needs `prompt_lens`, as KV depends on the length of the prompt."""
         ...
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Names a checkpoint may hold besides `checkpoint_tensors`, each a copy of another."""
+        """Names a checkpoint may hold besides those of `loads`, each a copy of another."""
         ...
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        prompt_lens: torch.Tensor | None,
-        attend: Attend,
-    ) -> torch.Tensor:
-        """Hidden states after the final norm, [T, hidden_size], for `compute_logits`.
-
-        token_ids, positions: int32 or int64 [T], positions below max_model_len. prompt_lens: the
-        same, the prompt length of each token's sequence; None where `uses_prompt_lens` is False.
-        """
+    def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
+        """Hidden states after the final norm, [T, hidden_size], for `compute_logits`."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size] in the model's dtype, of the rows that sample."""
         ...
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the checkpoint, view to copy it into) for all weights, each exactly once."""
+    def loads(self) -> Iterator[Load]:
+        """All that fills the weights, each element of them exactly once."""
+        ...
+
+    def finish_loading(self) -> None:
+        """To be called when all `loads` are done, again after each reload."""
         ...

@@ -7,7 +7,8 @@ pickled checkpoint (.bin) is never opened, because reading one runs its code.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncllm.errors import ModelLoadError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_LISTED_KEYS = 5
+LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 LENGTH_BYTES = 8  # a file begins with its header's length
 
 
@@ -42,7 +44,7 @@ class Checkpoint:
         }
 
     @property
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         return self._files.keys()
 
     @property
@@ -50,7 +52,7 @@ class Checkpoint:
         return len(self._handles)
 
     def file(self, name: str) -> Path:
-        """Where a tensor is, or should be."""
+        """The file that holds a tensor, or should."""
         return self._files.get(name, self.source)
 
     def header(self, name: str) -> tuple[list[int], str]:
@@ -70,6 +72,16 @@ class Checkpoint:
         return self._handles[self._files[name]].get_tensor(name)
 
 
+def num_stored_layers(folder: Path) -> int:
+    """Counted by tensor names; 0 where the folder has no checkpoint that can be read."""
+    try:
+        names = Checkpoint(folder).names
+    except ModelLoadError:  # raised again where the weights are asked for
+        return 0
+    indices = [int(found[1]) for name in names if (found := LAYER_NAME.match(name))]
+    return max(indices, default=-1) + 1
+
+
 def list_keys(names: Collection[str]) -> str:
     """The first few names in order and how many more there are."""
     listed = ", ".join(sorted(names)[:MAX_LISTED_KEYS])
@@ -85,7 +97,7 @@ def _open(file: Path) -> Any:
 
 
 def _read_offsets(file: Path) -> dict[str, int]:
-    """Name -> first byte in the file. The library has checked the header, but does not tell."""
+    """Name -> first byte in the file. The library checks the header, but gives no offsets."""
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         header = json.loads(opened.read(header_bytes))
@@ -102,7 +114,7 @@ def _names(handle: Any) -> set[str]:
 
 
 def _open_shards(index_file: Path) -> dict[Path, Any]:
-    """Every shard that the index names, checked to hold the keys that the index says it holds."""
+    """Every shard that the index names, checked to hold the keys that the index lists for it."""
     keys_by_shard: dict[str, set[str]] = {}
     for name, shard in _read_weight_map(index_file).items():
         keys_by_shard.setdefault(shard, set()).add(name)

@@ -18,21 +18,24 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer
+from asyncllm.attention.base import AttentionLayer, Mixer
+from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import Load, TokenInputs
+from asyncllm.models.checkpoint import num_stored_layers
 from asyncllm.models.layers.attention import Attention
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
+from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.norm import RMSNorm
 from asyncllm.models.layers.ops import Normed
 from asyncllm.models.layers.rotary import build_rotary
-from asyncllm.models.supported import check_dense_decoder
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What may differ between families. `windows`: tokens each layer sees, None for all."""
+    """The differences between families. `windows`: tokens each layer sees, None for all."""
 
     windows: tuple[int | None, ...]
     qkv_bias: bool = False
@@ -70,16 +73,22 @@ class DecoderLayer:
         )
         self.mlp = MLP(f"{name}.mlp", hf.hidden_size, hf.intermediate_size, spec.mlp_bias, build)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order of their use."""
+        attention, mlp = self.attention, self.mlp
+        return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+    def loads(self) -> Iterator[Load]:
         for child in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
-            yield from child.checkpoint_tensors()
+            yield from child.loads()
 
 
 class DenseDecoder:
     """A `CausalLM`; see there for shapes."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
-        check_dense_decoder(config)
+        _check_supported(config)
         hf = config.hf_config
         self.embed_tokens = Embedding("model.embed_tokens", hf.vocab_size, hf.hidden_size, build)
         self.layers = [
@@ -93,29 +102,54 @@ class DenseDecoder:
         self.uses_prompt_lens = self.rotary.uses_prompt_lens
         self.aliases = self.lm_head.aliases
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        prompt_lens: torch.Tensor | None,
-        attend: Attend,
-    ) -> torch.Tensor:
+    def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         # Before the embedding, the last ordinary launch: layers' kernels read it before their wait.
-        rotation = self.rotary.rotation(positions, prompt_lens)
-        residual = self.embed_tokens(token_ids)  # [T, hidden_size]
+        rotation = self.rotary.rotation(inputs.positions, inputs.prompt_lens)
+        residual = self.embed_tokens(inputs.ids)  # [T, hidden_size]
         x = Normed(self._input_norms[0](residual))
         for layer, next_norm in zip(self.layers, self._input_norms[1:], strict=True):
             post_norm = layer.post_attention_norm.constants
-            x = layer.attention.add(x, residual, post_norm, rotation, attend)
+            x = layer.attention.add(x, residual, post_norm, rotation, mixer)
             x = layer.mlp.add(x, residual, next_norm.constants)
         return x.values if x.squares is None else self.norm(residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.embed_tokens.checkpoint_tensors()
+    def loads(self) -> Iterator[Load]:
+        yield from self.embed_tokens.loads()
         for layer in self.layers:
-            yield from layer.checkpoint_tensors()
-        yield from self.norm.checkpoint_tensors()
-        yield from self.lm_head.checkpoint_tensors()
+            yield from layer.loads()
+        yield from self.norm.loads()
+        yield from self.lm_head.loads()
+
+    def finish_loading(self) -> None:
+        for layer in self.layers:
+            for linear in layer.linears:
+                linear.finish_loading()
+
+
+def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
+    """The error for one key of config.json; `reason` continues after its value."""
+    value = getattr(config.hf_config, key, None)
+    return ModelLoadError(f"{config.path / 'config.json'}: {key} {value!r} {reason}")
+
+
+def _check_supported(config: ModelConfig) -> None:
+    """All that the families of the dense decoder take for granted. Raises `ModelLoadError`."""
+    hf = config.hf_config
+    if hf.hidden_act != "silu":
+        raise unsupported(config, "hidden_act", "is not supported, only 'silu'")
+    if getattr(hf, "quantization_config", None) is not None:
+        raise unsupported(config, "quantization_config", "is not supported")
+    if hf.num_attention_heads % config.num_kv_heads:
+        raise unsupported(
+            config,
+            "num_attention_heads",
+            f"is no multiple of {config.num_kv_heads} key-value heads",
+        )
+    num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
+    if num_stored and config.num_layers > num_stored:
+        raise unsupported(
+            config, "num_hidden_layers", f"is more than the {num_stored} of the checkpoint"
+        )

@@ -1,4 +1,4 @@
-"""Weights into a model, by a walk over its table of (checkpoint name, view to fill).
+"""Weights into a model, by a walk over its `Load`s.
 
 Everything that can be wrong with names, shapes and dtypes is found from the files' headers, before
 the first weight is read. Then each tensor goes from its file straight into its view: on CUDA by
@@ -8,7 +8,7 @@ weight_stream.py where its bytes go as they are, else from the mapped file, conv
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,16 @@ import torch
 
 from asyncllm.config import LoadFormat
 from asyncllm.errors import ModelLoadError
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, Load
 from asyncllm.models.checkpoint import Checkpoint, list_keys
 from asyncllm.models.weight_stream import Span, stream_weights
 from asyncllm.progress import DELAY_S, ProgressBar
 
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
+STREAMED_DEVICES = ("cuda",)
 DUMMY_STD = 0.02
 
 
@@ -44,67 +47,77 @@ def load_weights(
     Raises `ModelLoadError` naming file and key.
     """
     start = time.perf_counter()
-    views = dict(model.checkpoint_tensors())
+    loads = list(model.loads())
     if load_format == "dummy":
         num_files = 0
-        _fill_dummy(views, seed)
+        _fill_dummy(loads, seed)
     else:
         checkpoint = Checkpoint(folder)
         num_files = checkpoint.num_files
-        _check(checkpoint, views, model.aliases)
-        _copy(checkpoint, views, progress)
-    num_bytes = sum(view.nbytes for view in views.values())
+        _check(checkpoint, loads, model.aliases)
+        _copy(checkpoint, loads, progress)
+    model.finish_loading()
+    num_bytes = sum(load.view.nbytes for load in loads)
     return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
-def _copy(checkpoint: Checkpoint, views: Mapping[str, torch.Tensor], progress: bool) -> None:
+def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None:
     with ProgressBar(
-        total=sum(view.nbytes for view in views.values()),
+        total=sum(load.view.nbytes for load in loads),
         desc="Loading weights",
         unit="B",
         unit_scale=True,
         delay=DELAY_S,
         disable=not progress,
     ) as bar:
-        streamed = {name: view for name, view in views.items() if _streams(checkpoint, name, view)}
-        for name, view in views.items():
-            if name not in streamed:
-                view.copy_(checkpoint.read(name))
-                bar.update(view.nbytes)
-        if streamed:
-            device = next(iter(streamed.values())).device
-            spans = [Span(*checkpoint.place(name), view) for name, view in streamed.items()]
-            for num_bytes in stream_weights(spans, device):
-                bar.update(num_bytes)
+        spans = []
+        for load in loads:
+            if _streams(checkpoint, load):
+                spans.append(_span(checkpoint, load))
+            else:
+                load.view.copy_(_read(checkpoint, load))
+                bar.update(load.view.nbytes)
+        for num_bytes in stream_weights(spans, loads[0].view.device):
+            bar.update(num_bytes)
 
 
-def _streams(checkpoint: Checkpoint, name: str, view: torch.Tensor) -> bool:
-    """Whether the file's bytes are the view's, on a device that is worth a pinned buffer."""
-    same_dtype = DTYPES.get(checkpoint.header(name)[1]) == view.dtype
-    return view.device.type == "cuda" and same_dtype and view.is_contiguous()
+def _streams(checkpoint: Checkpoint, load: Load) -> bool:
+    """The file has the view's bytes, one after the other, and the device is worth a pinned copy."""
+    view = load.view
+    same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == view.dtype
+    is_plain = load.transform is None and len(load.part) <= 1 and view.is_contiguous()
+    return view.device.type in STREAMED_DEVICES and same_dtype and is_plain
 
 
-def _check(
-    checkpoint: Checkpoint, views: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
-) -> None:
-    """That the checkpoint is exactly what the model takes, copies and old buffers aside."""
-    if missing := views.keys() - checkpoint.names:
+def _span(checkpoint: Checkpoint, load: Load) -> Span:
+    """The bytes of a load that `_streams`: a tensor's, or some of its rows'."""
+    file, offset = checkpoint.place(load.name)
+    for rows, num_rows in zip(load.part, checkpoint.header(load.name)[0], strict=False):
+        offset += range(num_rows)[rows].start * load.view.nbytes // max(1, len(load.view))
+    return Span(file, offset, load.view)
+
+
+def _read(checkpoint: Checkpoint, load: Load) -> torch.Tensor:
+    """The view's contents, on the CPU and in the file's dtype where there is no transform."""
+    tensor = checkpoint.read(load.name)[load.part]
+    if load.transform is not None:
+        tensor = load.transform(tensor.to(load.view.device))
+    assert tensor.shape == load.view.shape, f"{load.name}: {tensor.shape} for {load.view.shape}"
+    return tensor
+
+
+def _check(checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, str]) -> None:
+    """The checkpoint must be exactly what the model takes, copies and old buffers aside."""
+    names = {load.name for load in loads}
+    if missing := names - checkpoint.names:
         raise ModelLoadError(f"{checkpoint.source}: missing tensors: {list_keys(missing)}")
     if unexpected := {
-        name
-        for name in checkpoint.names - views.keys() - aliases.keys()
-        if not name.endswith(BUFFERS)
+        name for name in checkpoint.names - names - aliases.keys() if not name.endswith(BUFFERS)
     }:
         file = checkpoint.file(min(unexpected))
         raise ModelLoadError(f"{file}: unexpected tensors: {list_keys(unexpected)}")
-    for name, view in views.items():
-        shape, dtype = checkpoint.header(name)
-        if shape != list(view.shape):
-            raise _misfit(
-                checkpoint, name, f"has shape {shape}, config.json says {list(view.shape)}"
-            )
-        if dtype not in DTYPES:
-            raise _misfit(checkpoint, name, f"has dtype {dtype}, not one of {', '.join(DTYPES)}")
+    for load in loads:
+        _check_header(checkpoint, load)
     for alias in aliases.keys() & checkpoint.names:
         if not torch.equal(checkpoint.read(alias), checkpoint.read(aliases[alias])):
             raise _misfit(
@@ -112,16 +125,30 @@ def _check(
             )
 
 
+def _check_header(checkpoint: Checkpoint, load: Load) -> None:
+    """The file's tensor must have the shape and the dtype that the load is made for."""
+    shape, dtype = checkpoint.header(load.name)
+    wanted_shape = list(load.view.shape if load.file_shape is None else load.file_shape)
+    if shape != wanted_shape:
+        raise _misfit(checkpoint, load.name, f"has shape {shape}, config.json says {wanted_shape}")
+    wanted = load.file_dtype or load.view.dtype
+    takes = [n for n, d in DTYPES.items() if d == wanted or {d, wanted} <= {*FLOATS.values()}]
+    if dtype not in takes:
+        raise _misfit(checkpoint, load.name, f"has dtype {dtype}, not one of {', '.join(takes)}")
+    sliced = [len(range(size)[part]) for size, part in zip(shape, load.part, strict=False)]
+    fits = [*sliced, *shape[len(sliced) :]] == list(load.view.shape)
+    assert fits or load.transform is not None, f"{load.name}: {load.part} for {load.view.shape}"
+
+
 def _misfit(checkpoint: Checkpoint, name: str, message: str) -> ModelLoadError:
     return ModelLoadError(f"{checkpoint.file(name)}: {name} {message}")
 
 
-def _fill_dummy(views: Mapping[str, torch.Tensor], seed: int) -> None:
+def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
     """Normal values, and ones for the norms, which are the one-dimensional weights. In place."""
-    device = next(iter(views.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, view in views.items():
-        if view.dim() == 1 and name.endswith(".weight"):
-            view.fill_(1.0)
+    generator = torch.Generator(loads[0].view.device).manual_seed(seed)
+    for load in loads:
+        if load.view.dim() == 1 and load.name.endswith(".weight"):
+            load.view.fill_(1.0)
         else:
-            view.normal_(0.0, DUMMY_STD, generator=generator)
+            load.view.normal_(0.0, DUMMY_STD, generator=generator)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder
+from asyncllm.models.decoder import DecoderSpec, DenseDecoder, unsupported
 from asyncllm.models.layers.build import Build
-from asyncllm.models.supported import unsupported
 
 
 def build_qwen2(config: ModelConfig, build: Build) -> DenseDecoder:

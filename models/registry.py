@@ -1,4 +1,4 @@
-"""Which architecture of a config.json is built by what."""
+"""The builder of each architecture that `ModelConfig` lets through."""
 
 from __future__ import annotations
 
@@ -36,16 +36,10 @@ def build_model(
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
-    build_architecture = ARCHITECTURES.get(model_config.architecture)
-    if build_architecture is None:
-        raise ModelLoadError(
-            f"{model_config.path / 'config.json'}: architecture {model_config.architecture!r} is "
-            f"not supported, only {', '.join(ARCHITECTURES)}"
-        )
-    linear_method = UnquantizedLinearMethod(dtype, device, ops)
-    build = Build(dtype, device, ops, linear_method, max_model_len)
+    linear_methods = {"": UnquantizedLinearMethod(dtype, device, ops)}
+    build = Build(dtype, device, ops, linear_methods, max_model_len)
     try:
-        return build_architecture(model_config, build)
+        return ARCHITECTURES[model_config.architecture](model_config, build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs
         model_type = model_config.hf_config.model_type
         raise ModelLoadError(

@@ -2,7 +2,7 @@
 
 A thread reads a piece into a pinned buffer (without the GIL) and enqueues its copy; a buffer is
 used again when the copy out of it is done. From the page cache this moves at least twice what one
-thread through the mapped file does (docs/LOG.md); from a cold disk both are as fast as the disk.
+thread through the mapped file does (docs/log/start.md); from a cold disk both are disk-bound.
 It knows offsets and bytes, neither names nor dtypes. On the CPU it runs too, for the tests.
 """
 
@@ -47,7 +47,7 @@ def stream_weights(spans: Iterable[Span], device: torch.device) -> Iterator[int]
         buffers.put(_Buffer(stream))
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, "asyncllm-weights"))
-        stack.callback(threads.shutdown, cancel_futures=True)  # on an error: the rest is moot
+        stack.callback(threads.shutdown, cancel_futures=True)  # after an error: read no more
         opened: dict[Path, int] = {}
         futures = []
         for piece in pieces:

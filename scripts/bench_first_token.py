@@ -1,4 +1,4 @@
-"""Where a first token's time goes: each request's way through the whole server, stamped.
+"""Measures where a first token's time goes: stamps each request on its path through the server.
 
 One client, in a process of its own, sends requests one after the other (or --burst of them at
 once) over the loopback. The stages in microseconds, each from the end of the stage before, as
@@ -43,11 +43,11 @@ from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine_args import EngineArgs
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.collector import patient_collector
-from asyncllm.server.connection import Connection
-from asyncllm.server.listener import Listener
+from asyncllm.server.http.connection import Connection
+from asyncllm.server.http.listener import Listener
+from asyncllm.server.http.sse import SSEStream
+from asyncllm.server.serve import patient_collector
 from asyncllm.server.service import SERVICE
-from asyncllm.server.sse import SSEStream
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, StepResult
 

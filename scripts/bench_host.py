@@ -1,6 +1,6 @@
-"""What the host costs per step and per token: the whole server, with a device that only takes time.
+"""Measures the host's time per step and token: the whole server, on a device that only waits.
 
-Scheduler, step builder, output processor, SSE writer and HTTP server are the real ones; the device
+Scheduler, step packer, output processor, SSE writer and HTTP server are the real ones; the device
 is simulated and its tokens are made up. The clients are another process on the loopback. One row
 per number of streams, in microseconds per step:
 
@@ -50,10 +50,10 @@ from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine_args import EngineArgs
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.collector import patient_collector
-from asyncllm.server.listener import Listener
+from asyncllm.server.http.listener import Listener
+from asyncllm.server.http.sse import SSEStream
+from asyncllm.server.serve import patient_collector
 from asyncllm.server.service import SERVICE, Service
-from asyncllm.server.sse import SSEStream
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 
@@ -91,7 +91,7 @@ class Meter:
     def watch(self, core: EngineCore, service: Service) -> None:
         worker: Any = core.worker
         self.wrap(core.steps, "plan", "plan")
-        self.wrap(worker.builder, "build", "build")
+        self.wrap(worker.packer, "pack", "build")
         self.wrap(core.steps, "launch", "launch", "build")
         self.wrap(core.live.outputs, "_emit_all", "emit")
         self.wrap(core.live.outputs, "process", "text", "emit")
@@ -118,7 +118,7 @@ class Meter:
         self.marks.clear()
 
     def quantiles_us(self) -> dict[str, list[float]]:
-        """Of each phase's steps: 10, 50, 90, 99 and 100 %."""
+        """Phase -> its time in a step at percentiles 10, 50, 90, 99 and 100."""
         per_step = np.diff(np.array(self.marks), axis=0) * 1e6
         of_phases = np.percentile(per_step, [10, 50, 90, 99, 100], axis=0).T.round(1).tolist()
         return dict(zip(PHASES, of_phases, strict=True))

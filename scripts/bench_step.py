@@ -37,6 +37,7 @@ from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.worker import Worker
+from asyncllm.worker.worker_command import CaptureGraph
 
 REPEATS = 30
 PROFILED = 5
@@ -75,7 +76,7 @@ def time_ms(work: Callable[[], Any], prepare: Callable[[], Any], repeats: int = 
 
 
 def measure_bandwidth() -> float:
-    """Bytes per second that a large sum reads. Bulk copies read 7 % more on an H200 (docs/LOG.md),
+    """Bytes per second that a large sum reads. Bulk copies read 7 % more (docs/log/decode.md),
     so a share of it can be above 100 %."""
     source = torch.zeros(BANDWIDTH_BYTES // 4, dtype=torch.float32, device="cuda")
     return BANDWIDTH_BYTES / time_ms(source.sum, lambda: None, 5) * 1e3
@@ -107,7 +108,7 @@ class Bench:
     def __init__(self, config: EngineConfig, context: int) -> None:
         self._config, self._worker = config, Worker(config)
         while self._worker.num_pending_graphs:
-            self._worker.capture_one()
+            self._worker.command(CaptureGraph())
         self._runner = self._worker.runner
         self._state = self._runner._state
         self._persistent: PersistentDecode | None = None
@@ -118,12 +119,12 @@ class Bench:
             first = 1 + (slot - 1) * pages % (available - pages)
             self._state.block_tables[slot, :pages] = torch.arange(first, first + pages)
         model = self._runner._model
-        sizes = {name: view.nbytes for name, view in model.checkpoint_tensors()}
+        sizes = {load.name: load.view.nbytes for load in model.loads()}
         self._weights = weight_bytes(sizes, config.model.hf_config.tie_word_embeddings)
         self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
 
     def use_persistent_decode(self, batches: Sequence[int]) -> None:
-        """From now on, for these."""
+        """Captures the decode graphs of these batch sizes again, with the one kernel."""
         runner, device = self._runner, self._state.positions.device
         model, cache = runner._model, runner._cache
         assert isinstance(model, DenseDecoder)
@@ -137,8 +138,8 @@ class Bench:
             raise SystemExit("no persistent decode for this model on this device")
         self._persistent = PersistentDecode(model, cache, launch, num_blocks)
         step = partial(runner.decode_step, forward=self._persistent.forward)
-        inbox = runner.inbox
-        graphs = DecodeGraphs(step, inbox.decode_slots, inbox.clear, GraphPool())
+        inputs = runner.inputs
+        graphs = DecodeGraphs(step, inputs.decode_slots, inputs.clear, GraphPool())
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for batch in batches:
@@ -151,17 +152,17 @@ class Bench:
         return self._persistent is not None and self._persistent.kernel.is_stuck
 
     def logits(self, batch: int) -> torch.Tensor:
-        """Of the step that `decode` times, [batch, V]."""
+        """Returns the logits of the step that `decode` times, [batch, V]."""
         graphs = self._runner.graphs
         assert graphs is not None
         size = self._take_slots(graphs, batch)
         self._state.positions[1:].fill_(self._context - 1)
         self._state.last_tokens[1:].fill_(1)
-        return graphs.replay(size)[1].clone()
+        return graphs[size].replay()[1].clone()
 
     @staticmethod
     def _take_slots(graphs: DecodeGraphs, batch: int) -> int:
-        """The next replays' rows; how many they are with padding."""
+        """Sets the rows of the next replays; returns how many they are with padding."""
         size = graphs.fitting(batch)
         assert size is not None
         graphs.slots.zero_()
@@ -179,12 +180,12 @@ class Bench:
             self._state.positions[1:].fill_(self._context - 1)  # the new token is the last seen
 
         def work() -> None:
-            graphs.replay(size)
+            graphs[size].replay()
 
         ms = time_ms(work, prepare)
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
-        way = next(name for name, sizes in graphs.ways.items() if batch in sizes)
+        way = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
         return {
             "step": step if way == LAYERS else f"{step} by {way}",
             "batch": batch,
@@ -208,7 +209,7 @@ class Bench:
 def compare_persistent(
     bench: Bench, batches: Sequence[int], bandwidth: float
 ) -> list[dict[str, Any]]:
-    """Their times, after a look at whether the logits are those of the other kernels."""
+    """Prints how far the logits are from those of the other kernels; returns the times."""
     others = {batch: bench.logits(batch) for batch in batches}
     bench.use_persistent_decode(batches)
     for batch, other in others.items():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What structured output costs: tokens per second of JSON by a schema beside those of free text.
+"""Compares structured output with free text: tokens per second of JSON by a schema, and of text.
 
 The same engine, prompts and number of streams, one after the other in one process; the last line is
 JSON. The share of the free text's throughput is what to look at: the tokens themselves differ.
@@ -74,7 +74,7 @@ async def measure(engine: AsyncLLMEngine, args: argparse.Namespace, wanted: Any)
 
 
 def host_seconds(engine: AsyncLLMEngine) -> float:
-    """Of the loop, in the verbs of all steps so far."""
+    """The loop's time in plan, launch and finish of all steps so far."""
     host = engine.host_seconds
     return host.plan + host.launch + host.finish
 

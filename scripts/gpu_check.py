@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks and times asyncllm on one CUDA device, in one call, and prints Markdown for docs/LOG.md.
+"""Checks and times asyncllm on one CUDA device, in one call, and prints Markdown for docs/log.
 
     scripts/gpu_check.py                         the correctness checks, on the built-in model
     scripts/gpu_check.py --model DIR [DIR ...]   and the workloads on these, with made-up weights

@@ -159,17 +159,20 @@ async def answer(params: list[SamplingParams], args: Args) -> Answers:
 
 
 def equal(ours: Answers, oracle: Answers) -> Outcome:
-    """And where the first answer parts that does."""
+    """The detail says where the first unequal answer diverges."""
     pairs = list(zip(ours.tokens, oracle.tokens, strict=True))
-    parted = [place for place, (a, b) in enumerate(pairs) if a != b]
-    detail = f"{len(pairs) - len(parted)}/{len(pairs)} answers equal"
-    if not parted:
+    diverged = [place for place, (a, b) in enumerate(pairs) if a != b]
+    detail = f"{len(pairs) - len(diverged)}/{len(pairs)} answers equal"
+    if not diverged:
         return True, detail
-    a, b = pairs[parted[0]]
+    a, b = pairs[diverged[0]]
     at = next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(map(len, (a, b)))
     )
-    return False, f"{detail}, answer {parted[0]} parts at token {at}: {a[at:][:3]}, {b[at:][:3]}"
+    return (
+        False,
+        f"{detail}, answer {diverged[0]} diverges at token {at}: {a[at:][:3]}, {b[at:][:3]}",
+    )
 
 
 async def same_tokens(params: list[SamplingParams], ours: Args, oracle: Args) -> Outcome:
@@ -177,7 +180,7 @@ async def same_tokens(params: list[SamplingParams], ours: Args, oracle: Args) ->
 
 
 async def plainly_as_in_full(params: list[SamplingParams]) -> Outcome:
-    """A bias of nothing is an edit, and goes the full way."""
+    """A bias of zero edits the logits, so such rows are sampled in full."""
     in_full = [replace(each, logit_bias={0: 0.0}) for each in params]
     return equal(await answer(params, ROOMY), await answer(in_full, ROOMY))
 
@@ -229,7 +232,7 @@ def prompt_logprob_gap(ours: Answers, reference: Answers) -> float:
 
 @contextmanager
 def layers_lose() -> Iterator[None]:
-    """Every trial of ways to run a decode step, meanwhile: the last of the others wins."""
+    """Each autotune of decode kernels, meanwhile, finds the last one the quickest."""
 
     def trial(self: DecodeAutotune, slots: torch.Tensor, replays: list[Any]) -> list[float]:
         return [1.0 / (1 + place) for place in range(len(replays))]
@@ -240,7 +243,7 @@ def layers_lose() -> Iterator[None]:
 
 async def one_kernel_as_layers() -> Outcome:
     if torch.cuda.get_device_capability() not in KERNEL.capabilities:
-        return True, "this card has no such kernel"
+        return True, "this GPU has no such kernel"
     args = ROOMY | {"max_num_seqs": MAX_ROWS}
     with layers_lose():
         async with AsyncLLMEngine("tiny", **args) as engine:

@@ -29,8 +29,8 @@ from loadtesting.ceiling import find_ceiling
 from loadtesting.experiments import ab_report, interleave, repeat, repeat_report
 from loadtesting.knee import find_knee, knee_report
 from loadtesting.live import live_table
+from loadtesting.mock_answer import MockSettings
 from loadtesting.mock_server import serve_mock
-from loadtesting.mock_settings import MockSettings
 from loadtesting.record import LoadTestError
 from loadtesting.run import Run, run_once
 from loadtesting.settings import WORKLOADS, Settings, above

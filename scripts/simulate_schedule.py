@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the prefill chunk does to latencies: the real Scheduler on a model of a GPU. CPU, seconds.
+"""Simulates how the prefill chunk changes latencies: the real Scheduler on a model of a GPU.
 
 No kernel runs and no clock is read: a step lasts as long as `simulated_device.py` says, the host
 launches one step ahead as `pipeline.run_ahead` does, as late as `PlanTime` lets it, and clients

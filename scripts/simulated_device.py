@@ -1,6 +1,6 @@
-"""How long a step takes on an H200: tables of what was measured, for `simulate_schedule.py`.
+"""Predicts how long a step takes on an H200, from measured tables, for `simulate_schedule.py`.
 
-Steps with prompts are padded to a captured size. The tables are straight in between, and products
+Steps with prompts are padded to a captured size. The tables are straight in between, and GEMMs
 compute 128 tokens at once, so sizes a little above a multiple of that have entries of their own.
 """
 
@@ -16,7 +16,7 @@ from asyncllm.types import StepCost
 
 @dataclass(frozen=True)
 class Device:
-    """A step is one forward pass: all tokens' matrix products together, plus attention."""
+    """A step is one forward pass: all tokens' GEMMs together, plus attention."""
 
     decode_ms: tuple[tuple[int, float], ...]  # (rows, all but attention), straight in between
     mixed_ms: tuple[tuple[int, float], ...]  # (tokens), of steps with prompts
@@ -45,7 +45,7 @@ class Device:
 
     @property
     def cost(self) -> StepCost:
-        """What the worker would measure at its start."""
+        """The cost that the worker would measure at its start."""
         prefill_s = _between(self.mixed_ms, 1024) / 1e3 + self._attention_s(1024, 0)
         return StepCost(self.decode_ms[0][1] / 1e3, prefill_s / 1024)
 
@@ -62,10 +62,10 @@ DECODES_8B = (
     (1, 3.52), (2, 3.65), (4, 3.72), (8, 3.9), (9, 4.39), (64, 5.0), (128, 5.4), (256, 6.45),
 )
 # Of an H200: captured steps of so many tokens beside 8 decodes of 1000, less attention. The 8B's of
-# 128, 256, 384, 512, 528, 640, 768, 896, 1024, 1280, 1536 and 2048 tokens are one card's. Others
-# above 16 are a slower card's, times 0.935 (rested 0.9): scaled, not measured.
+# 128, 256, 384, 512, 528, 640, 768, 896, 1024, 1280, 1536 and 2048 tokens are one GPU's. Others
+# above 16 are a slower GPU's, times 0.935 (rested 0.9): scaled, not measured.
 DEVICES = {
-    # Step behind step: the card lowers its clock.
+    # Step behind step: the GPU lowers its clock.
     "8b": Device(
         DECODES_8B,
         ((16, 5.4), (64, 5.09), (128, 4.99), (144, 5.73), (160, 5.82), (192, 6.57), (256, 6.86),

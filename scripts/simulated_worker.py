@@ -14,20 +14,19 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.step_plan import StepPlan
+from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import Sequence, StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.executor import LaunchedStep
-from asyncllm.worker.host_step import HostStep
+from asyncllm.worker.executor import HostStep, LaunchedStep
 from asyncllm.worker.memory import MemoryPlan
-from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.step_timer import DeviceTimes
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
 
 class SimulatedEvent:
-    """What `executor` uses of a CUDA event."""
+    """Has the methods of a CUDA event that `executor` uses."""
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
@@ -48,15 +47,15 @@ class SimulatedStep:
         event: SimulatedEvent,
         waiter: EventWaiter,
         step_s: float,
-        size: int,
+        shape: StepShape,
     ) -> None:
         self.event = event
-        self._step_s, self._size = step_s, size
+        self._step_s, self._shape = step_s, shape
         self._tokens, self._waiter = tokens, waiter
         self._submitted_s = time.perf_counter()
 
     async def wait(self) -> StepResult:
-        await self._waiter.wait(self.event, self._submitted_s, self._size)
+        await self._waiter.wait(self.event, self._submitted_s, self._shape)
         return StepResult(self._tokens.tolist())
 
     def device_times(self) -> DeviceTimes:
@@ -64,7 +63,7 @@ class SimulatedStep:
 
 
 class SimulatedWorker:
-    """What the engine uses of a `Worker`: it packs its steps, and its tokens are random words."""
+    """Has the methods of a `Worker` that the engine uses; packs its steps, gives random words."""
 
     swap_cost = None
     step_cost = None
@@ -86,7 +85,7 @@ class SimulatedWorker:
         self.memory = MemoryPlan(pages, 0, window)
         self.phases: dict[str, float] = {}
         self.work = WorkCounts()
-        self.builder = StepBuilder(config.num_slots, config.block_size)
+        self.packer = StepPacker(config.num_slots, config.block_size)
         self.in_flight: deque[SimulatedStep] = deque()
         self._tokens = _random_words(config)
         self._next = 0  # of _tokens
@@ -101,24 +100,25 @@ class SimulatedWorker:
         return ()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        inputs = self.builder.build(plan)
+        inputs = self.packer.pack(plan)
         step_s, host_s = self.step_s, self.decode_host_s
         if plan.prefills:
             host_s = self.prefill_host_s
             step_s = step_s if self.prefill_step_s is None else self.prefill_step_s
         self._free_s = max(self._free_s, time.perf_counter()) + step_s
-        size = plan.num_tokens if plan.prefills else 0
+        kind = StepKind.of(len(plan.decodes), plan.num_tokens - len(plan.decodes))
+        shape = StepShape(kind, plan.num_tokens)
         _spin(host_s)
         if not plan.needs_host:
-            return self._step(self._words(len(inputs.sampled_slots)), step_s, size)
+            return self._step(self._words(len(inputs.sampled_slots)), step_s, shape)
 
         def end(masks: TokenMasks) -> LaunchedStep:
-            self.builder.build_sampling(inputs)
+            self.packer.pack_edits(inputs)
             late_s = time.perf_counter() - self._free_s
             self.lateness_s.append(late_s)
             self._free_s += max(0.0, late_s)
             said = [self.answer(seq)[seq.num_output_tokens] for seq in plan.sampled]
-            return self._step(torch.tensor(said, dtype=torch.int32), step_s, size)
+            return self._step(torch.tensor(said, dtype=torch.int32), step_s, shape)
 
         return HostStep(end)
 
@@ -126,8 +126,8 @@ class SimulatedWorker:
         self._next = (self._next + 997) % (len(self._tokens) - number)
         return self._tokens[self._next : self._next + number]
 
-    def _step(self, tokens: torch.Tensor, step_s: float, size: int) -> SimulatedStep:
-        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, step_s, size)
+    def _step(self, tokens: torch.Tensor, step_s: float, shape: StepShape) -> SimulatedStep:
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, step_s, shape)
         self.in_flight.append(step)
         return step
 

@@ -156,7 +156,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def render_prompt(tokenizer: Any, shown: Example) -> str:
-    """What the chat template makes of all messages before the last: the prompt of its answer.
+    """Renders all messages before the last by the chat template: the prompt of its answer.
 
     tokenizer: one of transformers, with the chat template.
     """

@@ -78,14 +78,14 @@ class Budget:
     steps: int | None
 
     def share(self, elapsed: float, step: int) -> float:
-        """What part of the training lies behind, from 0 to 1."""
+        """The share of the training that is done, from 0 to 1."""
         by_steps = step / self.steps if self.steps else 0.0
         return min(1.0, max(elapsed / self.seconds, by_steps))
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a training did, for the report."""
+    """A finished training, for the report."""
 
     parameters: int
     steps: int

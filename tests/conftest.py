@@ -1,9 +1,11 @@
-"""For all tests."""
+"""Threads, Triton without a device, and what of the tests is slow."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
 # Small steps are quickest on one thread, and two processes of tests share two cores.
@@ -12,3 +14,25 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the processes that tests start
 # Read when Triton is imported: its kernels then run without a device, slowly.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+TESTS = Path(__file__).parent
+# Whole folders and modules of the slow tier. Single tests are marked where they are.
+SLOW = {
+    TESTS / "clients",
+    TESTS / "page" / "test_chat_page.py",
+    TESTS / "page" / "test_docs_page.py",
+    TESTS / "page" / "test_markdown.py",
+    TESTS / "page" / "test_whole_page.py",
+    TESTS / "server" / "test_schemathesis.py",
+}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if not SLOW.isdisjoint((item.path, item.path.parent)):
+        item.add_marker("slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Their imports alone take seconds of each process."""
+    is_fast_tier = config.option.markexpr == "not slow"
+    return True if is_fast_tier and collection_path in SLOW else None

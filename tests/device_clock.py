@@ -9,7 +9,7 @@ import torch
 
 
 class DeviceClock:
-    """What CUDA's events read, from here on."""
+    """A clock that CUDA's events read, from here on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ms = 0.0

@@ -22,7 +22,7 @@ def test_bytes_of_the_built_in_model():
     config = ModelConfig.from_folder(resolve_model_path("tiny"))
     hf = config.hf_config
     model = build_model(config, torch.bfloat16, torch.device("cpu"), TorchOps(), 64)
-    sizes = {name: view.nbytes for name, view in model.checkpoint_tensors()}
+    sizes = {load.name: load.view.nbytes for load in model.loads()}
     embedding = 2 * hf.vocab_size * hf.hidden_size
     everything = bench_step.weight_bytes(sizes, tied=True)
     assert everything == sum(sizes.values())

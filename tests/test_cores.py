@@ -15,7 +15,7 @@ from asyncllm.engine_args import EngineArgs
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a machine of 64 cores, 16 of which this process may run on."""
+    """A cgroup folder on a machine of 64 cores, 16 of which this process may run on."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     monkeypatch.setattr(cores, "CGROUP", tmp_path)

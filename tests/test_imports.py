@@ -1,4 +1,4 @@
-"""What a start does not import: each of these costs time before the first word of help."""
+"""A start does not import these: each costs time before the first word of help."""
 
 from __future__ import annotations
 

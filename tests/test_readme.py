@@ -1,4 +1,4 @@
-"""README's code runs as written, and what it names exists."""
+"""README's code runs as written, its flags exist, and it stays short."""
 
 from __future__ import annotations
 
@@ -58,14 +58,8 @@ def test_flags_exist(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert flag in capsys.readouterr().out
 
 
-def test_named_places_exist() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
-    for place in re.findall(r"`((?:server|engine|worker|attention|models)/[^`]+)`", README):
-        path, _, names = place.partition(": ")
-        home = ROOT if (ROOT / path).exists() else ROOT / "asyncllm"
-        text = (home / path).read_text()
-        assert not names or re.search(rf"def {names}\b", text), place
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 def test_scripts_are_executable() -> None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T], on: Callable[..., T] = asyncio.run) -> T:
-    """What the coroutine returns, from a loop of its own."""
+    """Returns the coroutine's result, from a loop of its own."""
 
     async def bounded() -> T:
         async with asyncio.timeout(TEST_SECONDS):

@@ -18,7 +18,7 @@ DONE = b"[DONE]"
 
 
 class AnswerError(Exception):
-    """What the server said instead of an answer, or why it could not be asked."""
+    """The server answered with an error, or could not be reached."""
 
 
 class ApiClient:

@@ -30,7 +30,7 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine_args import EngineArgs
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.listener import Listener
+from asyncllm.server.http.listener import Listener
 from asyncllm.server.routes import served_routes
 
 MAX_LINE_BYTES = 64 * 1024 * 1024

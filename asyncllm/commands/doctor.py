@@ -14,13 +14,13 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.commands import kernels
-from asyncllm.commands.bytecode import modules_without_bytecode
 from asyncllm.config import GIB
 from asyncllm.cores import num_cores
 from asyncllm.engine_args import EngineArgs
@@ -70,11 +70,13 @@ def examine(engine_args: EngineArgs) -> Iterator[Finding]:
 
 
 def _bytecode() -> Finding:
-    """Of what the checks above have imported, most of what a start imports."""
-    missing = len(modules_without_bytecode())
+    """Counts among what the checks above have imported, which is most of what a start imports."""
+    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+    cached = [spec.cached for spec in specs if spec is not None and spec.cached is not None]
+    missing = sum(not Path(file).exists() for file in cached)
     if missing <= MAX_MODULES_WITHOUT_BYTECODE:
         return Finding("start", "bytecode", "there")
-    advice = "each start compiles them; asyncllm kernels build writes it"
+    advice = f"each start compiles them; python -m compileall -q {sysconfig.get_path('purelib')}"
     return Finding("start", "bytecode", f"missing for {missing} modules", "note", advice)
 
 
@@ -238,7 +240,7 @@ def _needs(config: Any) -> Iterator[Finding]:
 
     dtype = getattr(torch, config.dtype)
     model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
-    weights = sum(view.nbytes for _, view in model.checkpoint_tensors())
+    weights = sum(load.view.nbytes for load in model.loads())
     page: Callable[..., int] = KVCache.page_bytes
     shape = config.model.num_kv_heads, config.model.head_dim
     per_token = page(config.model.num_layers, 1, *shape, dtype)
@@ -256,6 +258,23 @@ def _needs(config: Any) -> Iterator[Finding]:
     advice = "" if fits == "ok" else f"needs {least}: a smaller model, or a larger device"
     text = f"about {tokens} of KV cache in {total / GIB:.1f} GiB (activations not counted)"
     yield Finding("model", "tokens that fit", text, fits, advice)
+    if kernels.nothing_to_build(config) is None and config.attention_backend != "torch":
+        yield from _attention(config, model.attention_layers)
+
+
+def _attention(config: Any, layers: Sequence[Any]) -> Iterator[Finding]:
+    """Which kernel decodes which layers on the first CUDA device, and why not another."""
+    import torch
+
+    from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+
+    kinds = LayerKinds(layers)
+    shapes = getattr(torch, config.dtype), config.block_size, torch.cuda.get_device_capability()
+    for number, layer in enumerate(kinds.layers):
+        chosen = choose_decode_kernels(LayerKind.of(layer), *shapes)
+        alike = [index for index, other in kinds.number_of.items() if other == number]
+        text = f"{chosen.names[0]} decodes {len(alike)} layers like layer {layer.index}"
+        yield Finding("model", f"attention {number}", text, advice=chosen.reason)
 
 
 def _print(findings: list[Finding]) -> None:

@@ -2,8 +2,7 @@
 
 FlashInfer's modules and our own are compiled side by side, each into their own cache; then the
 engine starts once with made-up weights, which compiles the Triton kernels into Triton's. The caches
-are keyed by version and architecture, and the next start finds everything there; Python's bytecode
-too, where an image was built without it.
+are keyed by version and architecture, and the next start finds everything there.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.cache_folder import cache_folder
-from asyncllm.commands.bytecode import write_bytecode
 from asyncllm.commands.triton_kernels import print_compiled, read_list, write_list
 from asyncllm.config import EngineConfig
 from asyncllm.engine_args import EngineArgs
 
 if TYPE_CHECKING:
-    from asyncllm.attention.flashinfer_modules import Buildable
+    from asyncllm.attention.flashinfer.modules import Buildable
 
 HELP = "make or list the CUDA kernels that a model needs"
 SMALL: dict[str, Any] = {"load_format": "dummy", "swap_space": 0.0, "skip_tokenizer_init": True}
@@ -47,10 +45,6 @@ def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
         return 0 if is_whole else 1
     _build(missing)
     _compile_triton(engine_args, config)
-    import asyncllm.server.serve  # noqa: F401 the rest of what `serve` imports, for its bytecode
-
-    written, failed = write_bytecode()
-    print(f"bytecode: {written} modules written, {failed} could not be")
     return 0
 
 
@@ -69,7 +63,7 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
     """FlashInfer's modules and ours for this model on the first CUDA device."""
     import torch
 
-    from asyncllm.attention.flashinfer_modules import modules_for
+    from asyncllm.attention.flashinfer.modules import modules_for
     from asyncllm.kernels.registry import libraries
     from asyncllm.worker.kernel_prewarm import early_start
 
@@ -80,7 +74,7 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
 
 
 def _build(missing: list[Buildable]) -> None:
-    from asyncllm.attention.flashinfer_modules import build_all
+    from asyncllm.attention.flashinfer.modules import build_all
 
     start = time.perf_counter()
     for number, module in enumerate(build_all(missing), 1):
@@ -90,7 +84,7 @@ def _build(missing: list[Buildable]) -> None:
 
 def _compile_triton(engine_args: EngineArgs, config: EngineConfig) -> None:
     """By starting the engine with made-up weights, as `serve` would start it with real ones."""
-    from asyncllm.attention import flashinfer_modules
+    from asyncllm.attention.flashinfer import modules
     from asyncllm.engine.async_engine import AsyncLLMEngine
 
     print("Triton kernels, by a start with made-up weights:", flush=True)
@@ -104,12 +98,10 @@ def _compile_triton(engine_args: EngineArgs, config: EngineConfig) -> None:
         startup = asyncio.run(start())
     write_list(config, launched)
     print(f"{len(set(launched))} are there")
-    unlisted = flashinfer_modules.used_modules() - {
-        module.name for module in modules_of_args(engine_args)
-    }
+    unlisted = modules.used_modules() - {module.name for module in modules_of_args(engine_args)}
     if unlisted:
         print(f"also loaded: {', '.join(sorted(unlisted))}")
-    print(f"start: {startup['seconds']}\nFlashInfer's cache: {flashinfer_modules.cache_folder()}")
+    print(f"start: {startup['seconds']}\nFlashInfer's cache: {modules.cache_folder()}")
 
 
 def modules_of_args(engine_args: EngineArgs) -> list[Buildable]:
@@ -132,7 +124,7 @@ def _print_triton(config: EngineConfig) -> bool:
 def _print_folders() -> None:
     from triton import knobs
 
-    from asyncllm.attention import flashinfer_modules
+    from asyncllm.attention.flashinfer import modules
 
-    print(f"FlashInfer's cache: {flashinfer_modules.cache_folder()}")
+    print(f"FlashInfer's cache: {modules.cache_folder()}")
     print(f"Triton's cache: {knobs.cache.dir}\nour own: {cache_folder()}")

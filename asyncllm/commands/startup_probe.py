@@ -15,7 +15,7 @@ import json
 import sys
 from typing import Any
 
-from asyncllm.commands.head_start import take_head_start
+from asyncllm.commands.fast_start import begin_fast_start
 from asyncllm.engine_args import EngineArgs
 from asyncllm.sampling_params import SamplingParams
 
@@ -34,5 +34,5 @@ async def probe(args: EngineArgs) -> dict[str, Any]:
 
 if __name__ == "__main__":
     engine_args = EngineArgs(**json.load(sys.stdin))
-    take_head_start(engine_args.device)
+    begin_fast_start(engine_args.device)
     print(json.dumps(asyncio.run(probe(engine_args))))

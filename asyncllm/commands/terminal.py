@@ -1,4 +1,4 @@
-"""What `asyncllm chat` and `asyncllm complete` share: their flags, the loop of questions, printing.
+"""Flags, question loop and printing that `asyncllm chat` and `asyncllm complete` share.
 
 Ctrl-C ends an answer, and the client's leaving ends it in the server; Ctrl-D, or the end of a
 piped input, ends the program. Colours only on a terminal, and there a model's control characters
@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TextIO
 
-from asyncllm.server.args import API_KEY_VARIABLE
+from asyncllm.server.args import API_KEY_VARIABLES, key_from_environment
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 EXIT_CODE_INTERRUPTED = 130
@@ -31,14 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help=f"of the API (default: {DEFAULT_URL})")
     parser.add_argument("--model-name", metavar="NAME", help="default: the server's first model")
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}, or else $OPENAI_API_KEY"
+        "--api-key",
+        metavar="KEY",
+        help=f"default: ${', $'.join(API_KEY_VARIABLES)}, or else $OPENAI_API_KEY",
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="ask this alone, then exit")
     parser.add_argument("--stats", action="store_true", help="tokens and speed after each answer")
 
 
 def api_key(options: argparse.Namespace) -> str | None:
-    given = options.api_key or os.environ.get(API_KEY_VARIABLE)
+    given = options.api_key or key_from_environment()
     return given or os.environ.get("OPENAI_API_KEY") or None
 
 
@@ -71,7 +73,7 @@ class Screen:
             self._at_line_start = True
 
     def end(self) -> None:
-        """Of an answer, complete or not."""
+        """Ends the line and colour of an answer, complete or not."""
         self.end_line()
         if self._is_dim:
             self._colour(PLAIN)

@@ -65,8 +65,7 @@ def write_list(config: EngineConfig, kernels: list[CachedVariant]) -> None:
 
 
 def read_list(config: EngineConfig) -> list[CachedVariant] | None:
-    """The list that `write_list` was given for such a start; None where no build has been here, or
-    what it left is no list any more."""
+    """The kernels of the last `write_list` for such a start; None without one that is readable."""
     path = _path(config)
     if not path.exists():
         return None

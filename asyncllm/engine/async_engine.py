@@ -40,7 +40,7 @@ class AsyncLLMEngine:
     Neither steps nor requests leave anything for the garbage collector, but they set it off, and a
     full collection walks over all that torch and transformers made, 0.1 s and more between two
     tokens: `gc.collect(); gc.freeze()` after `start()` spares that, `gc.set_threshold` most others;
-    both are the application's to decide. `asyncllm serve` does so in `server/collector.py`.
+    both are the application's to decide. `asyncllm serve` does so in `server/serve.py`.
     """
 
     def __init__(self, model: str = "tiny", **engine_args: Any) -> None:

@@ -8,7 +8,7 @@ small model two knees are over in a moment and prompts take many steps, each of 
 a launch: there the chunk is what LEAST_SECONDS compute, as far as captured sizes reach. Chunk and
 decodes together fill a captured size, the nearest of those that products compute without a
 remainder: 656 tokens cost nearly what 768 do. `ChunkPolicy.room` has the exceptions.
-Chosen with `scripts/simulate_schedule.py`; docs/LOG.md has the alternatives.
+Chosen with `scripts/simulate_schedule.py`; docs/log/scheduling.md has the alternatives.
 """
 
 from __future__ import annotations

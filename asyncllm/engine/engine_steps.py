@@ -28,8 +28,9 @@ from asyncllm.engine.step_clock import StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
-from asyncllm.worker.host_step import HostStep
+from asyncllm.worker.executor import HostStep
 from asyncllm.worker.worker import Worker
+from asyncllm.worker.worker_command import CaptureGraph
 
 logger = logging.getLogger("asyncllm")
 
@@ -216,7 +217,7 @@ class EngineSteps:
         while self._worker.num_pending_graphs:
             if not await self._is_quiet_for(patience):
                 return False
-            self._worker.capture_one()
+            self._worker.command(CaptureGraph())
             patience = PAUSE_SECONDS
         while self._later:
             if not await self._is_quiet_for(LONG_QUIET_SECONDS):

@@ -22,6 +22,7 @@ from asyncllm.types import (
     StepResult,
 )
 from asyncllm.worker.worker import Worker
+from asyncllm.worker.worker_command import ClearPages
 
 FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of blame
 
@@ -33,11 +34,11 @@ def end_without_token(
     if min(result.token_ids, default=0) >= 0:
         return
     if bad := _requests_with(NON_FINITE_TOKEN, plan, result):
-        worker.clear_pages(_evict(live.scheduler, bad))
+        worker.command(ClearPages(_evict(live.scheduler, bad)))
         live.fail(bad, "its logits are not finite")
     if _left_unseen(plan, result):
         live.scheduler.blocks.reset_prefix_cache()
-        worker.clear_pages(live.scheduler.blocks.device.free_pages())
+        worker.command(ClearPages(live.scheduler.blocks.device.free_pages()))
     for request in _requests_with(NO_TOKEN_LEFT, plan, result):
         live.end(request, _no_token_left(request))
 

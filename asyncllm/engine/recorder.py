@@ -1,6 +1,6 @@
 """The engine's memory of itself: totals since the start and the last minute, once per step.
 
-A `StatLogger` that is always on. `server/metrics.py` publishes its totals, `snapshot.py` its last
+A `StatLogger` that is always on. /metrics publishes its totals, `snapshot.py` its last
 minute. Values of many rows (times between tokens) are binned once per step by numpy; nothing here
 is done per token. The last minute is the difference between the totals of now and the copies of
 them (`Mark`) that were taken about once a second: no value is binned twice.

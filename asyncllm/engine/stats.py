@@ -1,6 +1,6 @@
 """What the engine tells its observers, once per finished step and never per token.
 
-The records carry vLLM's meanings; `recorder.py` adds them up, `server/metrics.py` publishes them.
+The records carry vLLM's meanings; `recorder.py` adds them up, /metrics publishes them.
 """
 
 from __future__ import annotations

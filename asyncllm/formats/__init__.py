@@ -1,4 +1,4 @@
-"""How families of models write reasoning and tool calls, and how that is read as it streams.
+"""The formats of reasoning and tool calls by model family, and their streaming parsers.
 
 `resolve` finds a model's format; its `parser` reads one answer.
 """

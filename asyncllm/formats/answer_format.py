@@ -1,4 +1,4 @@
-"""How one family of models writes reasoning and tool calls: data only.
+"""One model family's format of reasoning and tool calls: data only.
 
 One parser (`parser.py`) and one grammar writer (`call_grammar.py`) are driven by these records; a
 new family is a new record in `families.py`. Markers are spelt with the white space that the models
@@ -15,7 +15,7 @@ Markers = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What is around the thinking that precedes an answer.
+    """The markers around the reasoning that precedes content.
 
     `assumed`: it is open where the prompt neither opened nor closed it, as the family's models
     may leave `begin` out.
@@ -62,7 +62,7 @@ class TaggedArguments:
     """The name, then each argument between tags.
 
     Strings stand there as they are, everything else as JSON. `key_end` is written after an
-    argument's name; where it says itself whether a string follows, `string_key_end` is written
+    argument's name; where it marks itself whether a string follows, `string_key_end` is written
     instead for those. `lines`: values have a line break of their own before and after.
     """
 
@@ -108,13 +108,13 @@ class CallSyntax:
 
     @property
     def beginnings(self) -> tuple[Markers, ...]:
-        """What may be written before the first body; some models forget `begin`."""
+        """Texts that may precede the first body; some models forget `begin`."""
         whole = self.begin + self.call_begin
         return (whole, self.call_begin) if self.begin and self.call_begin else (whole,)
 
     @property
     def ends(self) -> Markers:
-        """What may be left to come of a call that broke off."""
+        """Texts that may remain of a call that broke off."""
         body = self.body
         inner = body.end if isinstance(body, NamedJson | TaggedArguments) else ()
         return inner + self.call_end + self.end
@@ -142,11 +142,11 @@ class ChannelSyntax:
     ends: Markers
     reasoning: str  # this channel's messages are reasoning
     recipient: str  # before the name of the tool that a message calls
-    final: str  # the channel of what the user is told
+    final: str  # the channel of content for the user
 
     @property
     def resumed(self) -> str:
-        """What stands between the end of a message and the next header's channel."""
+        """The text between the end of a message and the next header's channel."""
         return f"{self.begins[0]}assistant"
 
     def header(self, channel: str) -> str:
@@ -160,7 +160,7 @@ class ChannelSyntax:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """`calls` are the ways that a parser reads; a grammar writes the first of them.
+    """`calls` are the syntaxes that a parser reads; a grammar writes the first of them.
 
     `noise`: further markers, which mean nothing and are removed.
     """

@@ -16,7 +16,7 @@ from asyncllm.formats.text_regex import TEXT_KEYWORDS, text_regexes
 from asyncllm.formats.tools import Tool
 from asyncllm.formats.values import STRING, resolved, types_of
 
-# What a schema may say of an object whose arguments are written one by one, and of a text.
+# Keywords of the schema of an object whose arguments are written one by one, and of a text.
 _OBJECT_KEYWORDS = {
     "type",
     "properties",
@@ -117,7 +117,7 @@ def _texts(schema: dict[str, Any], tool: Tool) -> list[str] | None:
 def _text_until(
     lark: LarkText, schema: dict[str, Any], tool: Tool, key: str, before: str, marker: str
 ) -> str:
-    """Any text up to the marker; of a strict tool one that matches what its schema asks."""
+    """Any text up to the marker; of a strict tool one that matches its schema."""
     try:
         options = _text_options(schema) if tool.strict else []
     except ValueError as error:
@@ -137,9 +137,9 @@ def _text_options(schema: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _is_plain_union(schema: Mapping[str, Any]) -> bool:
-    """Whether its options say no more than their types: then any text is one of them.
+    """Return whether its options hold only types, or a text's form beside null.
 
-    Or, beside null, what a text must be like.
+    With types alone any text is one of them.
     """
     options = schema.get("anyOf")
     if not isinstance(options, list) or not all(isinstance(option, dict) for option in options):

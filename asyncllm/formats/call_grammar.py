@@ -125,7 +125,7 @@ def _channel_call(lark: LarkText, channels: ChannelSyntax, choice: ToolChoice) -
 
 
 def written_syntax(answer_format: AnswerFormat, special_ids: Mapping[str, int]) -> CallSyntax:
-    """Of several ways to write calls the one whose markers this tokenizer has most of."""
+    """The syntax, of those that the format reads, most of whose markers this tokenizer has."""
 
     def num_special(syntax: CallSyntax) -> int:
         return sum(token in marker for marker in syntax.markers for token in special_ids)

@@ -1,6 +1,6 @@
-"""Ways of writing calls that several formats share: each a `CallSyntax`, given their markers.
+"""Call syntaxes that several formats have in common: each a `CallSyntax`, given their markers.
 
-Which family of models writes how is in `families.py`.
+The syntax of each model family is in `families.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def invoke_tags(
     call_end: Markers = (),
     separator: str = "\n",
 ) -> CallSyntax:
-    """<invoke name="..."><parameter name="...">; arguments may tell whether they are strings."""
+    """<invoke name="..."><parameter name="...">; arguments may be marked as strings."""
     body = TaggedArguments(
         name_end=('">\n',),
         key_begin=f'<{prefix}parameter name="',

@@ -38,7 +38,7 @@ class ChannelReader:
         self._reasoning = _Messages(log.reasoning)
 
     def read_answer(self) -> Reading[None]:
-        """The prompt has begun a header, which goes on with an address or the next marker."""
+        """The prompt has begun a header, which continues with an address or the next marker."""
         yield from self._cursor.spaces()
         has_address = yield from self._cursor.literal(self._syntax.recipient)
         header: str | None = self._syntax.recipient if has_address else ""

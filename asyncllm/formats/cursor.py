@@ -44,7 +44,7 @@ class Cursor:
         self._held = [text]
 
     def let_go(self) -> str:
-        """What was held; from here on nothing is."""
+        """Return the held text, and hold none from here on."""
         held = "".join(self._held or ())
         self._held = None
         return held
@@ -65,7 +65,7 @@ class Cursor:
         return self._text[self._at : self._at + 1]
 
     def has(self, length: int) -> Reading[bool]:
-        """Whether so many characters are unread, now or later."""
+        """Return whether so many characters are unread, now or later."""
         while len(self._text) - self._at < length and not self.ended:
             yield
         return len(self._text) - self._at >= length

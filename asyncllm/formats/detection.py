@@ -1,4 +1,4 @@
-"""Which format a model writes: by the names that vLLM gave them, or by its chat template.
+"""Choice of a model's format: by vLLM's parser names, or by its chat template.
 
 A template shows how calls of earlier turns are written, with the markers that the model learnt.
 """
@@ -22,7 +22,7 @@ from asyncllm.formats.response_template import read_response_template
 AUTO = "auto"
 NONE = "none"
 
-# What is in a template -> the parser; the first line that is all there decides.
+# Texts of a template -> the parser; the first line whose texts are all there decides.
 _Signs = tuple[tuple[tuple[str, ...], str], ...]
 _TOOL_SIGNS: _Signs = (
     (("<|channel|>", "<|message|>"), "openai"),
@@ -76,11 +76,11 @@ def resolve(
     reasoning_parser: str = AUTO,
     response_template: object = None,
 ) -> ModelFormat | None:
-    """None where the model is not known to write calls or reasoning in any way.
+    """None where the model is not known to write calls or reasoning.
 
     `special_tokens`: the tokenizer's, text to id. The parsers are one of vLLM's names, `auto` or
-    `none`. `response_template`: what the tokenizer itself says of its format, which goes before its
-    chat template. Raises `ValueError` for another name.
+    `none`. `response_template`: the tokenizer's own description of its format, which wins over
+    its chat template. Raises `ValueError` for another name.
     """
     calls = _find(tool_parser, TOOL_PARSERS, _TOOL_SIGNS, chat_template, "tool-call")
     reasoning = _find(
@@ -99,7 +99,7 @@ def resolve(
 
 
 def _same_calls(known: AnswerFormat | None, declared: AnswerFormat) -> bool:
-    """Whether a family is meant, whose record knows more of it."""
+    """Return whether `known`, whose record has more details, reads all declared calls."""
     shapes = [_shape(call) for call in known.calls] if known else []
     return all(_shape(call) in shapes for call in declared.calls)
 

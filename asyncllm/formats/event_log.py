@@ -30,7 +30,7 @@ class EventLog:
         self._add(Reasoning, text)
 
     def arguments(self, text: str) -> None:
-        """Of the call that began last."""
+        """Add arguments to the call that began last."""
         self._add(ToolCallArguments, text)
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:

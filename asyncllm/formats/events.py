@@ -1,6 +1,6 @@
-"""What a model's text turns out to be, piece by piece as it streams.
+"""Events that a model's text is parsed into, piece by piece as it streams.
 
-The words between the parser of a format and whoever renders an answer (chat, responses, messages).
+The vocabulary between a format's parser and what renders a response (chat, responses, messages).
 Concatenating the pieces of a kind gives the whole; a call's arguments are the text of one JSON
 object.
 """
@@ -49,7 +49,7 @@ class AnswerParser(Protocol):
     """Reads one choice's text. Linear in its length; what is malformed comes out as `Content`."""
 
     def push(self, text: str) -> list[Event]:
-        """What the next piece of text makes certain, possibly nothing yet."""
+        """Return the events that this text makes certain, possibly none yet."""
         ...
 
     def close(self) -> list[Event]:

@@ -13,7 +13,7 @@ from asyncllm.formats.cursor import NO_LIMIT, Reading
 from asyncllm.formats.json_text import pass_value, read_string
 from asyncllm.formats.open_call import OpenCall
 
-# What else a bare call may hold, so that other objects are known for what they are at once.
+# Other keys of a bare call: an object with any other key is no call.
 _KNOWN_KEYS = ("type", "id", "index")
 _NUMBER = re.compile(r":\d+$")
 
@@ -39,7 +39,7 @@ def read_json_call(call: OpenCall, body: JsonCall) -> Reading[bool]:
 
 
 class _CallObject:
-    """What is known of a call from the members of its object that were read."""
+    """The parts of a call that the members read so far have given."""
 
     def __init__(self, call: OpenCall, body: JsonCall) -> None:
         self._call = call
@@ -117,4 +117,4 @@ def pass_arguments(call: OpenCall, name: str, call_id: str | None = None) -> Rea
 
 
 def _ignore(text: str) -> None:
-    """Of a key that means nothing here."""
+    """Drop the text of an unknown key's value."""

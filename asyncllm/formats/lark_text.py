@@ -1,7 +1,7 @@
 """The text of a grammar in llguidance's Lark, put together from rules.
 
 To llguidance plain text never contains a special token, so one inside a marker is written by its
-id, and text may go on to the next special token without a look at what is in it.
+id, and text may continue to the next special token without a look at what is in it.
 A terminal made of what a client wrote has a note in front, by which `noted_terminals` finds it: it
 may match nothing, which llguidance does not see before a text has come to it.
 """

@@ -1,6 +1,6 @@
 """Calls whose arguments are written as literals, Python's or near them: made JSON as they come.
 
-Texts stream; numbers and words are passed on whole. Commas are written before the next item, so
+Texts stream; numbers and constants are passed on whole. Commas are written before the next item, so
 that one too many does no harm.
 """
 
@@ -50,7 +50,7 @@ def read_literal_call(call: OpenCall, body: LiteralArguments) -> Reading[bool]:
 
 @dataclass(slots=True)
 class _Container:
-    """What is being read: how it ends there and here, and what follows its keys, if it has keys."""
+    """An open container: its end there and in JSON, and the separator of its keys, if any."""
 
     closer: str
     json_closer: str
@@ -72,7 +72,7 @@ class _LiteralReader:
         self._emit("".join(container.json_closer for container in reversed(self._open)))
 
     def read_arguments(self) -> Reading[bool]:
-        """A container is opened and left open: the loop goes on inside of it."""
+        """A container is opened and left open: the loop continues inside it."""
         while self._open:
             inner = self._open[-1]
             if (yield from self._cursor.literals((inner.closer,))):

@@ -1,4 +1,4 @@
-"""A format with what a model's tokenizer adds to it: what the server asks for parsers."""
+"""A format with the special tokens of a model's tokenizer: the server gets parsers from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelFormat:
 
     @property
     def reasoning(self) -> ReasoningMarks | None:
-        """Where reasoning begins and ends, for counting its tokens; None: it has none."""
+        """The markers of reasoning, for counting its tokens; None: it has none."""
         return self.format.reasoning
 
     def parser(
@@ -74,7 +74,7 @@ class ModelFormat:
         return self.format.channels is not None
 
     def is_reasoning_open(self, prompt: str, prefix: str = "") -> bool:
-        """Whether the answer goes on inside the reasoning that its prompt began."""
+        """Return whether the output continues the reasoning that its prompt began."""
         marks = self.format.reasoning
         if marks is None:
             return False

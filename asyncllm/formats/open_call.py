@@ -40,7 +40,7 @@ class OpenCall:
         return name in self._tools
 
     def argument_types(self, name: str, key: str) -> frozenset[str]:
-        """What the tool's schema says of an argument; empty where it says nothing."""
+        """The tool's schema of an argument; empty where it has none."""
         root = self._tools[name]
         properties = root.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None

@@ -1,6 +1,6 @@
 """The one parser: an answer's text, driven by the record of its family's format.
 
-Text is content until a marker says otherwise. What begins like a call and is none, or calls a name
+Text is content until a marker. What begins like a call and is none, or calls a name
 that is no tool's, stays content as it was written; after a call's name is out, its arguments end
 where they stop making sense, and what follows is content again. White space beside a marker
 belongs to the marker.
@@ -205,7 +205,7 @@ class FormatParser:
         return True
 
     def _read_separator(self, syntax: CallSyntax) -> Reading[bool]:
-        """Whether a call may follow: one that has a marker of its own needs no separator."""
+        """Return whether a call may follow: one that has a marker of its own needs no separator."""
         if syntax.separator and (yield from self._cursor.literals((syntax.separator,))):
             return True
         return not syntax.separator or bool(syntax.end and syntax.call_begin)

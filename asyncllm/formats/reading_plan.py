@@ -1,4 +1,4 @@
-"""What a parser looks for, made once for a model: an answer's parser is made for each choice."""
+"""The markers that a parser looks for, made once for a model: a parser is made for each choice."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class ReadingPlan:
 
 
 def stray_ends(call: CallSyntax) -> set[str]:
-    """What may be left of a call that broke off; a bracket alone is anybody's."""
+    """Texts that may remain of a call that broke off; a lone bracket may be content."""
     return {word for word in call.ends if len(word) >= MIN_STRAY_CHARS}

@@ -18,7 +18,7 @@ _KEY = re.compile(r'[^<>"\n]+')
 def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
     """False where it breaks off: its arguments are closed then, unless the text has ended.
 
-    What was read of an argument whose value did not come is held.
+    The text of an argument is held until its value comes.
     """
     cursor = call.cursor
     name = yield from call.read_name()
@@ -38,7 +38,7 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
         elif not (yield from cursor.literals(body.key_end)):
             break
         elif body.string_key_end and types != STRING:
-            types -= STRING  # it says that JSON follows: a text in it has quotes
+            types -= STRING  # the marker announces JSON: a text in it has quotes
         cursor.let_go()
         before = f"{opener}{_quoted(key)}: "
         opener = ", "

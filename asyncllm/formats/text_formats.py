@@ -1,7 +1,7 @@
 """JSON schema's formats as regular expressions, in the dialect of Rust.
 
 Whole texts match; what one allows is valid. They are narrower than the standards where these allow
-what nobody writes: comments and quotes in addresses, leap seconds.
+rare forms: comments and quotes in addresses, leap seconds.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ MAX_HELD_SPACES = 64  # more white space than this is passed on although a marke
 
 
 class TextMarkers:
-    """Where several match, the longest counts. The markers must not be empty."""
+    """Finds markers in text; the longest match counts. The markers must not be empty."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         ordered = sorted(set(markers), key=len, reverse=True)
@@ -37,11 +37,11 @@ class TextMarkers:
         return self._pattern.search(text, at)
 
     def none_in(self, text: str) -> bool:
-        """Whether text that begins here and now holds no part of a marker, and no space to keep."""
+        """Return whether text that begins now holds no part of a marker, and no space to keep."""
         return not self._first.search(text) and not text[-1:].isspace()
 
     def safe_end(self, text: str, at: int, max_spaces: int = MAX_HELD_SPACES) -> int:
-        """Up to where `text` is neither half a marker nor white space that may precede one."""
+        """The end of what is neither half a marker nor white space that may precede one."""
         end = len(text)
         if self._first.search(text, max(at, end - self._longest)):
             for start in range(max(at, end - self._longest), end):
@@ -52,12 +52,12 @@ class TextMarkers:
 
 
 def before_spaces(text: str, at: int, end: int, max_spaces: int) -> int:
-    """Where the last white space of text[at:end] begins, at most `max_spaces` of it."""
+    """The index where the last white space of text[at:end] begins, at most `max_spaces` of it."""
     low = max(at, end - max_spaces)
     return low + len(text[low:end].rstrip())
 
 
 @lru_cache(maxsize=256)
 def text_markers(*markers: str) -> TextMarkers:
-    """For the few that a format has."""
+    """The cached constructor, for the few sets that a format has."""
     return TextMarkers(markers)

@@ -1,8 +1,8 @@
-"""What a JSON schema asks of a text, as regular expressions for the text as it stands between tags.
+"""A JSON schema of a string as regular expressions for the text as it stands between tags.
 
 In a JSON string llguidance keeps to these keywords itself. Lengths count code points, as JSON
 schema's do. A pattern may match anywhere in the text, unless it is anchored; `\\d`, `\\w` and `\\s`
-are those of ASCII. What cannot be said is a `ValueError` with the keyword.
+are those of ASCII. An inexpressible keyword is a `ValueError` that names it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _tokens(pattern: str) -> Iterator[str]:
 
 
 def _class_length(pattern: str, start: int) -> int:
-    """Of a character class. In Rust's a bracket inside begins another, and "&&" intersects."""
+    """The length of a character class. In Rust's a bracket begins another, "&&" intersects."""
     at = start + (2 if pattern.startswith("[^", start) else 1)
     if pattern[at : at + 1] == "]":  # here it is the class's end, there a member
         raise ValueError("pattern")

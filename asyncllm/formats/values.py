@@ -16,7 +16,7 @@ _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 
 def resolved(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reference into the definitions of `root` means; a schema without one as it is."""
+    """Resolve a reference into the definitions of `root`; a schema without one stays as it is."""
     for _ in range(_MAX_REFERENCES):
         match = _REFERENCE.fullmatch(str(schema.get("$ref")))
         definitions = root.get(match[1]) if match else None
@@ -28,7 +28,7 @@ def resolved(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: object, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema names; empty where it says nothing."""
+    """The JSON types that a schema names; empty where it names none."""
     if not isinstance(schema, dict):
         return frozenset()
     declared = schema.get("type")

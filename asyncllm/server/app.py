@@ -1,7 +1,4 @@
-"""The aiohttp app: routes.py behind the middlewares. Run it with `handler_cancellation=True`.
-
-The reading order of this package: app, routes, chat, service, generation, stream, sse.
-"""
+"""The aiohttp app: routes.py behind the middlewares. Run it with `handler_cancellation=True`."""
 
 from __future__ import annotations
 
@@ -13,15 +10,16 @@ from aiohttp import web
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.auth import key_check
-from asyncllm.server.connection import connection_middleware
-from asyncllm.server.dashboard import DASHBOARD, Dashboard
-from asyncllm.server.errors import Check, error_middleware
-from asyncllm.server.hosts import are_hosts_checked, host_check
-from asyncllm.server.messages import errors as anthropic
-from asyncllm.server.metrics import METRICS, Metrics
-from asyncllm.server.openapi import DOCUMENT, Document
-from asyncllm.server.responses.routes import RESPONSES
+from asyncllm.server.completions import PARAMS_CACHE, ParamsCache
+from asyncllm.server.http.access import are_hosts_checked, host_check, key_check
+from asyncllm.server.http.bodies import OFF_LOOP, OffLoop
+from asyncllm.server.http.connection import connection_middleware
+from asyncllm.server.http.errors import Check, error_middleware
+from asyncllm.server.messages import message as anthropic
+from asyncllm.server.observability.metrics import METRICS, Metrics
+from asyncllm.server.openapi.document import DOCUMENT, Document
+from asyncllm.server.page import DASHBOARD, Dashboard
+from asyncllm.server.responses.serving import RESPONSES
 from asyncllm.server.responses.store import ResponseStore
 from asyncllm.server.routes import served_routes
 from asyncllm.server.service import SERVICE, Service
@@ -47,7 +45,9 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app.on_response_prepare.append(_echo_request_id)
     service = Service(engine, args)
     app[SERVICE] = service
-    app.on_cleanup.append(_end_threads)
+    app[OFF_LOOP] = OffLoop()
+    app[PARAMS_CACHE] = ParamsCache()
+    app.on_cleanup.append(_close_threads)
     app[RESPONSES] = ResponseStore(args.responses_store_bytes)
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
@@ -60,7 +60,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
 
 
 def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
-    """Those that may have something to say."""
+    """The checks that these flags switch on."""
     if are_hosts_checked(args):
         yield host_check(args)
     if args.keys():
@@ -68,8 +68,12 @@ def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
 
 
 def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
-    # OpenTelemetry is an extra: only who asks for it must have it.
-    from asyncllm.server.tracing import Tracing, make_exporter, trace_context_middleware
+    # OpenTelemetry is an extra: only users of the flag must have it.
+    from asyncllm.server.observability.tracing import (
+        Tracing,
+        make_exporter,
+        trace_context_middleware,
+    )
 
     tracing = Tracing(make_exporter(endpoint))
     service.call_observers.append(tracing)
@@ -87,12 +91,12 @@ def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
     app.on_shutdown.append(app[DASHBOARD].close)
 
 
-async def _end_threads(app: web.Application) -> None:
-    app[SERVICE].off_loop.close()
+async def _close_threads(app: web.Application) -> None:
+    app[OFF_LOOP].close()
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
-    """Instead of the versions of Python and aiohttp, which are nobody's business."""
+    """Replace aiohttp's own, which tells the versions of Python and aiohttp."""
     response.headers["Server"] = "asyncllm"
 
 

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 TRACING_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto")
-API_KEY_VARIABLE = "ASYNCLLM_API_KEY"
+API_KEY_VARIABLES = ("ASYNCLLM_API_KEY", "VLLM_API_KEY")  # the first that is set
 METRICS_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 LogFormat = Literal["text", "json"]
+_LEAST = {
+    "max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "shutdown_timeout": 0
+}  # fmt: skip
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -26,7 +29,10 @@ class ServerArgs:
     )
     api_key: list[str] | None = field(
         default=None,
-        metadata={"help": f"keys that clients must send one of, default: ${API_KEY_VARIABLE}"},
+        metadata={
+            "help": "keys that clients must send one of, default: $"
+            + " or $".join(API_KEY_VARIABLES)
+        },
     )
     allowed_hosts: list[str] | None = field(
         default=None,
@@ -101,16 +107,9 @@ class ServerArgs:
         """Raises `ValueError` naming the flag."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
-        if self.responses_store_bytes < 0:
-            raise ValueError(
-                f"responses_store_bytes must be at least 0, got {self.responses_store_bytes}"
-            )
-        if self.max_connections < 1:
-            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
-        if not 0 <= self.shutdown_timeout < math.inf:
-            raise ValueError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        for name, least in _LEAST.items():
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not METRICS_PREFIX.fullmatch(self.metrics_prefix):
             raise ValueError(f"metrics_prefix must be a metric name, got {self.metrics_prefix!r}")
         if self.ssl_keyfile and not self.ssl_certfile:
@@ -120,8 +119,11 @@ class ServerArgs:
         if self.log_format not in get_args(LogFormat):
             raise ValueError(f"log_format must be text or json, got {self.log_format!r}")
         self._check_tracing()
-        if any(not key for key in self.api_key or []):
-            raise ValueError("api_key must not be empty")
+        if any(not key or key != key.strip() for key in self.keys()):
+            raise ValueError(
+                f"api_key (or {' or '.join(API_KEY_VARIABLES)}) must not be blank or have white "
+                "space at its ends: no client can send that"
+            )
 
     def _check_tracing(self) -> None:
         if self.otlp_traces_endpoint is None:
@@ -132,11 +134,11 @@ class ServerArgs:
             raise ValueError("otlp_traces_endpoint needs OpenTelemetry: install 'asyncllm[otel]'")
 
     def keys(self) -> list[str]:
-        """The API keys in force; none means that anybody may ask."""
+        """The API keys in force; without any the server is open."""
         if self.api_key:
             return self.api_key
-        from_environment = os.environ.get(API_KEY_VARIABLE)
-        return [from_environment] if from_environment else []
+        key = key_from_environment()
+        return [] if key is None else [key]
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """Raises `ValueError` for files that cannot be read or do not match."""
@@ -150,6 +152,11 @@ class ServerArgs:
                 f"ssl_certfile {self.ssl_certfile}: {error.strerror or error}"
             ) from error
         return context
+
+
+def key_from_environment() -> str | None:
+    """An empty variable counts as not set."""
+    return next((key for name in API_KEY_VARIABLES if (key := os.environ.get(name))), None)
 
 
 def _is_installed(module: str) -> bool:

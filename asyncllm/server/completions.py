@@ -1,7 +1,14 @@
-"""POST /v1/completions."""
+"""POST /v1/completions: prompts and sampling parameters, the body, the stream's chunks.
+
+Most clients send the same parameters again. To check a request's fields and to make parameters of
+them takes a few dozen functions, each of them cold for a lone request; `ParamsCache` finds what
+they gave before in one look.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,42 +19,36 @@ from asyncllm.engine.logprob_limits import check_output_logprobs
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.server.bodies import read_body
-from asyncllm.server.call import SYSTEM_FINGERPRINT, Call, new_id
-from asyncllm.server.client_fields import sent
-from asyncllm.server.collect import CollectedAnswer, CollectedChoice
-from asyncllm.server.errors import bad_request
-from asyncllm.server.logprobs import LegacyLogprobs, prompt_logprobs
-from asyncllm.server.prompts import completion_prompts
-from asyncllm.server.protocol import CompletionRequest
-from asyncllm.server.refusals import refuse_unsupported
-from asyncllm.server.sampling import (
+from asyncllm.server.http.bodies import prepare, read_body, render_response, sliced_json
+from asyncllm.server.http.errors import bad_request
+from asyncllm.server.http.sse import SSEStream
+from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT, Call, new_id
+from asyncllm.server.inputs.prompts import completion_prompts
+from asyncllm.server.inputs.refusals import refuse_unsupported, sent_fields
+from asyncllm.server.inputs.sampling import (
     client_name,
-    client_named,
     completion_params,
     prompt_only,
     wants_outputs,
+    with_client_name,
 )
+from asyncllm.server.outputs.chunks import ChoiceFrames, ChunkStream
+from asyncllm.server.outputs.consumers import CollectedChoice, CollectedOutput
+from asyncllm.server.outputs.logprobs import LegacyLogprobs, prompt_logprobs
+from asyncllm.server.protocol import CompletionRequest
 from asyncllm.server.service import (
     SERVICE,
     Service,
-    answer_response,
-    answer_whole,
-    prepared,
-    stream_to,
 )
-from asyncllm.server.sliced_json import sliced_json
-from asyncllm.server.sse import SSEStream
-from asyncllm.server.stream import ChoiceFrames, StreamedAnswer
 
-# What has no share in the sampling parameters, and may be long or another in each request.
-_INDECISIVE = frozenset((
+# Fields that are no sampling parameters, and may be long or differ in each request.
+_NOT_PARAMS = frozenset((
     "prompt", "model", "cache_salt", "priority",
     "user", "metadata", "request_id", "session_id", "service_tier", "stream_interval",
     "return_token_offsets", "media_io_kwargs", "return_mm_kwargs", "routed_experts_prompt_start",
 ))  # fmt: skip
-_decisive = attrgetter(
-    *(name for name in CompletionRequest.__struct_fields__ if name not in _INDECISIVE)
+_params_key = attrgetter(
+    *(name for name in CompletionRequest.__struct_fields__ if name not in _NOT_PARAMS)
 )
 MAX_CHOICES = 1024  # of one call: prompts times n, or best_of; of one prompt MAX_N are fewer
 MAX_STREAMED_ECHO_ENTRIES = 2**14  # log-probabilities of a prompt, in the first events of a stream
@@ -58,28 +59,29 @@ async def completions(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, CompletionRequest)
     try:
-        call = await prepared(http, partial(_call, request, service))
+        call = await prepare(http, partial(_call, request, service, http.app[PARAMS_CACHE]))
         if request.stream:
             sse = SSEStream(http, service.frames)
-            answer = partial(_streamed, sse, call, request, service)
-            return await stream_to(sse, service, call, answer)
-        answered = await answer_whole(service, call)
+            make_consumer = partial(_stream_consumer, sse, call, request, service)
+            return await service.stream(sse, call, make_consumer)
+        answer = CollectedOutput(call)
+        await service.collect(call, lambda: answer)
         view = CompletionView(request, call, service)
-        return await answer_response(service, call, partial(view.body, answered))
+        return await render_response(http, partial(view.body, answer), call.has_logprobs)
     except InvalidRequestError as error:
-        raise client_named(error, request) from error
+        raise with_client_name(error, request) from error
 
 
-def _streamed(
+def _stream_consumer(
     sse: SSEStream, call: Call, request: CompletionRequest, service: Service
-) -> StreamedAnswer:
+) -> ChunkStream:
     view = CompletionView(request, call, service)
-    return StreamedAnswer(sse, call, view, request.stream_options)
+    return ChunkStream(sse, call, view, request.stream_options)
 
 
-def _call(request: CompletionRequest, service: Service) -> Call:
+def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> Call:
     service.check_model(request.model)
-    params = service.known_completions.of(_decisive(request), partial(_params, request, service))
+    params = cache.get(_params_key(request), partial(_params, request, service))
     call = Call(
         id=new_id("cmpl"),
         model=service.model_names[0],
@@ -98,7 +100,7 @@ def _call(request: CompletionRequest, service: Service) -> Call:
 
 
 def _check_together(call: Call) -> None:
-    """What all prompts of a call may ask for together."""
+    """Limit all prompts of a call together."""
     prompts, params = len(call.prompts), call.params
     if call.num_sequences > MAX_CHOICES:
         name = "n" if params.best_of is None else "best_of"
@@ -109,7 +111,7 @@ def _check_together(call: Call) -> None:
 
 
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
-    given = sent(request)
+    given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
     return completion_params(request, given, service.engine.input_processor)
 
@@ -169,7 +171,7 @@ class CompletionView:
 
     # The body
 
-    def body(self, answer: CollectedAnswer) -> dict[str, Any]:
+    def body(self, answer: CollectedOutput) -> dict[str, Any]:
         return {
             "id": self._call.id,
             "object": self.object_name,
@@ -180,7 +182,7 @@ class CompletionView:
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
-    def _choice(self, answer: CollectedAnswer, choice: CollectedChoice) -> dict[str, Any]:
+    def _choice(self, answer: CollectedOutput, choice: CollectedChoice) -> dict[str, Any]:
         prompt = answer.prompt_of(choice)
         text = "" if self._prompt_only else choice.text
         if self._echo:
@@ -199,7 +201,7 @@ class CompletionView:
             fields["token_ids"] = [] if self._prompt_only else choice.token_ids
         return fields
 
-    def _choice_logprobs(self, answer: CollectedAnswer, choice: CollectedChoice) -> Any:
+    def _choice_logprobs(self, answer: CollectedOutput, choice: CollectedChoice) -> Any:
         if not self._wants_logprobs:
             return None
         prompt = answer.prompt_of(choice)
@@ -222,3 +224,39 @@ class CompletionView:
             return text
         kept = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text if text is not None and kept.endswith(text) else kept
+
+
+MAX_CACHED_PARAMS = 64
+
+
+class ParamsCache:
+    """Sampling parameters by the request fields that they were made of.
+
+    Keeps only what was accepted, of the last MAX_CACHED_PARAMS combinations, so nothing is large:
+    each text among the fields has its limit. Large requests are prepared in a thread.
+    """
+
+    def __init__(self) -> None:
+        self._params: dict[tuple[object, ...], SamplingParams] = {}  # the oldest first
+        self._forgetting = threading.Lock()
+
+    def get(self, fields: tuple[object, ...], make: Callable[[], SamplingParams]) -> SamplingParams:
+        """Return what `make` returns, or returned for equal `fields`. Raises what it raises.
+
+        Nobody may change them: they are shared.
+        """
+        try:
+            known = self._params.get(fields)
+        except TypeError:  # a list or a dict among them has no hash
+            return make()
+        if known is not None:
+            return known
+        params = make()
+        with self._forgetting:
+            if len(self._params) >= MAX_CACHED_PARAMS:
+                self._params.pop(next(iter(self._params)))
+            self._params[fields] = params
+        return params
+
+
+PARAMS_CACHE = web.AppKey("params_cache", ParamsCache)

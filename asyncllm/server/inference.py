@@ -2,7 +2,7 @@
 
 For clients that tokenise themselves (training loops, routers). `sampling_params` are those of the
 Python API under the same names and with the same defaults; `generation_config.json` does not change
-them. Nothing is detokenised unless stop strings ask for it.
+them. Nothing is detokenised unless stop strings need it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,24 @@ from aiohttp import web
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
-from asyncllm.server.bodies import read_body
-from asyncllm.server.call import Call, new_id
-from asyncllm.server.client_fields import named_as
-from asyncllm.server.collect import CollectedAnswer
-from asyncllm.server.errors import ApiError, bad_request
-from asyncllm.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from asyncllm.server.http.bodies import prepare, read_body, render_response
+from asyncllm.server.http.errors import ApiError, bad_request
+from asyncllm.server.http.sse import SSEStream
+from asyncllm.server.inputs.call import Call, Usage, new_id
+from asyncllm.server.inputs.refusals import rename_params
+from asyncllm.server.outputs.chunks import ChunkOptions
+from asyncllm.server.outputs.consumers import CollectedOutput
+from asyncllm.server.outputs.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import StreamOptions, StructuredOutputs, TokenId
 from asyncllm.server.service import (
     SERVICE,
     Service,
-    answer_response,
-    answer_whole,
-    prepared,
-    stream_to,
 )
-from asyncllm.server.sse import SSEStream
-from asyncllm.server.stream import DONE
-from asyncllm.server.usage import Usage
 from asyncllm.structured_outputs import StructuredOutputsParams
 
-# What this route decides itself, and what is of the Python API alone.
+# Fields that this route sets itself, or of the Python API alone.
 NOT_OVER_HTTP = frozenset({"output_kind", "extra_args"})
-# What JSON has another type for; a Python callable it cannot have at all.
+# Fields that have another type in JSON, or, as a Python callable, none.
 _JSON_TYPES: dict[str, Any] = {
     "structured_outputs": StructuredOutputs,
     "logits_processors": Any,
@@ -74,7 +69,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     assistant_tokens_mask: Any = None
     token_offsets: Any = None
 
-    # Refused where they would change the answer.
+    # Refused where they would change the output.
     features: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -88,18 +83,19 @@ async def generate(http: web.Request) -> web.StreamResponse:
     service.check_open()
     request = await read_body(http, GenerateRequest)
     try:
-        with named_as({"prompt": "token_ids"}):
-            call = await prepared(http, partial(_call, request, service))
+        with rename_params({"prompt": "token_ids"}):
+            call = await prepare(http, partial(_call, request, service))
             if request.stream:
                 sse = SSEStream(http, service.frames)
-                answer = partial(StreamedTokens, sse, call, request, _names(service))
-                return await stream_to(sse, service, call, answer)
-            whole = await answer_whole(service, call)
+                make_consumer = partial(TokenStream, sse, call, request, _names(service))
+                return await service.stream(sse, call, make_consumer)
+            answer = CollectedOutput(call)
+            await service.collect(call, lambda: answer)
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
-    body = partial(_body, call, request, whole, _names(service))
-    return await answer_response(service, call, body)
+    body = partial(_body, call, request, answer, _names(service))
+    return await render_response(http, body, call.has_logprobs)
 
 
 def _call(request: GenerateRequest, service: Service) -> Call:
@@ -129,8 +125,8 @@ def _params(fields: SamplingFields) -> SamplingParams:
     given = {k: v for k, v in msgspec.structs.asdict(fields).items() if v is not None}
     if given.pop("logits_processors", None):
         raise InvalidRequestError("logits_processors: of the Python API only", "logits_processors")
-    if (asked := given.pop("structured_outputs", None)) is not None:
-        kept = {k: v for k, v in msgspec.structs.asdict(asked).items() if v is not None}
+    if (structured := given.pop("structured_outputs", None)) is not None:
+        kept = {k: v for k, v in msgspec.structs.asdict(structured).items() if v is not None}
         given["structured_outputs"] = StructuredOutputsParams(**kept)
     given.setdefault("max_tokens", None)
     given.setdefault("detokenize", bool(given.get("stop")))
@@ -152,7 +148,7 @@ def _names(service: Service) -> TokenNames:
 
 
 def _body(
-    call: Call, request: GenerateRequest, answer: CollectedAnswer, names: TokenNames
+    call: Call, request: GenerateRequest, answer: CollectedOutput, names: TokenNames
 ) -> dict[str, Any]:
     wants_logprobs = call.params.num_logprobs is not None
     return {
@@ -176,7 +172,7 @@ def _body(
     }
 
 
-class StreamedTokens:
+class TokenStream:
     """A `Consumer`: an event for each step of each choice that brought tokens or the end."""
 
     def __init__(
@@ -188,11 +184,7 @@ class StreamedTokens:
         self._names = names
         self._usage = Usage()
         self._num_tokens = [0] * call.params.n
-        options = request.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._running_usage = bool(
-            self._include_usage and options and options.continuous_usage_stats
-        )
+        self._options = ChunkOptions(sse, request.stream_options)
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
         self._usage.count(prompt_index, output)
@@ -207,14 +199,10 @@ class StreamedTokens:
         raise AssertionError("this call wants outputs")
 
     def finish(self) -> None:
-        end = DONE
-        if self._include_usage:
-            end = self._event([], self._usage.as_dict()) + DONE
-        self._sse.end(end)
+        self._options.finish(partial(self._event, []), self._usage)
 
     def fail(self, error: ApiError) -> None:
-        """One error event, and no [DONE]."""
-        self._sse.end(b"data: " + error.body() + b"\n\n")
+        self._options.fail(error)
 
     def _frame(self, completion: CompletionOutput) -> bytes:
         self._num_tokens[completion.index] += len(completion.token_ids)
@@ -228,7 +216,7 @@ class StreamedTokens:
             "token_ids": completion.token_ids,
         }
         usage = None
-        if self._running_usage:
+        if self._options.running_usage:
             usage = self._usage.of_choice(0, self._num_tokens[completion.index])
         return self._event([choice], usage)
 

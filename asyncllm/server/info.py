@@ -10,9 +10,10 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from asyncllm.server.errors import ApiError
-from asyncllm.server.metrics import METRICS
-from asyncllm.server.service import SERVICE, Service, json_response
+from asyncllm.server.http.bodies import json_response
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.observability.metrics import METRICS
+from asyncllm.server.service import SERVICE, Service
 
 VERSION = version("asyncllm")
 _STARTED = int(time.time())

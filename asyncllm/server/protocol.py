@@ -1,8 +1,8 @@
-"""What clients may send: OpenAI's fields and vLLM's, as far as they do something here.
+"""Requests of chat, completions and tokenize: OpenAI's fields and vLLM's.
 
 `None` means "not given" for every field, so a client may send null. Ranges are checked by
 `SamplingParams`, the one validator. A field typed `Any` that no code reads cannot change the
-answer and is accepted and ignored; one that would change it is refused by `refusals.py`.
+output and is accepted and ignored; one that would change it is refused by inputs/refusals.py.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    # How the answer travels and is scheduled.
+    # Streaming and scheduling.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -112,7 +112,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
 
-    # Accepted and ignored: they do not change the answer.
+    # Accepted and ignored: they do not change the output.
     user: Any = None
     metadata: Any = None
     request_id: Any = None
@@ -124,7 +124,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_mm_kwargs: Any = None  # vLLM: only on its render routes
     routed_experts_prompt_start: Any = None  # of what --enable-return-routed-experts returns
 
-    # Refused where they would change the answer.
+    # Refused where they would change the output.
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -155,14 +155,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
 
-    # Tools stay the dicts that they came as: the template prints them. Read by tool_use.py.
+    # Tools stay the dicts that they came as: the template prints them. Read by inputs/prompts.py.
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: Literal["none", "auto"] | dict[str, Any] | None = None
 
-    # How the answer is told.
+    # The shape of the response.
     include_reasoning: bool | None = None
     echo: bool | None = None
     return_prompt_text: bool | None = None

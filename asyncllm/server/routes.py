@@ -1,6 +1,6 @@
 """Every route of the server, in the order in which its documentation lists them.
 
-One list: app.py serves it, openapi.json describes it, and it says who needs no key.
+One list: app.py serves it, openapi.json describes it, and it marks the routes that need no key.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from asyncllm.server import answers
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.batch import BatchChatRequest, chat_completions_batch
-from asyncllm.server.chat import chat_completions
+from asyncllm.server.chat.batch import BatchChatRequest, chat_completions_batch
+from asyncllm.server.chat.serving import chat_completions
 from asyncllm.server.completions import completions
-from asyncllm.server.dashboard import dashboard_events
 from asyncllm.server.inference import GenerateRequest, generate
 from asyncllm.server.info import (
     health,
@@ -24,20 +22,21 @@ from asyncllm.server.info import (
     show_model,
     show_version,
 )
-from asyncllm.server.messages import answer_types as anthropic
+from asyncllm.server.messages import openapi as anthropic
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
-from asyncllm.server.messages.routes import count_tokens, messages
-from asyncllm.server.openapi import show_document
-from asyncllm.server.page import docs_page, page_file
+from asyncllm.server.messages.serving import count_tokens, messages
+from asyncllm.server.openapi import response_types as answers
+from asyncllm.server.openapi.document import GENERATES, READS, TAKES_A_BODY, Route, show_document
+from asyncllm.server.page import dashboard_events, docs_page, page_file
 from asyncllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from asyncllm.server.responses import answer_types as responses
+from asyncllm.server.responses import openapi as responses
 from asyncllm.server.responses.protocol import ResponsesRequest
-from asyncllm.server.responses.routes import (
+from asyncllm.server.responses.serving import (
     DEFAULT_LISTED,
     MAX_LISTED,
     cancel_response,
@@ -47,7 +46,6 @@ from asyncllm.server.responses.routes import (
     list_input_items,
     show_response,
 )
-from asyncllm.server.route import GENERATES, READS, TAKES_A_BODY, Route
 from asyncllm.server.tokenize import detokenize, tokenize, tokenizer_info
 
 _HELLO = [{"role": "user", "content": "What is the capital of France?"}]

@@ -9,13 +9,18 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
-from asyncllm.server.bodies import read_body
-from asyncllm.server.errors import bad_request
-from asyncllm.server.prompts import render_chat
+from asyncllm.server.http.bodies import (
+    json_response,
+    prepare,
+    read_body,
+    render_response,
+    sliced_json,
+)
+from asyncllm.server.http.errors import bad_request
+from asyncllm.server.inputs.prompts import render_chat
+from asyncllm.server.inputs.refusals import refuse_unsupported_tokenize
 from asyncllm.server.protocol import DetokenizeRequest, TokenizeRequest
-from asyncllm.server.refusals import refuse_unsupported_tokenize
-from asyncllm.server.service import SERVICE, Service, json_response, prepared, written
-from asyncllm.server.sliced_json import sliced_json
+from asyncllm.server.service import SERVICE, Service
 
 LARGE_TEXT_TOKENS = 4_000  # from here on decoding takes a millisecond: off the loop
 
@@ -26,7 +31,7 @@ async def tokenize(http: web.Request) -> web.Response:
     service.check_model(request.model)
     refuse_unsupported_tokenize(request, service.args)
     tokenizer = service.engine.tokenizer
-    text, add_special_tokens = await prepared(http, partial(_text, request, service))
+    text, add_special_tokens = await prepare(http, partial(_text, request, service))
     ids = await encode(tokenizer, text, add_special_tokens)
 
     def body() -> dict[str, Any]:
@@ -38,7 +43,7 @@ async def tokenize(http: web.Request) -> web.Response:
             "token_strs": texts and sliced_json(texts),
         }
 
-    return await written(service, body, len(ids) >= LARGE_TEXT_TOKENS)
+    return await render_response(http, body, len(ids) >= LARGE_TEXT_TOKENS)
 
 
 async def detokenize(http: web.Request) -> web.Response:

@@ -1,4 +1,7 @@
-"""Every tensor that outlives a step, in one class. All are indexed by slot; slot 0 is padding.
+"""The state of all sequences on the device, indexed by slot; slot 0 is padding.
+
+Other tensors that outlive a step (input buffers, pages, workspaces) are listed in
+docs/ARCHITECTURE.md.
 
 Readers and writers are device work on the one compute stream, in step order, so no tensor here
 needs an event. S = slots (running sequences + 1), P = pages per sequence, V = vocabulary.
@@ -18,9 +21,9 @@ needs an event. S = slots (running sequences + 1), P = pages per sequence, V = v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
+
+from asyncllm.worker.packed_step import AllowedInit, PenaltyInit, SamplingExtras
 
 FLOAT_PARAMS = (
     "temperatures",
@@ -54,13 +57,13 @@ class DeviceState:
         self.in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
         self.allowed: torch.Tensor | None = None
 
-    def apply(self, changes: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, extras: SamplingExtras[torch.Tensor]) -> None:
         """Write what few sequences that take slots have: penalties, allowed tokens. The rest is
         written by a `WriteSlots` (slot_changes.py)."""
-        if "penalty_slots" in changes:
-            self._init_penalties(changes)
-        if "allowed_slots" in changes:
-            self._init_allowed(changes)
+        if extras.penalties is not None:
+            self._init_penalties(extras.penalties)
+        if extras.allowed is not None:
+            self._init_allowed(extras.allowed)
 
     @property
     def penalties(self) -> tuple[torch.Tensor, ...]:
@@ -69,31 +72,31 @@ class DeviceState:
         return *params, self.output_counts, self.in_prompt
 
     def count_inputs(self, slots: torch.Tensor) -> None:
-        """Of a decode step, once: each slot's last token, which is the step's input, is what it has
-        said. Only then is it sure: who samples a step again may choose another token."""
+        """Count each slot's last token, which is the decode step's input, as output; once per step.
+        Only then is it final: a step that is sampled again may choose another token."""
         places = slots, self.last_tokens[slots]
         self.output_counts.index_put_(places, self.is_penalised(slots).int(), accumulate=True)
 
     def is_penalised(self, slots: torch.Tensor) -> torch.Tensor:
         """bool. The padding slot never is."""
         presence, frequency = self.presence_penalties[slots], self.frequency_penalties[slots]
-        is_one = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
-        return is_one & (slots != 0)
+        is_penalised = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
+        return is_penalised & (slots != 0)
 
-    def _init_penalties(self, changes: Mapping[str, torch.Tensor]) -> None:
-        slots = changes["penalty_slots"].long()
+    def _init_penalties(self, init: PenaltyInit[torch.Tensor]) -> None:
+        slots = init.slots.long()
         self.in_prompt.index_fill_(0, slots, False)  # `[slots] = False` would synchronise
         self.output_counts.index_fill_(0, slots, 0)
-        _set_true(self.in_prompt, changes["prompt_slots"], changes["prompt_tokens"])
-        output = (changes["output_slots"], changes["output_tokens"])
-        ones = torch.ones_like(changes["output_tokens"])
+        _set_true(self.in_prompt, init.prompt_slots, init.prompt_tokens)
+        output = (init.output_slots, init.output_tokens)
+        ones = torch.ones_like(init.output_tokens)
         self.output_counts.index_put_(output, ones, accumulate=True)
 
-    def _init_allowed(self, changes: Mapping[str, torch.Tensor]) -> None:
+    def _init_allowed(self, init: AllowedInit[torch.Tensor]) -> None:
         if self.allowed is None:
             self.allowed = torch.zeros_like(self.in_prompt)
-        self.allowed.index_fill_(0, changes["allowed_slots"].long(), False)
-        _set_true(self.allowed, changes["allowed_row_slots"], changes["allowed_tokens"])
+        self.allowed.index_fill_(0, init.slots.long(), False)
+        _set_true(self.allowed, init.row_slots, init.tokens)
 
     def advance(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Each slot's sampled token, and the position that it will be computed at.

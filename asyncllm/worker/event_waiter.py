@@ -3,11 +3,11 @@
 A step is awaited coarsely, by a thread that sits in the driver without the GIL; its wake-up costs
 50 to 100 us and more in a virtual machine. A step that is about to end is polled instead, between
 other turns of the loop: steps run one after the other and take about as long as the last of their
-size, so the end is known to a few per cent. Where somebody waits for a first token, "about" begins
+shape, so the end is known to a few per cent. Where somebody waits for a first token, "about" begins
 earlier. Polling is bounded by the two together per step; idle costs nothing. (Letting the thread
 sleep until shortly before the end polls them all, but one slow step then makes the next ones slow.)
 
-The thread needs the GIL to say so, which a loop that is busy with a burst of requests gives up
+The thread needs the GIL to report it, which a loop that is busy with a burst of requests gives up
 every 5 ms at best: so from the expected end on the loop looks for itself, too.
 """
 
@@ -21,13 +21,15 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
+from asyncllm.step_plan import StepKind, StepShape
+
 POLL_S = 200e-6  # before and after the expected end
 PROMPTS_POLL_S = 2e-3  # before that of a step with prompts
 LOOK_S = 1e-3  # between two looks while the thread waits
 
 
 class DeviceEvent(Protocol):
-    """What is used of a `torch.cuda.Event`."""
+    """The part of `torch.cuda.Event` that is used."""
 
     def query(self) -> bool: ...
 
@@ -38,26 +40,31 @@ _Waiting = tuple[DeviceEvent, asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class EventWaiter:
-    """For the events of one stream, awaited in their order. Owns one thread until `close`."""
+    """Awaits the events of one stream, in their order. Owns one thread until `close`."""
 
     def __init__(self) -> None:
         self._last_end_s = 0.0  # of the clock, as seen by the host
-        self._step_s: dict[int, float] = {}  # the last duration by size; few sizes, and bounded
+        # The last durations: decodes of any number of rows as one; few other shapes, and bounded.
+        self._step_s: dict[StepShape | StepKind, float] = {}
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncllm-wait", daemon=True)
         self._thread.start()
 
-    async def wait(self, event: DeviceEvent, submitted_s: float, size: int) -> None:
+    async def wait(self, event: DeviceEvent, submitted_s: float, shape: StepShape | None) -> None:
         """Until the event. `submitted_s`: by `perf_counter`. Raises what the device raised.
 
-        `size`: any number for steps that last about as long; 0 if there are only decodes.
+        `shape`: the step's; None: nothing is known of how long it takes.
         """
         if event.query():
             self._last_end_s = time.perf_counter()  # or earlier: no measure of a step
             return
         start_s = max(submitted_s, self._last_end_s)
-        due_s = start_s + self._step_s.get(size, math.inf)  # not known: no end is near
-        before_s = PROMPTS_POLL_S if size else POLL_S
+        kind = StepKind.DECODE if shape is None else shape.kind
+        key: StepShape | StepKind = kind
+        if shape is not None and kind is not StepKind.DECODE:
+            key = shape
+        due_s = start_s + self._step_s.get(key, math.inf)  # not known: no end is near
+        before_s = POLL_S if kind is StepKind.DECODE else PROMPTS_POLL_S
         while -POLL_S < due_s - time.perf_counter() < before_s:
             await asyncio.sleep(0)
             if event.query():
@@ -65,7 +72,7 @@ class EventWaiter:
         else:
             await self._in_thread(event, due_s)
         self._last_end_s = time.perf_counter()
-        self._step_s[size] = self._last_end_s - start_s
+        self._step_s[key] = self._last_end_s - start_s
 
     def close(self) -> None:
         self._queue.put(None)
@@ -88,7 +95,7 @@ class EventWaiter:
             return
         try:
             is_over = event.query()
-        except Exception as error:  # it belongs to who awaits
+        except Exception as error:  # the awaiting task gets it
             done.set_exception(error)
             return
         if is_over:
@@ -102,9 +109,9 @@ class EventWaiter:
             error: Exception | None = None
             try:
                 event.synchronize()
-            except Exception as raised:  # it belongs to who awaits
+            except Exception as raised:  # the awaiting task gets it
                 error = raised
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody awaits
+            with suppress(RuntimeError):  # the loop was closed meanwhile: no task awaits
                 loop.call_soon_threadsafe(_resolve, done, error)
 
 

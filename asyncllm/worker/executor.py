@@ -4,7 +4,7 @@
 results once the device is done. Steps run in the order of their submission, always: that order
 is what makes slots and pages reusable at once (see scheduler.py). `begin(first)` gives it the first
 part of a step, whose `end(rest)` may come later and from another thread, before anything else.
-Steps of one `size` are told to last about as long: that is how long the next of them is waited for.
+Steps of one `shape` last about as long, which says how long the next of them is waited for.
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
   StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread
@@ -21,7 +21,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from asyncllm.types import StepResult
+from asyncllm.step_plan import StepShape
+from asyncllm.types import StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
 from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 
@@ -47,10 +48,32 @@ class BegunStep(Protocol[T_co]):
         ...
 
 
-class Executor(Protocol):
-    def submit(self, work: Work, size: int = 0) -> LaunchedStep: ...
+class HostStep:
+    """A step whose forward pass is launched: what is sampled from waits on the device for what the
+    host has to say. `sample`, once, launches the rest; then `wait`."""
 
-    def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]: ...
+    def __init__(self, end: Callable[[TokenMasks], LaunchedStep]) -> None:
+        self._end = end
+        self._whole: LaunchedStep | None = None
+
+    def sample(self, masks: TokenMasks) -> None:
+        """From any thread, all steps before being finished, and before any other launch."""
+        assert self._whole is None, "a step is sampled twice"
+        self._whole = self._end(masks)
+
+    async def wait(self) -> StepResult:
+        assert self._whole is not None, "a step is awaited that nobody samples"
+        return await self._whole.wait()
+
+    def device_times(self) -> DeviceTimes:
+        assert self._whole is not None
+        return self._whole.device_times()
+
+
+class Executor(Protocol):
+    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep: ...
+
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> BegunStep[T]: ...
 
     def between_steps(self) -> AbstractContextManager[None]:
         """Work of the calling thread, after all steps so far; done when it is left."""
@@ -92,11 +115,11 @@ class ThreadExecutor:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-cpu")
 
-    def submit(self, work: Work, size: int = 0) -> LaunchedStep:
+    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
         times = DeviceTimes()
         return _ThreadStep(self._thread.submit(_run, work, times), times)
 
-    def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]:
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> BegunStep[T]:
         return _ThreadBegun(self._thread, first)
 
     def between_steps(self) -> AbstractContextManager[None]:
@@ -140,14 +163,14 @@ class EventStep:
         collect: Collect,
         waiter: EventWaiter,
         timer: StepTimer,
-        size: int,
+        shape: StepShape | None,
     ) -> None:
         self._done, self._collect, self._waiter = done, collect, waiter
-        self._timer, self._size = timer, size
+        self._timer, self._shape = timer, shape
         self._submitted_s = timer.submitted_s
 
     async def wait(self) -> StepResult:
-        await self._waiter.wait(self._done, self._submitted_s, self._size)
+        await self._waiter.wait(self._done, self._submitted_s, self._shape)
         self._timer.see()
         return self._collect()
 
@@ -161,12 +184,14 @@ _idle_streams: list[torch.cuda.Stream] = []
 
 
 class _StreamBegun(Generic[T]):
-    def __init__(self, executor: StreamExecutor, timer: StepTimer, value: T, size: int) -> None:
-        self._executor, self._timer, self._value, self._size = executor, timer, value, size
+    def __init__(
+        self, executor: StreamExecutor, timer: StepTimer, value: T, shape: StepShape | None
+    ) -> None:
+        self._executor, self._timer, self._value, self._shape = executor, timer, value, shape
 
     def end(self, rest: Callable[[T], Collect]) -> LaunchedStep:
         with torch.inference_mode(), self._executor.stream:
-            return self._executor.close_step(self._timer, rest(self._value), self._size)
+            return self._executor.close_step(self._timer, rest(self._value), self._shape)
 
 
 class StreamExecutor:
@@ -179,19 +204,19 @@ class StreamExecutor:
         self._waiter = EventWaiter()
         self._clock = StreamClock()
 
-    def submit(self, work: Work, size: int = 0) -> LaunchedStep:
+    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
         with torch.inference_mode(), self.stream:
-            return self.close_step(StepTimer(self._clock, self.stream), work(), size)
+            return self.close_step(StepTimer(self._clock, self.stream), work(), shape)
 
-    def begin(self, first: Callable[[], T], size: int = 0) -> BegunStep[T]:
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> BegunStep[T]:
         with torch.inference_mode(), self.stream:
-            return _StreamBegun(self, StepTimer(self._clock, self.stream), first(), size)
+            return _StreamBegun(self, StepTimer(self._clock, self.stream), first(), shape)
 
-    def close_step(self, timer: StepTimer, collect: Collect, size: int) -> EventStep:
+    def close_step(self, timer: StepTimer, collect: Collect, shape: StepShape | None) -> EventStep:
         """The end of a step, on the current stream."""
         done = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits sleeps in the driver
         done.record(self.stream)
-        return EventStep(done, collect, self._waiter, timer, size)
+        return EventStep(done, collect, self._waiter, timer, shape)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

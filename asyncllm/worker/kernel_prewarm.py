@@ -30,9 +30,9 @@ from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import build_model
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
+from asyncllm.worker.packed_step import NO_FEATURE
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.slot_changes import RECORD_WORDS
-from asyncllm.worker.slot_sampling import Feature
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
 MAX_THREADS = 8  # more launches wait; each is a second or two of one core
@@ -134,4 +134,4 @@ def prewarm_slots(
     logits = torch.zeros(1, state.in_prompt.shape[1], dtype=dtype, device=zero.device)
     for positions in (zero, None):  # as after prefills, as after a decode step
         sampler.plain(logits, zero, positions, row_masks)
-        sampler.full(logits, zero, positions, Feature(0), {}, row_masks)
+        sampler.full(logits, zero, positions, NO_FEATURE, None, row_masks)

@@ -10,7 +10,7 @@ from asyncllm.config import EngineConfig
 
 
 def kv_page_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Of one page, over all layers."""
+    """Bytes of one page, over all layers."""
     model = config.model
     return KVCache.page_bytes(
         model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
@@ -34,8 +34,8 @@ def allocate_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """Of `num_pages` and the padding page. Raises `ValueError` naming the flags where the memory is
-    not there."""
+    """The KV cache: `num_pages` and the padding page. Raises `ValueError` naming the flags where
+    the memory is not there."""
     model = config.model
     try:
         return KVCache(

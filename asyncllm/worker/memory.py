@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.attention.base import AttentionLayer, AttentionMixer, Rotation
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import GIB, EngineConfig
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.types import SwapCost
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
@@ -55,7 +55,7 @@ def forward_without_attention(
     """Hidden states [num_tokens, hidden_size] that mean nothing, by a whole step's work else."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     prompt_lens = tokens + 1 if model.uses_prompt_lens else None
-    return model.forward(tokens, tokens, prompt_lens, _no_attention)
+    return model.forward(TokenInputs(tokens, tokens, prompt_lens), AttentionMixer(_no_attention))
 
 
 def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:

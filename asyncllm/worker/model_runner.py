@@ -9,39 +9,40 @@ decodes only is `decode_step`, eager or from a graph: the same function. Where r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend, DecodeRows
+from asyncllm.attention.base import AttentionBackend, AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.masked_graphs import MaskedGraphs
-from asyncllm.graphs.step_graph import StepGraph
-from asyncllm.models.base import CausalLM
-from asyncllm.step_plan import StepPlan
+from asyncllm.graphs.pool import Recorded
+from asyncllm.graphs.sized_graphs import SizedGraphs
+from asyncllm.models.base import CausalLM, TokenInputs
+from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult, TokenMasks
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.executor import Collect, Executor, LaunchedStep
-from asyncllm.worker.host_step import HostStep
-from asyncllm.worker.inbox import Inbox
+from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.mixed_forward import MixedForward, duration_key
-from asyncllm.worker.mixed_logits import MixedLogits
-from asyncllm.worker.result_buffers import ResultBuffers
+from asyncllm.worker.mixed_step import MixedStep, step_shape
+from asyncllm.worker.packed_step import (
+    NO_CHANGES,
+    NO_DEVICE_EXTRAS,
+    NO_EXTRAS,
+    DeviceExtras,
+    PackedStep,
+    StepTokens,
+    padding_prompt,
+)
 from asyncllm.worker.sampler import Sampler
-from asyncllm.worker.slot_changes import NO_CHANGES, SlotChanges
-from asyncllm.worker.slot_sampling import Arrays
-from asyncllm.worker.slot_writer import SlotWriter
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_inputs import StepBuilder, StepInputs, StepTokens, padding_prompt
-from asyncllm.worker.step_results import prompt_logprobs_of
+from asyncllm.worker.static_inputs import SlotWriter, StaticInputs
+from asyncllm.worker.step_packer import NO_MOVES, StepPacker
+from asyncllm.worker.step_results import ResultBuffers, prompt_logprobs
 from asyncllm.worker.step_sampling import Forwarded, StepSampling
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
-Tensors = dict[str, torch.Tensor]
 # token ids int32 [rows], rows, prompt lens where the model uses them -> logits [rows, V]
 DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.Tensor]
 
@@ -56,10 +57,10 @@ class ModelRunner:
         state: DeviceState,
         kernels: SlotKernels,
         executor: Executor,
-        builder: StepBuilder,
+        packer: StepPacker,
         processors: LogitsProcessors,
         masks: TokenMaskBuffer,
-        inbox: Inbox,
+        inputs: StaticInputs,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -68,26 +69,25 @@ class ModelRunner:
         self._state = state
         self._sampler = sampler = Sampler(state, kernels.sample_slots, kernels.apply_masks)
         self._gather_slots = kernels.gather_slots
-        self._write_slots = kernels.write_slots
         self._executor = executor
-        self._builder = builder
+        self._packer = packer
         self._staging = Staging(device)
         self.graphs: DecodeGraphs | None = None
-        self.masked_graphs: MaskedGraphs | None = None  # of the same sizes
+        self.masked_graphs: SizedGraphs[Recorded] | None = None  # `resample`, of the same sizes
         self.work = WorkCounts()
-        self.inbox = inbox
-        self.slot_writer = SlotWriter(state, inbox, kernels.write_slots)
-        self.mixed_forward = MixedForward(
+        self.inputs = inputs
+        self.slot_writer = SlotWriter(state, inputs, kernels.write_slots)
+        self.mixed = MixedStep(
             model,
             attention,
             cache,
             state,
-            inbox,
+            inputs,
             self._staging,
             self.slot_writer,
             kernels.fill_decodes,
+            sampler,
         )
-        self.mixed_logits = MixedLogits(model, sampler, inbox)
         results = ResultBuffers(len(state.positions), device)
         self._masks = masks
         self._sampling = StepSampling(sampler, processors, masks, self._staging, results)
@@ -97,20 +97,22 @@ class ModelRunner:
 
         The plan's effects are as if it were done already.
         """
-        inputs = self._builder.build(plan)
-        graph, size = None, 0
-        if inputs.tokens is not None:
-            graph = self.mixed_forward.graph_of(inputs.tokens)
-            size = duration_key(inputs.tokens.num_tokens, graph)
-        if not plan.needs_host:
+        step, graph = self._packer.pack(plan), None
+        shape = StepShape(StepKind.DECODE, len(step.decode_slots))
+        if step.tokens is not None:
+            graph = self.mixed.graph_shape(step.tokens)
+            shape = step_shape(step.tokens, graph)
+        if not step.needs_host:
             return self._executor.submit(
-                lambda: self._sampling.run(inputs, self._forward(inputs, graph)), size
+                lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape
             )
-        begun = self._executor.begin(lambda: self._forward(inputs, graph), size)
+        begun = self._executor.begin(lambda: self._forward(step, graph), shape)
 
         def end(masks: TokenMasks) -> LaunchedStep:
-            later = self._builder.build_sampling(inputs)  # now: the tokens will move on
-            return begun.end(lambda forwarded: self._sampling.run(inputs, forwarded, later, masks))
+            edits = self._packer.pack_edits(step)  # now: the tokens will move on
+            return begun.end(
+                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks)
+            )
 
         return HostStep(end)
 
@@ -125,44 +127,41 @@ class ModelRunner:
 
     # --- on the stream -----------------------------------------------------------------------
 
-    def _forward(self, inputs: StepInputs, graph: StepGraph | None) -> Forwarded | None:
+    def _forward(self, step: PackedStep, graph: StepShape | None) -> Forwarded | None:
         """None for swaps alone."""
-        plan = inputs.plan
-        if plan.swap_out or plan.page_copies or plan.swap_in:  # as in few steps
-            self._cache.swap_out(plan.swap_out)
-            self._cache.copy_pages(plan.page_copies)
-            self._cache.swap_in(plan.swap_in)
-        if inputs.tokens is not None:
-            return self._mixed_step(inputs, inputs.tokens, graph)
-        return self._decode_only(inputs) if plan.decodes else None
+        if step.moves is not NO_MOVES:  # as in few steps
+            self._cache.swap_out(step.moves.swap_out)
+            self._cache.copy_pages(step.moves.copies)
+            self._cache.swap_in(step.moves.swap_in)
+        if step.tokens is not None:
+            return self._mixed_step(step, step.tokens, graph)
+        return self._decode_only(step) if len(step.decode_slots) else None
 
-    def _decode_only(self, inputs: StepInputs) -> Forwarded:
-        tensors = self._tell_decodes(inputs)
-        graphs, slots, num_rows = self.graphs, self.inbox.decode_slots, len(inputs.decode_slots)
+    def _decode_only(self, step: PackedStep) -> Forwarded:
+        extras = self._upload(step)
+        self._bring_decodes(step)
+        graphs, slots, num_rows = self.graphs, self.inputs.decode_slots, len(step.decode_slots)
         size = None if graphs is None else graphs.fitting(num_rows)
         resample = None
         self.work.ran("decode", num_rows, size)
         if graphs is None or size is None:
-            max_len = int(inputs.plan.decodes.positions.max()) + 1
+            max_len = int(step.decode_positions.max()) + 1
             tokens, logits = self.decode_step(slots[:num_rows], max_len)
         else:
-            tokens, logits = graphs.replay(size)
+            tokens, logits = graphs[size].replay()
             if self.masked_graphs is not None and size in self.masked_graphs:
-                resample = partial(self.masked_graphs.replay, size)
-        return Forwarded(logits, slots, None, tokens, tensors, [], resample)
+                resample = self.masked_graphs[size]
+        return Forwarded(logits, slots, None, tokens, extras, [], resample)
 
-    def _tell_decodes(self, inputs: StepInputs) -> Tensors:
+    def _bring_decodes(self, step: PackedStep) -> None:
         """Which slots decode, if not those of the last step; how slots change."""
-        inbox, changes = self.inbox, inputs.changes
-        if inbox.takes(changes):
-            tensors = self._upload(inputs.arrays)
-        else:
-            tensors, changes = self._upload(inputs.arrays, changes), NO_CHANGES
-        if changes is not NO_CHANGES or not inbox.holds(inputs.decode_slots):
-            inbox.put_decodes(inputs.decode_slots, changes)
+        inputs, changes = self.inputs, step.changes
+        if changes is not NO_CHANGES:
+            changes = self.slot_writer.write_most(changes)
+        if changes is not NO_CHANGES or not inputs.holds(step.decode_slots):
+            inputs.put_decodes(step.decode_slots, changes)
         if changes is not NO_CHANGES:
             self.slot_writer.write()
-        return tensors
 
     def decode_step(
         self,
@@ -191,53 +190,43 @@ class ModelRunner:
     def _layers(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
     ) -> torch.Tensor:
-        attend = self._attention.decode(rows)
-        hidden = self._model.forward(token_ids, rows.positions, prompt_lens, attend)
+        inputs = TokenInputs(token_ids, rows.positions, prompt_lens)
+        hidden = self._model.forward(inputs, AttentionMixer(self._attention.decode(rows)))
         return self._model.compute_logits(hidden)
 
     def _mixed_step(
-        self, inputs: StepInputs, step: StepTokens, graph: StepGraph | None
+        self, step: PackedStep, tokens: StepTokens, graph: StepShape | None
     ) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
-        num_padded = None if graph is None else graph.num_tokens
-        self.work.ran("mixed", step.num_tokens, num_padded)
-        if not self.inbox.takes(inputs.changes):
-            tensors = self._upload(inputs.arrays, inputs.changes)
-            hidden = self.mixed_forward.run(step, graph)
-        elif "penalty_slots" in inputs.arrays:  # of decodes too, which count their inputs
-            tensors = self._upload(inputs.arrays)
-            hidden = self.mixed_forward.run(step, graph, inputs.changes)
+        self.work.ran("mixed", tokens.num_tokens, None if graph is None else graph.size)
+        changes = step.changes
+        if changes is not NO_CHANGES:
+            changes = self.slot_writer.write_most(changes)
+        if step.extras.penalties is not None:  # of decodes too, which count their inputs
+            extras = self._upload(step)
+            hidden = self.mixed.forward(tokens, graph, changes)
         else:
-            hidden = self.mixed_forward.run(step, graph, inputs.changes)
-            tensors = self._upload(inputs.arrays)  # which only sampling reads
-        prompt_logprobs = [
-            logprobs
-            for wanted in inputs.prompt_logprobs
-            for logprobs in prompt_logprobs_of(self._model, hidden, wanted, tensors)
-        ]
-        tokens, logits = self.mixed_logits.of(hidden, step.num_samples)
-        slots, positions = self.inbox.sample_slots, self.inbox.sample_positions
-        return Forwarded(logits, slots, positions, tokens, tensors, prompt_logprobs)
+            hidden = self.mixed.forward(tokens, graph, changes)
+            extras = self._upload(step)  # which only sampling reads
+        of_prompts = prompt_logprobs(self._model, hidden, step.prompt_logprobs, extras)
+        sampled, logits = self.mixed.logits(hidden, tokens.num_samples)
+        slots, positions = self.inputs.sample_slots, self.inputs.sample_positions
+        return Forwarded(logits, slots, positions, sampled, extras, of_prompts)
 
     def run_padding(self, num_tokens: int) -> None:
         """A step of one prompt on the padding page, and its first token in the padding slot. On the
         current stream."""
         step = padding_prompt(num_tokens, self._cache.block_size)
-        hidden = self.mixed_forward.run(step, self.mixed_forward.graph_of(step))
-        tokens, logits = self.mixed_logits.of(hidden, 1)
+        hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
+        tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:
-            inbox = self.inbox
-            self._sampler.plain(logits, inbox.sample_slots[:1], inbox.sample_positions[:1])
+            inputs = self.inputs
+            self._sampler.plain(logits, inputs.sample_slots[:1], inputs.sample_positions[:1])
 
-    def _upload(self, arrays: Arrays, changes: SlotChanges = NO_CHANGES) -> Tensors:
-        """All in one copy; changes of slots, penalties and allowed tokens are written."""
-        if changes.records is not None:
-            arrays = arrays | {"records": changes.records}
-        if changes.entries is not None:
-            arrays = arrays | {"entries": changes.entries}
-        tensors = self._staging.upload(arrays)
-        if changes is not NO_CHANGES:
-            self._write_slots(self._state, tensors.get("records"), tensors.get("entries"))
-        if tensors:
-            self._state.apply(tensors)
-        return tensors
+    def _upload(self, step: PackedStep) -> DeviceExtras:
+        """In one copy; penalties and allowed tokens are written to the device state."""
+        if step.extras is NO_EXTRAS:
+            return NO_DEVICE_EXTRAS
+        extras: DeviceExtras = self._staging.upload(step.extras)
+        self._state.apply(extras)
+        return extras

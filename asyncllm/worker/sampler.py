@@ -1,14 +1,14 @@
 """From logits to tokens, on the device, per row of one batch.
 
-Two ways, by what the step's rows need (known on the host):
+Two paths, by what the step's rows need (known on the host):
 
   plain  masks, greedy, temperature, min-p, top-k, top-p: what a captured step does
   full   processors, allowed tokens, edits, masks and penalties first, then the same
 
 Both leave each slot's state at its new token.
 
-A filter is a cutoff: it keeps what is at least as likely as some token, so that of equals all stay
-or none. First min-p, then top-k, then the fewest of what is left that reach top-p of it.
+A filter is a cutoff: it keeps what is at least as likely as some token, so that ties are kept or
+dropped together. First min-p, then top-k, then the fewest of what is left that reach top-p of it.
 
 Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
 seeded request samples the same tokens whatever else is in its batch, and after any preemption.
@@ -16,14 +16,14 @@ seeded request samples the same tokens whatever else is in its batch, and after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.packed_step import Feature, LogitEdits
 from asyncllm.worker.token_masks import ApplyMasks, RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
@@ -76,7 +76,7 @@ class Sampler:
         slots: torch.Tensor,
         positions: torch.Tensor | None,
         features: Feature,
-        edits: Mapping[str, torch.Tensor],
+        edits: LogitEdits[torch.Tensor] | None,
         masks: RowMasks | None = None,
         process: Process | None = None,
     ) -> torch.Tensor:
@@ -94,8 +94,8 @@ class Sampler:
         tokens = self._sample_slots(state, logits, slots, positions, None)
         if empty is not None:
             tokens.masked_fill_(empty, NO_TOKEN_LEFT)
-        if "forced_rows" in edits:
-            rows, forced = edits["forced_rows"], edits["forced_tokens"].int()
+        if edits is not None and len(edits.forced_rows):
+            rows, forced = edits.forced_rows, edits.forced_tokens.int()
             if masks is not None:  # a grammar that knows no such token goes first
                 forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
             tokens.index_put_((rows,), forced)
@@ -108,15 +108,14 @@ class Sampler:
         logits: torch.Tensor,
         slots: torch.Tensor,
         features: Feature,
-        edits: Mapping[str, torch.Tensor],
+        edits: LogitEdits[torch.Tensor] | None,
         masks: RowMasks | None,
     ) -> None:
-        """What forbids tokens or moves their logits, in place."""
+        """Apply what forbids tokens or moves their logits, in place."""
         if features & Feature.ALLOWED:
             self._mask_disallowed(logits, slots)
-        if features & Feature.EDIT:
-            where = (edits["edit_rows"], edits["edit_tokens"])
-            logits.index_put_(where, edits["edit_values"], accumulate=True)
+        if edits is not None:
+            logits.index_put_((edits.rows, edits.tokens), edits.values, accumulate=True)
         if masks is not None:
             self._apply_masks(logits, masks)
 
@@ -199,7 +198,7 @@ def _filter(scores: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> No
 def cutoffs(
     scores: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
-    """What a score must reach to be kept, [rows, 1], of scores f32 [rows, V], by sorting them."""
+    """The least score that is kept in each row, [rows, 1], of scores f32 [rows, V], by sorting."""
     ordered = scores.sort(dim=1, descending=True).values
     vocab_size = scores.shape[1]
     ranks = torch.where(top_ks > 0, top_ks.clamp(max=vocab_size), vocab_size).long()

@@ -1,4 +1,4 @@
-"""What a step changes of the slots' state, packed on the host: sequences that take slots; pages.
+"""A step's changes of the slots' state, packed on the host: sequences that take slots; pages.
 
 One record for each of the former and one entry for each of the latter, so that a step's changes are
 two arrays and, on a GPU, one kernel (slot_changes_kernel.py), whatever a slot remembers.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from asyncllm.step_plan import PageAppend, SlotInit
 from asyncllm.worker.device_state import FLOAT_PARAMS, DeviceState
+from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges
 
 MAX_INT32 = 2**31 - 1
 LEAST_TOP_P = 1e-6  # less than the best token of any vocabulary has; not 0 in float32
@@ -36,25 +36,6 @@ assert SLOT_INIT.itemsize == _RECORD.size and _RECORD.size % 8 == 0
 # (state, records int32 [n, RECORD_WORDS] or None, entries int32 [3, m] or None); only enqueues, and
 # may be captured. A record or an entry of zeros says of the padding slot what it has anyway.
 WriteSlots = Callable[[DeviceState, torch.Tensor | None, torch.Tensor | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotChanges:
-    """A step's, on the host; None: it has none of these."""
-
-    records: np.ndarray | None = None  # int32 [n, RECORD_WORDS]
-    entries: np.ndarray | None = None  # int32 [3, m]
-
-    @property
-    def num_records(self) -> int:
-        return 0 if self.records is None else len(self.records)
-
-    @property
-    def num_entries(self) -> int:
-        return 0 if self.entries is None else self.entries.shape[1]
-
-
-NO_CHANGES = SlotChanges()
 
 
 def pack_changes(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> SlotChanges:
@@ -91,7 +72,7 @@ def _record(init: SlotInit) -> bytes:
 
 
 def pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
-    """Of block tables: slots, indices, pages, int32 [3, entries]."""
+    """New entries of block tables: slots, indices, pages, int32 [3, entries]."""
     slots = [append.slot for append in appends]
     indices = [append.block_index for append in appends]
     pages = [append.block_id for append in appends]

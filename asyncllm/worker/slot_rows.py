@@ -1,4 +1,4 @@
-"""What a decode step reads of its slots, so that rows of the batch are rows of tensors."""
+"""A decode step gathers the state of its slots, so that rows of the batch are rows of tensors."""
 
 from __future__ import annotations
 

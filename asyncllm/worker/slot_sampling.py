@@ -1,4 +1,4 @@
-"""What the host remembers of each slot's sampling, so that plain rows cost nothing.
+"""The host's memory of each slot's sampling, so that plain rows cost nothing.
 
 Which features a step needs decides between the captured sampler, which knows temperature, filters
 and penalties from the device alone, and the full one. What changes on the device (parameters,
@@ -8,32 +8,16 @@ so far (bad words, stop tokens before min_tokens) is packed per step.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncllm.step_plan import SlotInit
 from asyncllm.types import Sequence
+from asyncllm.worker.packed_step import NO_FEATURE, AllowedInit, Feature, LogitEdits, PenaltyInit
 
-Arrays = dict[str, np.ndarray]
 NEVER = float("-inf")
 _NO_TOKENS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
-
-
-class Feature(enum.IntFlag):
-    """What sampling a slot needs beyond what the captured sampler does."""
-
-    EDIT = 1  # logit bias, bad words, min_tokens, tokens that are forced
-    ALLOWED = 2
-    LOGPROBS = 4
-    MASK = 8  # a constraint's
-    PROCESS = 16  # logits processors, of the request or of the engine
-
-
-PLAINEST = Feature(0)
-# What the sampler does plainly; logprobs are read from the logits beside it.
-PLAIN = Feature.LOGPROBS | Feature.MASK
 
 
 @dataclass(slots=True)
@@ -63,31 +47,31 @@ class SlotSampling:
     def features(self, slots: np.ndarray) -> Feature:
         """All that any of these slots needs."""
         if not self._special:  # as in most batches
-            return PLAINEST
+            return NO_FEATURE
         return Feature(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
 
-    def init(self, inits: tuple[SlotInit, ...], arrays: Arrays) -> None:
+    def init(
+        self, inits: tuple[SlotInit, ...]
+    ) -> tuple[PenaltyInit[np.ndarray] | None, AllowedInit[np.ndarray] | None]:
         """Sequences take slots: remember what they need, pack what is not in their records."""
         for init in inits:
             self._remember(init)
         penalised = [init for init in inits if init.seq.request.sampling_params.penalises]
-        if penalised:
-            _penalty_entries(penalised, arrays)
+        penalties = _penalty_init(penalised) if penalised else None
         if not self._special and not self._restricted:  # as in most batches
-            return
+            return penalties, None
         special = [(i, self._special[i.slot]) for i in inits if i.slot in self._special]
         restricted = {i.slot for i, features in special if features & Feature.ALLOWED}
         # A slot that was restricted and is no more needs its row cleared as well.
         changed = [i for i in inits if i.slot in restricted | self._restricted]
-        if changed:
-            _allowed_entries(changed, arrays)
         self._restricted = (self._restricted - {i.slot for i in inits}) | restricted
+        return penalties, _allowed_init(changed) if changed else None
 
     def _remember(self, init: SlotInit) -> None:
         """Note which features the slot's new sequence uses, forgetting those of the one before."""
         request = init.seq.request
         params = request.sampling_params
-        features = PLAINEST
+        features = NO_FEATURE
         if params.allowed_token_ids is not None:
             features |= Feature.ALLOWED
         if params.num_logprobs is not None:
@@ -99,7 +83,7 @@ class SlotSampling:
         if init.slot in self._special:
             del self._special[init.slot]
             self._memory.pop(init.slot, None)
-            self._features[init.slot] = PLAINEST
+            self._features[init.slot] = NO_FEATURE
         is_edited = params.logit_bias or params.min_tokens or request.bad_words_ids
         if is_edited or init.seq.forcer is not None:
             features |= Feature.EDIT
@@ -107,11 +91,8 @@ class SlotSampling:
         if features:
             self._special[init.slot] = self._features[init.slot] = features
 
-    def add_logit_edits(self, slots: np.ndarray, arrays: Arrays) -> None:
-        """(row, token, value to add) for bias, bad words and stop tokens before min_tokens.
-
-        And (row, token) where the token is not the model's to choose.
-        """
+    def logit_edits(self, slots: np.ndarray) -> LogitEdits[np.ndarray]:
+        """Bias, bad words, stop tokens before min_tokens, and forced tokens, of these rows."""
         places = [(row, self._memory.get(slot)) for row, slot in enumerate(slots.tolist())]
         edited = [(row, memory) for row, memory in places if memory is not None]
         tokens: list[np.ndarray] = [_NO_TOKENS]
@@ -121,13 +102,14 @@ class SlotSampling:
             tokens.append(np.concatenate([memory.tokens, forbidden]))
             values += [memory.values, np.full(len(forbidden), NEVER, np.float32)]
         rows = np.array([row for row, _ in edited], np.int64)
-        arrays["edit_rows"] = rows.repeat(np.array([len(ids) for ids in tokens[1:]], np.int64))
-        arrays["edit_tokens"] = np.concatenate(tokens)
-        arrays["edit_values"] = np.concatenate(values)
         forced = [(row, _forced_now(memory.seq)) for row, memory in edited]
         forced = [(row, token) for row, token in forced if token is not None]
-        if forced:
-            arrays["forced_rows"], arrays["forced_tokens"] = np.array(forced, np.int64).T.copy()
+        return LogitEdits(
+            rows.repeat(np.array([len(ids) for ids in tokens[1:]], np.int64)),
+            np.concatenate(tokens),
+            np.concatenate(values),
+            *np.array(forced, np.int64).reshape(-1, 2).T.copy(),
+        )
 
 
 def _forbidden_now(seq: Sequence) -> list[int]:
@@ -153,37 +135,38 @@ def _forced_now(seq: Sequence) -> int | None:
 
 
 def _counted(init: SlotInit) -> list[int]:
-    """What it has said; but the input of a step that decodes is counted there."""
+    """Its output tokens, but for the input of its next decode step, which that step counts."""
     seq = init.seq
     decodes = init.num_computed >= seq.num_prefill
     return init.token_ids[seq.num_prompt_tokens : len(init.token_ids) - decodes]
 
 
-def _penalty_entries(inits: list[SlotInit], arrays: Arrays) -> None:
-    """Of prompts, which forks share, each token once; of outputs each time."""
+def _penalty_init(inits: list[SlotInit]) -> PenaltyInit[np.ndarray]:
+    """Prompt tokens, which forks share, each once; output tokens each time."""
     requests = {init.seq.request.request_id: init.seq.request for init in inits}
     prompt_of = {
         name: np.unique(int32(request.prompt_token_ids)) for name, request in requests.items()
     }
-    slots = arrays["penalty_slots"] = int32([init.slot for init in inits])
+    slots = int32([init.slot for init in inits])
     prompts = [prompt_of[init.seq.request.request_id] for init in inits]
     outputs = [int32(_counted(init)) for init in inits]
-    for name, lists in (("prompt", prompts), ("output", outputs)):
-        arrays[f"{name}_slots"] = slots.repeat([len(ids) for ids in lists])
-        arrays[f"{name}_tokens"] = np.concatenate(lists)
+    prompt, output = (
+        (slots.repeat([len(ids) for ids in lists]), np.concatenate(lists))
+        for lists in (prompts, outputs)
+    )
+    return PenaltyInit(slots, *prompt, *output)
 
 
-def _allowed_entries(inits: list[SlotInit], arrays: Arrays) -> None:
+def _allowed_init(inits: list[SlotInit]) -> AllowedInit[np.ndarray]:
     """A list may be as long as the vocabulary, and forks share it: it is converted once."""
     requests = {init.seq.request.request_id: init.seq.request for init in inits}
     ids_of = {
         name: int32(request.sampling_params.allowed_token_ids or [])
         for name, request in requests.items()
     }
-    slots = arrays["allowed_slots"] = int32([init.slot for init in inits])
+    slots = int32([init.slot for init in inits])
     ids = [ids_of[init.seq.request.request_id] for init in inits]
-    arrays["allowed_row_slots"] = slots.repeat([len(each) for each in ids])
-    arrays["allowed_tokens"] = np.concatenate(ids)
+    return AllowedInit(slots, slots.repeat([len(each) for each in ids]), np.concatenate(ids))
 
 
 def int32(values: list[int]) -> np.ndarray:

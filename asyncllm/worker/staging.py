@@ -1,18 +1,19 @@
 """Host arrays to device tensors, one copy per step however many arrays there are.
 
-On CUDA the arrays of a step are packed into one pinned buffer, of those that take turns, and copied
+On CUDA the arrays of a step are packed into one pinned buffer, one of a few that rotate, and copied
 once. On the CPU a tensor owns its array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncllm.attention.turns import Turns
+from asyncllm.attention.rotating_buffers import RotatingBuffers
+from asyncllm.worker.packed_step import arrays_of, with_tensors
 
 ALIGNMENT_BYTES = 16
 USUAL_BYTES = 1 << 20  # of a buffer; it grows where a step has more
@@ -21,21 +22,25 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 class Staging:
     def __init__(self, device: torch.device) -> None:
-        self._turns: Turns[_PinnedBuffer] | None = None
+        self._buffers: RotatingBuffers[_PinnedBuffer] | None = None
         if device.type == "cuda":
-            self._turns = Turns([_PinnedBuffer(device) for _ in range(NUM_BUFFERS)], device)
+            self._buffers = RotatingBuffers(
+                [_PinnedBuffer(device) for _ in range(NUM_BUFFERS)], device
+            )
 
-    def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Tensors on the device with the arrays' names, shapes and dtypes, valid for this step.
+    def upload(self, record: tuple[Any, ...]) -> Any:
+        """The record, and the records in it, with tensors on the device in place of its arrays, of
+        their shapes and dtypes, valid for this step.
 
         Copies on the current stream, without waiting for it.
         """
-        if not arrays:  # a step of the same decodes on the same pages
-            return {}
-        if self._turns is None:
-            return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-        with self._turns as buffer:
-            return buffer.upload(arrays)
+        arrays = list(arrays_of(record))
+        if not arrays:
+            return record
+        if self._buffers is None:
+            return with_tensors(record, iter([torch.from_numpy(a.copy()) for a in arrays]))
+        with self._buffers as buffer:
+            return with_tensors(record, iter(buffer.upload(arrays)))
 
 
 class _PinnedBuffer:
@@ -51,8 +56,8 @@ class _PinnedBuffer:
             torch.empty(capacity_bytes, dtype=torch.uint8, device=self._device),
         )
 
-    def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        most = sum(array.nbytes + ALIGNMENT_BYTES for array in arrays.values())
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        most = sum(array.nbytes + ALIGNMENT_BYTES for array in arrays)
         if most > len(self._twins.host):
             self._allocate(2 * most)
         return self._twins.copy(arrays)
@@ -69,26 +74,26 @@ class Twins:
         self._host_views = {dtype: host.numpy().view(dtype) for dtype in _TORCH_DTYPES}
         self._device_views = {dtype: device.view(t) for dtype, t in _TORCH_DTYPES.items()}
 
-    def copy(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def copy(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """One copy of all, without waiting for it; there must be room."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}  # by the array's place
         end_bytes = 0
         for dtype, device in self._device_views.items():
-            group = {name: array for name, array in arrays.items() if array.dtype == dtype}
+            group = [(i, array) for i, array in enumerate(arrays) if array.dtype == dtype]
             start = end = end_bytes // dtype.itemsize
             sizes: list[int] = []  # of an array, of the gap behind it, and so on
-            for array in group.values():
+            for _, array in group:
                 gap = -array.size % (ALIGNMENT_BYTES // dtype.itemsize)
                 self._host_views[dtype][end : end + array.size] = array.reshape(-1)
                 sizes += array.size, gap
                 end += array.size + gap
             end_bytes = end * dtype.itemsize
             views = device[start:end].split(sizes)[::2] if group else ()
-            for (name, array), view in zip(group.items(), views, strict=True):
-                tensors[name] = view if array.ndim == 1 else view.view(array.shape)
+            for (i, array), view in zip(group, views, strict=True):
+                tensors[i] = view if array.ndim == 1 else view.view(array.shape)
         assert len(tensors) == len(arrays), "an array of a type that no step has"
         self._device[:end_bytes].copy_(self.host[:end_bytes], non_blocking=True)
-        return tensors
+        return [tensors[i] for i in range(len(arrays))]
 
 
 _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {

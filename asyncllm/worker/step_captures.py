@@ -16,9 +16,9 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_kernels import DecodeKernel
-from asyncllm.graphs.masked_graphs import MaskedGraphs
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
-from asyncllm.graphs.pool import GraphPool
+from asyncllm.graphs.pool import GraphPool, Recorded
+from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.progress import DELAY_S, ProgressBar
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.model_runner import ModelRunner
@@ -51,7 +51,7 @@ class StepCaptures:
         return len(self._pending)
 
     def prefills(self, dtype: torch.dtype) -> None:
-        """Of steps with prefills: forward passes by their tokens, samples by their rows.
+        """Capture steps with prefills: forward passes by their tokens, samples by their rows.
 
         dtype: of hidden states.
         """
@@ -61,31 +61,33 @@ class StepCaptures:
             return
         shape = max(sizes[-1], most_rows), config.model.hf_config.hidden_size
         hidden = torch.zeros(shape, dtype=dtype, device=self._device)
-        graphs = runner.mixed_forward.make_graphs(hidden, config.max_num_seqs, self._pool)
-        samples = runner.mixed_logits.make_graphs(hidden, self._pool)
+        graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
         for size in first_sizes(config.cuda_graph_sizes):
-            samples.capture(size)
-        runner.mixed_forward.graphs, runner.mixed_logits.graphs = graphs, samples
+            runner.mixed.capture_sampling(size, self._pool)
 
     def decodes(self, others: list[DecodeKernel], trial: DecodeAutotune) -> None:
-        """`others`: ways to run a step besides the layers, which `trial` times."""
+        """`others`: implementations of a step besides the layers, which `trial` times."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
-        slots, clear = runner.inbox.decode_slots, runner.inbox.clear
+        slots, clear = runner.inputs.decode_slots, runner.inputs.clear
         decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, trial)
-        masked = MaskedGraphs(runner.resample, decode, GraphPool())
+        # What resampling computes must not lie where the logits are that it reads, which are a
+        # step's outputs: it has a pool of its own.
+        pool = GraphPool()
+        masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
             decode.capture(size)
-            masked.capture(size)
+            logits, rows = decode.logits(size), slots[:size]
+            masked.add(size, pool.record(lambda: (runner.resample(logits, rows),)))
 
         self._capture(capture, sizes, "decode")
         runner.slot_writer.capture(self._pool)
         runner.graphs, runner.masked_graphs = decode, masked
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where ways to run
-        it are timed."""
+        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
+        implementations are timed."""
         try:
             self._pending.capture_one()
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
@@ -97,7 +99,7 @@ class StepCaptures:
         self._pending.clear()
         runner = self._runner
         runner.graphs = runner.masked_graphs = None
-        runner.mixed_logits.graphs = runner.mixed_forward.graphs = None
+        runner.mixed.graphs = runner.mixed.sample_graphs = None
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle."""

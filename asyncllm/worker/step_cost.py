@@ -1,4 +1,4 @@
-"""What a bare decode step and a token of prefill cost: together they set the prefill chunk.
+"""The cost of a bare decode step and of a token of prefill, which set the prefill chunk.
 
 Timed at the start, while other threads make the tokenizer's tables and have the GIL for long
 stretches, so some of the timings are too high, and one may be anything. What is known of steps
@@ -37,7 +37,7 @@ def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
 
 
 def cost_of(bare: Sequence[float], prefills: Mapping[int, Sequence[float]]) -> StepCost:
-    """Of timings of a bare step and of prefills by their tokens, two or more of each, in seconds.
+    """The cost, from timings of a bare step and of prefills by tokens, two or more of each, in s.
 
     Of each step the second quickest counts: delays only add, and the one that is quicker need not
     be believed. A step of fewer tokens takes no longer than one of more, and no more for each of
@@ -74,5 +74,5 @@ def _bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object
     if graphs is None or size is None:
         slots = torch.zeros(1, dtype=torch.int32, device=device)
         return partial(runner.decode_step, slots, 1)
-    runner.inbox.clear()
-    return partial(graphs.replay, size)
+    runner.inputs.clear()
+    return graphs[size].replay

@@ -6,25 +6,72 @@ called after the step's end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
 
 from asyncllm.models.base import CausalLM
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult, TokenLogprobs
 from asyncllm.worker.executor import Collect
-from asyncllm.worker.result_buffers import ResultBuffers
+from asyncllm.worker.packed_step import DeviceExtras, PackedStep, PromptLogprobs
 from asyncllm.worker.sampler import LogprobTensors, gather_logprobs
-from asyncllm.worker.step_inputs import PromptLogprobs, StepInputs
 
 PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
 
 
+class ResultBuffers:
+    """Pinned buffers of `capacity` int32 tokens: the most rows that a step samples.
+
+    One per step in flight, kept for the next ones: pinned memory from torch's allocator costs an
+    event per tensor. A buffer is free again once it was read, so that of a step that failed is
+    simply never reused. On the CPU the tokens are where they should be.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._capacity = capacity
+        self._pinned = device.type == "cuda"
+        self._free: list[_TokenBuffer] = []
+
+    def fetch(self, tokens: torch.Tensor, num_rows: int) -> Callable[[], list[int]]:
+        """Enqueue the copy of `tokens`, int32; call the result once, after the step's end. What is
+        behind the first `num_rows` is padding."""
+        if not self._pinned:
+            return tokens[:num_rows].tolist
+        buffer = self._free.pop() if self._free else _TokenBuffer(self._allocate())
+        host = buffer.first(len(tokens))
+        host.copy_(tokens, non_blocking=True)
+
+        def read() -> list[int]:
+            token_ids: list[int] = host.tolist()
+            self._free.append(buffer)
+            return token_ids[:num_rows]
+
+        return read
+
+    def _allocate(self) -> torch.Tensor:
+        return torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)
+
+
+class _TokenBuffer:
+    """A buffer and views of its first tokens, made once each: captured steps have few sizes."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+        self._first: dict[int, torch.Tensor] = {}
+
+    def first(self, number: int) -> torch.Tensor:
+        if number not in self._first:
+            self._first[number] = self._whole[:number]
+        return self._first[number]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step's forward pass and sampling gave, on the device."""
+    """The outputs of a step's forward pass and sampling, on the device."""
 
     tokens: torch.Tensor  # int32 [rows or more]
     logits: torch.Tensor  # [rows, V], raw; more where no logprobs are wanted
@@ -33,46 +80,49 @@ class Sampled:
     failures: dict[int, Exception]  # of logits processors, by row
 
 
-def fetch(inputs: StepInputs, sampled: Sampled, buffers: ResultBuffers) -> Collect:
-    token_ids = buffers.fetch(sampled.tokens, len(inputs.sampled_slots))
+def fetch(step: PackedStep, plan: StepPlan, sampled: Sampled, buffers: ResultBuffers) -> Collect:
+    token_ids = buffers.fetch(sampled.tokens, len(step.sampled_slots))
     logprobs = None
-    if inputs.wants_logprobs:
-        num_top = max(
-            0 if params.logprob_token_ids else params.logprobs or 0
-            for params in inputs.wants_logprobs
+    if step.num_top_logprobs is not None:
+        tensors = gather_logprobs(
+            sampled.logits, sampled.tokens, step.num_top_logprobs, sampled.logprob_ids
         )
-        tensors = gather_logprobs(sampled.logits, sampled.tokens, num_top, sampled.logprob_ids)
         logprobs = _logprobs_to_host(tensors)
     prompt = [_logprobs_to_host(tensors) for tensors in sampled.prompt_logprobs]
 
     def collect() -> StepResult:
+        params = [seq.request.sampling_params for seq in plan.sampled] if logprobs else []
         return StepResult(
             token_ids(),
-            _sample_logprobs(inputs, logprobs) if logprobs is not None else None,
-            _split_prompt_logprobs(inputs, prompt),
+            _sample_logprobs(params, logprobs) if logprobs is not None else None,
+            _split_prompt_logprobs(step.prompt_logprobs, prompt),
             sampled.failures,
         )
 
     return collect
 
 
-def prompt_logprobs_of(
+def prompt_logprobs(
     model: CausalLM,
     hidden: torch.Tensor,
-    wanted: PromptLogprobs,
-    tensors: Mapping[str, torch.Tensor],
+    wanted: SequenceOf[PromptLogprobs],
+    extras: DeviceExtras,
 ) -> list[LogprobTensors]:
     """In pieces: logits of a whole prompt would not fit beside the KV cache.
 
-    hidden: of the step's tokens, [tokens, hidden_size]. tensors: what was uploaded.
+    hidden: of the step's tokens, [tokens, hidden_size].
     """
-    targets = tensors[wanted.array_name]
-    pieces = []
-    for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-        piece = targets[start : start + PROMPT_LOGPROB_ROWS]
-        first = wanted.first_token + start
-        logits = model.compute_logits(hidden[first : first + len(piece)])
-        pieces.append(gather_logprobs(logits, piece, wanted.num_top))
+    pieces: list[LogprobTensors] = []
+    if not wanted:
+        return pieces
+    assert extras.prompt_targets is not None
+    targets = extras.prompt_targets.split([row.num_targets for row in wanted])
+    for row, of_row in zip(wanted, targets, strict=True):
+        for start in range(0, row.num_targets, PROMPT_LOGPROB_ROWS):
+            piece = of_row[start : start + PROMPT_LOGPROB_ROWS]
+            first = row.first_token + start
+            logits = model.compute_logits(hidden[first : first + len(piece)])
+            pieces.append(gather_logprobs(logits, piece, row.num_top))
     return pieces
 
 
@@ -106,12 +156,14 @@ def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
     ]
 
 
-def _sample_logprobs(inputs: StepInputs, tensors: LogprobTensors) -> list[TokenLogprobs | None]:
+def _sample_logprobs(
+    wanted: SequenceOf[SamplingParams], tensors: LogprobTensors
+) -> list[TokenLogprobs | None]:
     """Per sampled row what its request asked for: the top few, or the tokens that it named."""
     entries = _token_logprobs(tensors)
     named = None if tensors.named_logprobs is None else tensors.named_logprobs.tolist()
     result: list[TokenLogprobs | None] = []
-    for row, (entry, params) in enumerate(zip(entries, inputs.wants_logprobs, strict=True)):
+    for row, (entry, params) in enumerate(zip(entries, wanted, strict=True)):
         num_others = params.num_logprobs
         if num_others is None:
             result.append(None)
@@ -128,11 +180,8 @@ def _sample_logprobs(inputs: StepInputs, tensors: LogprobTensors) -> list[TokenL
 
 
 def _split_prompt_logprobs(
-    inputs: StepInputs, pieces: list[LogprobTensors]
+    rows: SequenceOf[PromptLogprobs], pieces: list[LogprobTensors]
 ) -> dict[int, list[TokenLogprobs]]:
     """seq_id -> entries, from the pieces of all rows in order."""
     entries = iter([entry for piece in pieces for entry in _token_logprobs(piece)])
-    return {
-        wanted.seq_id: [next(entries) for _ in range(wanted.num_targets)]
-        for wanted in inputs.prompt_logprobs
-    }
+    return {row.seq_id: [next(entries) for _ in range(row.num_targets)] for row in rows}

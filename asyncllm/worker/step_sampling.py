@@ -1,4 +1,4 @@
-"""What a step's logits become: tokens, log-probabilities, and the way back to the host.
+"""From a step's logits to tokens and log-probabilities, and their copy to the host.
 
 Rows that ask for nothing special are sampled plainly, if the forward pass has not done so in its
 graph; else all rows of the step are sampled in full, and what a graph sampled is overwritten.
@@ -6,36 +6,36 @@ graph; else all rows of the step are sampled in full, and what a graph sampled i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from asyncllm.graphs.pool import Recorded
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import NO_MASKS, StepResult, TokenMasks
 from asyncllm.worker.executor import Collect
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.result_buffers import ResultBuffers
+from asyncllm.worker.packed_step import PLAIN, DeviceExtras, Feature, LogitEdits, PackedStep
 from asyncllm.worker.sampler import LogprobTensors, Sampler
-from asyncllm.worker.slot_sampling import PLAIN, Arrays, Feature
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_inputs import StepInputs
-from asyncllm.worker.step_results import Sampled, fetch
+from asyncllm.worker.step_results import ResultBuffers, Sampled, fetch
 from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What the forward pass leaves for sampling, on the device. More rows than the step's are
-    padding, behind them."""
+    """The outputs of the forward pass that sampling reads, on the device. More rows than the step's
+    are padding, behind them."""
 
     logits: torch.Tensor  # [rows, V], raw
     slots: torch.Tensor  # int32 [rows]
     positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: as the slots say
     tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
-    tensors: dict[str, torch.Tensor]  # the step's uploaded arrays
+    extras: DeviceExtras
     prompt_logprobs: list[LogprobTensors]
     # Tokens of all rows, by masks that were uploaded for all; None where that is not captured.
-    resample: Callable[[], torch.Tensor] | None = None
+    resample: Recorded | None = None
 
     def first(self, num_rows: int) -> Forwarded:
         """The step's rows alone."""
@@ -67,30 +67,32 @@ class StepSampling:
 
     def run(
         self,
-        inputs: StepInputs,
+        step: PackedStep,
+        plan: StepPlan,
         forwarded: Forwarded | None,
-        later: Arrays | None = None,
+        edits: LogitEdits[np.ndarray] | None = None,
         masks: TokenMasks = NO_MASKS,
     ) -> Collect:
-        """forwarded: None for swaps alone. later, masks: what a step that `needs_host` is told when
-        its forward pass is launched."""
+        """forwarded: None for swaps alone. edits, masks: those of a step that `needs_host`, which
+        come when its forward pass is launched."""
         if forwarded is None:
             return lambda: StepResult([])
-        if forwarded.resample is not None and inputs.features == Feature.MASK and len(masks.rows):
+        if forwarded.resample is not None and step.features == Feature.MASK and len(masks.rows):
             self._masks.upload(masks.rows, len(forwarded.logits))
-            sampled = Sampled(forwarded.resample(), forwarded.logits, None, [], {})
-            return fetch(inputs, sampled, self._results)
-        num_rows = len(inputs.sampled_slots)
+            (resampled,) = forwarded.resample.replay()
+            sampled = Sampled(resampled, forwarded.logits, None, [], {})
+            return fetch(step, plan, sampled, self._results)
+        num_rows = len(step.sampled_slots)
         # Of most steps nothing is wanted but tokens that are sampled already.
-        if inputs.features or len(masks.rows) or forwarded.tokens is None:
+        if step.features or len(masks.rows) or forwarded.tokens is None:
             forwarded = forwarded.first(num_rows)
         tokens = forwarded.tokens
         failures: dict[int, Exception] = {}
         row_masks = None
         if len(masks.rows):
             row_masks = self._masks.upload(masks.rows, num_rows)
-        if inputs.features and inputs.features & ~PLAIN:
-            tokens, failures = self._in_full(inputs, forwarded, later, row_masks)
+        if step.features and step.features & ~PLAIN:
+            tokens, failures = self._in_full(step, plan, forwarded, edits, row_masks)
         elif tokens is None or row_masks is not None:
             tokens = self._sampler.plain(
                 forwarded.logits, forwarded.slots, forwarded.positions, row_masks
@@ -98,33 +100,34 @@ class StepSampling:
         sampled = Sampled(
             tokens,
             forwarded.logits,
-            forwarded.tensors.get("logprob_ids"),
+            forwarded.extras.logprob_ids,
             forwarded.prompt_logprobs,
             failures,
         )
-        return fetch(inputs, sampled, self._results)
+        return fetch(step, plan, sampled, self._results)
 
     def _in_full(
         self,
-        inputs: StepInputs,
+        step: PackedStep,
+        plan: StepPlan,
         forwarded: Forwarded,
-        later: Arrays | None,
+        edits: LogitEdits[np.ndarray] | None,
         masks: RowMasks | None,
     ) -> tuple[torch.Tensor, dict[int, Exception]]:
         """Tokens int32 [rows], and what processors raised, by row."""
-        edits = forwarded.tensors if later is None else self._staging.upload(later)
+        on_device = forwarded.extras.edits if edits is None else self._staging.upload(edits)
         failures: dict[int, Exception] = {}
 
         def process(logits: torch.Tensor) -> None:
-            failures.update(self._processors.apply(logits, inputs.plan.sampled))
+            failures.update(self._processors.apply(logits, plan.sampled))
 
         tokens = self._sampler.full(
             forwarded.logits,
             forwarded.slots,
             forwarded.positions,
-            inputs.features,
-            edits,
+            step.features,
+            on_device,
             masks,
-            process if inputs.features & Feature.PROCESS else None,
+            process if step.features & Feature.PROCESS else None,
         )
         return tokens, failures

@@ -1,7 +1,7 @@
 """One device's share of the engine: the model, its memory, its steps.
 
-It chooses the device's implementations, so that nothing above asks which device it is, and tells
-the engine what follows: how many pages there are, how long a context may be, what a swap costs.
+It chooses the device's implementations, so that nothing above asks which device it is, and reports
+to the engine what follows: how many pages there are, how long a context may be, what a swap costs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from asyncllm.worker import decode_kernels
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
-from asyncllm.worker.inbox import Inbox
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
 from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
 from asyncllm.worker.kv_memory import allocate_cache, begin_host_pages, kv_page_bytes
@@ -44,11 +43,13 @@ from asyncllm.worker.memory import (
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.static_inputs import StaticInputs
 from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
-from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
+from asyncllm.worker.worker_command import CaptureGraph, ClearPages, WorkerCommand
 
 logger = logging.getLogger("asyncllm")
 
@@ -81,7 +82,8 @@ class Worker:
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
             kernels, ops = self._begin_kernels(early)
-            import_backend(self.backend_name)
+            is_auto = config.attention_backend == "auto"
+            self.backend_name = import_backend(self.backend_name, or_torch=is_auto)
         imported()
         with self._phase("load"):
             model, loading = self._load_model(ops, early, progress)
@@ -113,13 +115,13 @@ class Worker:
 
     @property
     def decode_ways(self) -> dict[str, list[int]]:
-        """How decode steps are run -> the sizes captured so; empty where they are eager."""
-        return self.runner.graphs.ways if self.runner.graphs is not None else {}
+        """Implementation of decode steps -> the sizes captured so; empty where they are eager."""
+        return self.runner.graphs.implementations if self.runner.graphs is not None else {}
 
     @property
     def prefill_graph_sizes(self) -> tuple[int, ...]:
         """Tokens of the steps with prefills that are captured, or will be; ascending."""
-        is_captured = self.runner.mixed_forward.graphs is not None
+        is_captured = self.runner.mixed.graphs is not None
         return self._config.prefill_graph_sizes if is_captured else ()
 
     @property
@@ -136,10 +138,14 @@ class Worker:
         return len(self._captures)
 
     @torch.inference_mode()
-    def capture_one(self) -> None:
-        """Capture one of the pending graphs; for moments without a step."""
-        with self._executor.between_steps():
-            self._captures.capture_one()
+    def command(self, command: WorkerCommand) -> None:
+        """Do it after all that was launched before."""
+        match command:
+            case ClearPages(page_ids):
+                self.runner.clear_pages(page_ids)
+            case CaptureGraph():
+                with self._executor.between_steps():
+                    self._captures.capture_one()
 
     def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Which of the engine's logits processors a request needs. Raises what they raise."""
@@ -148,10 +154,6 @@ class Worker:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """All of it, or (`HostStep`) its forward pass where it `needs_host`."""
         return self.runner.launch(plan)
-
-    def clear_pages(self, pages: list[int]) -> None:
-        """Zero these pages after all that was launched before."""
-        self.runner.clear_pages(pages)
 
     def drain(self) -> None:
         """Block until all launched steps are done; raises what a lost device raises."""
@@ -170,7 +172,7 @@ class Worker:
     # --- the parts, in the order of their making ---------------------------------------------
 
     def _begin_kernels(self, early: KernelPrewarm) -> tuple[SlotKernels, Ops]:
-        """What is done to slots, and the model's layers, while all of it is being compiled."""
+        """Choose the kernels of slots and layers, and have them compiled from now on."""
         early.begin_all(self._config)
         kernels = select_slot_kernels(self.device)
         return kernels, select_ops(self.device, self._dtype, self._captured_sizes)
@@ -178,8 +180,8 @@ class Worker:
     def _load_model(
         self, ops: Ops, early: KernelPrewarm, progress: bool
     ) -> tuple[CausalLM, Callable[[], Launch | None]]:
-        """And the other implementation of its decodes, as `decode_kernels` begins to load it. What
-        can be compiled without the weights is, meanwhile."""
+        """The model, and the other implementation of its decodes, as `decode_kernels` begins to
+        load it. What can be compiled without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
         model = build_model(config.model, self._dtype, self.device, ops, model_len)
@@ -198,7 +200,7 @@ class Worker:
         return plan_memory(self._config, page_bytes, peak_bytes, self.device)
 
     def _allocate_state(self) -> tuple[DeviceState, TokenMaskBuffer]:
-        """What there is for each slot."""
+        """The tensors that have a row for each slot."""
         config = self._config
         num_slots, vocab_size = config.num_slots, config.model.vocab_size
         pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
@@ -222,10 +224,10 @@ class Worker:
             state=state,
             kernels=kernels,
             executor=self._executor,
-            builder=StepBuilder(config.num_slots, config.block_size),
+            packer=StepPacker(config.num_slots, config.block_size),
             processors=self._processors,
             masks=self.token_masks,
-            inbox=Inbox(most_captured, config.num_slots, self.device),
+            inputs=StaticInputs(most_captured, config.num_slots, self.device),
             device=self.device,
         )
 
@@ -265,7 +267,7 @@ class Worker:
 
     @property
     def _most_tokens(self) -> int:
-        """Of one sequence in a step."""
+        """The most tokens of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
 
     def _measure_step_cost(self) -> StepCost | None:

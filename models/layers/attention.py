@@ -1,4 +1,4 @@
-"""Causal self-attention: the projections around the backend's `attend`."""
+"""Causal self-attention: the projections around the mixer's `attend`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from asyncllm.attention.base import Attend, AttentionLayer, HeadNorm, Rotation
+from asyncllm.attention.base import AttentionLayer, HeadNorm, Mixer, Rotation
+from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed
 
 
 class Attention:
@@ -51,15 +52,16 @@ class Attention:
         residual: torch.Tensor,
         next_norm: Norm,
         rotation: Rotation,
-        attend: Attend,
+        mixer: Mixer,
     ) -> Normed:
         """In place: residual [T, hidden_size] += the attention of x. Returns the next norm's."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
-        return self.o_proj.add(attend(self.layer, qkv, rotation), residual, next_norm)
+        out = Normed(mixer.attend(self.layer, qkv, rotation))
+        return self.o_proj.with_epilogue(out, AddRMSNorm(residual, next_norm))
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.qkv_proj.checkpoint_tensors()
+    def loads(self) -> Iterator[Load]:
+        yield from self.qkv_proj.loads()
         norm = self.layer.head_norm
         if norm is not None:
-            yield from zip(self._norm_names, (norm.q_weight, norm.k_weight), strict=True)
-        yield from self.o_proj.checkpoint_tensors()
+            yield from map(Load, self._norm_names, (norm.q_weight, norm.k_weight))
+        yield from self.o_proj.loads()

@@ -1,7 +1,8 @@
-"""What every layer of one model is made with: where, in which dtype, with which kernels."""
+"""The settings that all layers of one model share: device, dtype, kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,21 @@ from asyncllm.models.layers.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """`max_model_len` is the number of positions the model must know, in tokens."""
+    """`linear_methods`: by prefix of a linear layer's name in the checkpoint, "" for any name.
+
+    `max_model_len` is the number of positions the model must know, in tokens.
+    """
 
     dtype: torch.dtype
     device: torch.device
     ops: Ops
-    linear_method: LinearMethod
+    linear_methods: Mapping[str, LinearMethod]
     max_model_len: int
+
+    def method_for(self, name: str) -> LinearMethod:
+        """The method of the longest prefix that fits."""
+        prefixes = filter(name.startswith, self.linear_methods)
+        return self.linear_methods[max(prefixes, key=len)]
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""

@@ -1,4 +1,4 @@
-"""`Ops` by CUDA kernels: of one row and of few ours, else cuBLAS with ours between its products."""
+"""`Ops` by CUDA kernels: ours for one row and for few, else cuBLAS with ours between its GEMMs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ class CudaOps:
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm)
 
-    def linear(
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu(x)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        add_rms_norm(x, residual, norm)
+        return Normed(x)
+
+    def product(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         if x.values.shape[0] == 1:
@@ -36,27 +43,26 @@ class CudaOps:
             return self._skinny_gemm.linear(x, weight, bias)
         return self._linear(x.whole(), weight, bias)
 
-    def gated_linear(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def product_swiglu(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
         if x.values.shape[0] == 1:
             return gemv(x, weight, bias, gated=True)
         if self._skinny_gemm.takes(x, weight):
             return self._skinny_gemm.linear(x, weight, bias, gated=True)
-        return swiglu(self._linear(x.whole(), weight, bias))
+        return None
 
-    def add_linear(
+    def product_add_rms_norm(
         self,
-        x: torch.Tensor,
+        x: Normed,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: Norm,
-    ) -> Normed:
-        if x.shape[0] == 1:
-            return gemv_add_norm(x, weight, bias, residual, norm)
-        if self._skinny_gemm.takes_sum(x, weight):
-            return self._skinny_gemm.add_linear(x, weight, bias, residual, norm)
-        y = self._linear(x, weight, bias)
-        add_rms_norm(y, residual, norm)
-        return Normed(y)
+    ) -> Normed | None:
+        assert x.squares is None, "what is added to a residual comes from no norm"
+        if x.values.shape[0] == 1:
+            return gemv_add_norm(x.values, weight, bias, residual, norm)
+        if self._skinny_gemm.takes_sum(x.values, weight):
+            return self._skinny_gemm.add_linear(x.values, weight, bias, residual, norm)
+        return None

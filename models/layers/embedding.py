@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.ops import Normed
 
@@ -22,8 +23,8 @@ class Embedding:
         """int32 or int64 [T] -> [T, size], a new tensor."""
         return F.embedding(token_ids, self.weight)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield self.weight_name, self.weight
+    def loads(self) -> Iterator[Load]:
+        yield Load(self.weight_name, self.weight)
 
 
 class LMHead:
@@ -41,8 +42,8 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
-        return self._ops.linear(Normed(hidden), self.weight)
+        return self._ops.product(Normed(hidden), self.weight)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def loads(self) -> Iterator[Load]:
         if not self._tied:
-            yield self._name, self.weight
+            yield Load(self._name, self.weight)

@@ -1,7 +1,7 @@
 """A linear layer, merged or not: several projections of one input are one matrix product.
 
-The layer knows the checkpoint names of its parts and which rows each fills, so loading is a copy
-into a view and no weight is ever concatenated:
+The layer knows the checkpoint names of its parts, and its method which rows each fills, so loading
+is a copy into a view and no weight is ever concatenated:
 
     weight [out, in]   rows 0..q         q_proj.weight
                        rows q..q+kv      k_proj.weight
@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.linear_method import LinearShape
+from asyncllm.models.layers.ops import Epilogue, Normed, Out
 
 
 class Linear:
@@ -24,25 +26,24 @@ class Linear:
     def __init__(
         self, prefix: str, parts: Mapping[str, int], in_features: int, bias: bool, build: Build
     ) -> None:
-        self._names = [f"{prefix}.{part}" for part in parts]
-        self._sizes = list(parts.values())
-        self._method = build.linear_method
-        self.weights = self._method.create_weights(in_features, sum(self._sizes), bias)
+        names = {f"{prefix}.{part}": size for part, size in parts.items()}
+        self._shape = LinearShape(names, in_features, bias)
+        self._method, *others = map(build.method_for, names)
+        assert all(other is self._method for other in others), f"{prefix}: one product, one method"
+        self._ops = build.ops
+        self.weights = self._method.create_weights(self._shape)
 
     def __call__(self, x: Normed) -> torch.Tensor:
-        """[T, in_features] -> [T, sum of the parts' features]."""
-        return self._method.apply(self.weights, x)
+        """The product: [T, in_features] -> [T, sum of the parts' features]."""
+        return self._method.product(self.weights, x)
 
-    def gated(self, x: Normed) -> torch.Tensor:
-        """silu of the first of two equal parts, times the second: [T, features of one]."""
-        return self._method.apply_gated(self.weights, x)
+    def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
+        """The epilogue of the product, by one kernel where the method has one."""
+        fused = self._method.fused(self.weights, x, epilogue)
+        return epilogue.apply(self._ops, self(x)) if fused is None else fused
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
-        """In place: residual += the product. Returns the norm of the sum."""
-        return self._method.apply_add(self.weights, x, residual, norm)
+    def loads(self) -> Iterator[Load]:
+        return self._method.loads(self._shape, self.weights)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view to fill) of every part of every weight."""
-        for suffix, tensor in self.weights.items():
-            for name, view in zip(self._names, tensor.split(self._sizes), strict=True):
-                yield f"{name}.{suffix}", view
+    def finish_loading(self) -> None:
+        self._method.finish(self.weights)

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
+from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
+
+SWIGLU = SwiGLU()
 
 
 class MLP:
@@ -21,8 +24,9 @@ class MLP:
 
     def add(self, x: Normed, residual: torch.Tensor, next_norm: Norm) -> Normed:
         """In place: residual [T, hidden_size] += the feed-forward of x. Returns the next norm's."""
-        return self.down_proj.add(self.gate_up_proj.gated(x), residual, next_norm)
+        gated = Normed(self.gate_up_proj.with_epilogue(x, SWIGLU))
+        return self.down_proj.with_epilogue(gated, AddRMSNorm(residual, next_norm))
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.gate_up_proj.checkpoint_tensors()
-        yield from self.down_proj.checkpoint_tensors()
+    def loads(self) -> Iterator[Load]:
+        yield from self.gate_up_proj.loads()
+        yield from self.down_proj.loads()

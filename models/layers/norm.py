@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
+from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.ops import Norm
 
 
 class RMSNorm:
-    """`constants` is what the products that end or begin with this norm are given."""
+    """`constants` are for the matrix products that end or begin with this norm."""
 
     def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
         self._name = f"{name}.weight"
@@ -22,5 +23,5 @@ class RMSNorm:
         """[T, size] -> the same shape, a new tensor."""
         return self._ops.rms_norm(x, self.constants)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield self._name, self.constants.weight
+    def loads(self) -> Iterator[Load]:
+        yield Load(self._name, self.constants.weight)

@@ -1,51 +1,105 @@
-"""The kernels that a dense decoder needs besides attention.
+"""The kernels that a dense decoder needs besides attention, and what may end a matrix product.
 
 A model is written once against `Ops`; `TorchOps` is the reference and the CPU path, a CUDA
 implementation calls fused kernels. All run without a host synchronisation and with shapes that
-depend only on their inputs' shapes, so they may be captured in a CUDA graph.
+depend only on their inputs' shapes, so they may be captured in a CUDA graph. An `Epilogue` follows
+a product: any linear method's by `apply`, or, where an `Ops` has such a kernel, inside of it.
 
 In the shapes below T is the number of tokens in the step. Tensors share the model's dtype unless
-said otherwise, and are contiguous.
+stated otherwise, and are contiguous.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from asyncllm.kernels.records import Norm as Norm
 from asyncllm.kernels.records import Normed as Normed
 
+Out = TypeVar("Out")
+Out_co = TypeVar("Out_co", covariant=True)
+
 
 class Ops(Protocol):
     def before_capture(self) -> None:
-        """Settle what is still open about the calls since the last one; they will be captured."""
-        ...
+        """Choose kernels for the calls since the last one, which will be captured."""
+        return None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new."""
         ...
 
-    def linear(
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, where gate and up are the halves of x [T, 2 * size]: [T, size]."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        """In place: residual [T, size] += x. Returns the norm of the sum, perhaps in x's memory."""
+        ...
+
+    def product(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], a new tensor."""
         ...
 
-    def gated_linear(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """silu(gate) * up, where gate and up are the halves of `linear`'s output: [T, out / 2]."""
-        ...
+    def product_swiglu(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`swiglu` of the product, in its kernel; None: there is no such kernel for this x."""
+        return None
 
-    def add_linear(
+    def product_add_rms_norm(
         self,
-        x: torch.Tensor,
+        x: Normed,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: Norm,
-    ) -> Normed:
-        """In place: residual [T, out] += x [T, in] times weight. Returns the norm of the sum."""
+    ) -> Normed | None:
+        """`add_rms_norm` of the product, in its kernel; None: there is none, nothing is added."""
+        return None
+
+
+class Epilogue(Protocol[Out_co]):
+    def apply(self, ops: Ops, product: torch.Tensor) -> Out_co:
+        """`product` [T, features] may be overwritten."""
         ...
+
+    def fused(
+        self, ops: Ops, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Out_co | None:
+        """The same, of x times an unquantized weight [features, in]; None: not in one kernel."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """silu of the first half of the features, times the second: [T, features / 2]."""
+
+    def apply(self, ops: Ops, product: torch.Tensor) -> torch.Tensor:
+        return ops.swiglu(product)
+
+    def fused(
+        self, ops: Ops, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return ops.product_swiglu(x, weight, bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddRMSNorm:
+    """In place: residual [T, features] += the product. The result is the norm of the sum."""
+
+    residual: torch.Tensor
+    norm: Norm
+
+    def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
+        return ops.add_rms_norm(product, self.residual, self.norm)
+
+    def fused(
+        self, ops: Ops, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Normed | None:
+        return ops.product_add_rms_norm(x, weight, bias, self.residual, self.norm)

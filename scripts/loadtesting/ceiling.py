@@ -14,8 +14,8 @@ from typing import Any
 
 from loadtesting.experiments import RunOnce
 from loadtesting.knee import search
+from loadtesting.mock_answer import MockSettings
 from loadtesting.mock_server import mock_processes
-from loadtesting.mock_settings import MockSettings
 from loadtesting.run import Run
 from loadtesting.settings import Settings
 

@@ -1,4 +1,4 @@
-"""What several runs say together: mean and 95 % confidence interval over seeds, ratios of pairs.
+"""Summarises several runs: mean and 95 % confidence interval over seeds, ratios of pairs.
 
 Student's t on as many values as there are seeds; one run has no interval. Ratios are averaged as
 logarithms, so that B/A and A/B say the same.

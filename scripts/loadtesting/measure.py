@@ -113,7 +113,7 @@ def first_token_times(records: Sequence[Record]) -> np.ndarray:
 
 
 def throughput(records: Sequence[Record], span: Span) -> dict[str, float]:
-    """Of what happened within the span: ends of requests, chunks; a prompt with its first chunk."""
+    """Rates within the span, of finished requests and chunks; prompts count at the first chunk."""
     duration_s = span.end_s - span.start_s
     num_output = num_prompt = 0.0
     num_chunks = num_ends = 0

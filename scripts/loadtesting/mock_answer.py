@@ -1,4 +1,4 @@
-"""What the mock server says: frames of one answer, ready to write.
+"""The mock server's settings, and the frames of its answers, ready to write.
 
 Plain text is one frame, repeated. A schema gets an object that fits it, tools get one call; both
 come in as many chunks as other answers of that length, so that they stream.
@@ -6,15 +6,35 @@ come in as many chunks as other answers of that length, so that they stream.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import orjson
 
-from loadtesting.mock_settings import MockSettings
+from loadtesting.settings import above, flag
 
 EXAMPLES: dict[str, Any] = {"string": "mock", "integer": 1, "number": 1.5, "boolean": True}
+
+
+@dataclass(frozen=True)
+class MockSettings:
+    host: str = flag("127.0.0.1", "mock: to listen on")
+    port: int = flag(8000, "mock: 0: any free one, it is printed", type=above(-1))
+    mock_processes: int = flag(1, "mock: that serve", type=above(0))
+    tokens_per_second: float = flag(math.inf, "mock: of each stream", type=above(0, float))
+    max_running: int = flag(sys.maxsize, "mock: streams at once, others wait", type=above(0))
+    tokens_per_chunk: int = flag(1, "mock: in each chunk", type=above(0))
+    textless_tokens: int = flag(0, "mock: first tokens, sent as no chunk", type=above(-1))
+    word: str = flag(" word", "mock: the text of a token")
+    fail_every: int = flag(sys.maxsize, "mock: each so-many-th request fails", type=above(0))
+    fail_with: str = flag("500", "mock: how", choices=("500", "event", "short", "cut"))
+    refuse: str = flag("", "mock: answer 400 to requests with this field")
+    stall_after: int = flag(sys.maxsize, "mock: the request that stops it once", type=above(0))
+    stall_s: float = flag(1.0, "mock: for how long", type=above(0, float))
 
 
 class Answer(NamedTuple):

@@ -21,7 +21,7 @@ import orjson
 from aiohttp import web
 
 from loadtesting import mock_answer
-from loadtesting.mock_settings import MockSettings
+from loadtesting.mock_answer import MockSettings
 from loadtesting.record import now
 from loadtesting.worker import loop_factory
 

@@ -51,7 +51,7 @@ def make_page(report: Mapping[str, Any], runs: Sequence[Run]) -> str:
 
 
 def group_runs(report: Mapping[str, Any], runs: Sequence[Run]) -> Groups:
-    """What one colour shows: a rate of a knee search, else a server."""
+    """One group per colour of the plots: a rate of a knee search, else a server."""
     groups: dict[str, list[Run]] = {}
     if "probes" in report:
         for run in sorted(runs, key=lambda run: run.report["conditions"]["request_rate"]):

@@ -1,4 +1,4 @@
-"""What is asked for: one frozen record, each field a flag of the same name.
+"""The load test's settings: one frozen record, each field a flag of the same name.
 
 A flag given beside `--workload` wins over what that workload sets. Whatever contradicts itself is
 refused in `Settings.__post_init__`, before anything is sent.

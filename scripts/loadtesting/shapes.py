@@ -50,7 +50,7 @@ def fits_schema(text: str, required: Sequence[str]) -> bool:
 
 
 def has_well_formed_calls(calls: dict[int, tuple[str, str]]) -> bool | None:
-    """Of (name, arguments) by index; None if the model called nothing, which `auto` allows."""
+    """calls: index -> (name, arguments). None if the model called nothing, which `auto` allows."""
     if not calls:
         return None
     try:

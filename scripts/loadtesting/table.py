@@ -92,7 +92,7 @@ def check_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def server_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """What the server says of itself, where the client cannot see it or should agree."""
+    """The server's own metrics, where the client cannot see them or should agree."""
     if (metrics := report.get("server_metrics")) is None:
         yield "the server has no /metrics"
         return

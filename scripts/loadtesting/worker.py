@@ -41,7 +41,7 @@ loop_factory = uvloop.new_event_loop if uvloop else None
 
 @dataclass(frozen=True)
 class Share:
-    """What one process sends."""
+    """The requests that one process sends."""
 
     settings: Settings
     api_key: str | None
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What all processes saw, and from when to when."""
+    """The records of all processes, and from when to when they ran."""
 
     records: list[Record]
     start_s: float
@@ -77,7 +77,7 @@ def deal(
     conversations: Sequence[Conversation],
     due_s: Sequence[float] | None,
 ) -> list[Share]:
-    """One conversation to each process in turn; the concurrency split as evenly as it goes."""
+    """Deals conversations to the processes round-robin; splits the concurrency evenly."""
     num = min(settings.processes, len(conversations), settings.max_concurrency or 2**31)
     widths: list[int | None] = [None] * num
     if (width := settings.max_concurrency) is not None:

@@ -1,4 +1,4 @@
-"""What is sent: conversations of requests, encoded before the run, from the seed, offline.
+"""Conversations of requests: drawn from the seed or a trace, encoded before the run, offline.
 
 `stream` separates draws of one seed: 0 is the load, 1 the warm-up, so the warm-up's prompts and
 prefixes are never those of the load.
@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from loadtesting.lengths import request_lengths
+from loadtesting.arrival import read_trace
 from loadtesting.record import Conversation, LoadTestError, Request
 from loadtesting.settings import Settings
 from loadtesting.shapes import NUM_SHAPES, random_schema, schema_fields, tool_fields
 
 # Each is one token after a space in the usual BPE vocabularies.
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
+LONGEST = 16  # times the mean: where the log-normal tail of lengths is cut
 CHARS_PER_TOKEN = 4  # of ShareGPT answers, whose tokens nobody here can count
 
 
@@ -150,3 +151,32 @@ def with_history(body: bytes, history: list[dict[str, str]]) -> bytes:
 
 def first_requests(conversations: list[Conversation], num: int) -> list[Request]:
     return list(islice((turn for turns in conversations for turn in turns), num))
+
+
+def draw_lengths(
+    mean: int, dist: str, spread: float, num: int, rng: np.random.Generator
+) -> np.ndarray:
+    """[num] tokens. The log-normal's mean is `mean` too (its median is below), before the cut."""
+    if dist == "fixed":
+        return np.full(num, mean)
+    if dist == "uniform":
+        low, high = max(1, round(mean * (1 - spread))), round(mean * (1 + spread))
+        return rng.integers(low, max(low, high), num, endpoint=True)
+    lengths = rng.lognormal(np.log(mean) - spread**2 / 2, spread, num)
+    return np.clip(lengths.round(), 1, LONGEST * mean).astype(int)
+
+
+def request_lengths(
+    settings: Settings, num: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Own prompt tokens and output tokens of num requests, each [num]."""
+    if settings.trace is not None:
+        rows = read_trace(settings.trace)
+        picked = [rows[i % len(rows)] for i in range(num)]
+        inputs = np.array([max(1, row.input_len) for row in picked])
+        return inputs, np.array([max(1, row.output_len) for row in picked])
+    dist, spread = settings.length_dist, settings.length_spread
+    return (
+        draw_lengths(settings.input_len, dist, spread, num, rng),
+        draw_lengths(settings.output_len, dist, spread, num, rng),
+    )

@@ -59,7 +59,7 @@ def thought_text(thought: str) -> str:
 
 
 def message_text(message: Message) -> str:
-    """What the assistant writes, its thought left out."""
+    """The assistant's text and calls, without its thought."""
     calls = message.get("tool_calls") or []
     texts = [message["content"]] if message["content"] else []
     texts += [call_text(c["function"]["name"], c["function"]["arguments"]) for c in calls]

@@ -1,4 +1,4 @@
-"""What the clients ask, and what the built-in model is known to answer."""
+"""Questions of the clients, and answers that the built-in model is known to give."""
 
 from __future__ import annotations
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from asyncllm import cli
+from asyncllm.attention.base import AttentionLayer
 from asyncllm.commands import doctor
 from asyncllm.commands.doctor import examine
 from asyncllm.engine_args import EngineArgs
@@ -50,6 +52,16 @@ def test_what_a_model_needs() -> None:
     per_token = 2 * 2 * hf["num_hidden_layers"] * hf["num_key_value_heads"] * hf["head_dim"]
     assert found["kv per token"].value == f"{per_token} bytes"
     assert found["tokens that fit"].state == "ok"
+
+
+def test_which_kernel_decodes_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    config = EngineArgs(dtype="bfloat16").create_engine_config()
+    layers = [AttentionLayer(i, 32, 8, 128, 1.0, 100 if i % 3 else None) for i in range(6)]
+    full, window = doctor._attention(config, layers)
+    assert full.value == "balanced_decode decodes 2 layers like layer 0" and not full.advice
+    assert window.value == "xqa decodes 4 layers like layer 1"
+    assert window.advice == "balanced_decode does not do a window of 100"
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,3 +116,16 @@ def test_an_old_card() -> None:
     assert doctor._device(Properties, 0).state == "MISSING"
     Properties.major, Properties.minor = 9, 0
     assert doctor._device(Properties, 0).state == "ok"
+
+
+def test_modules_without_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = dict.fromkeys("abc", doctor)
+    monkeypatch.setattr(doctor, "sys", SimpleNamespace(modules=modules))
+    monkeypatch.setattr(doctor, "MAX_MODULES_WITHOUT_BYTECODE", 2)
+    assert doctor.__spec__ is not None
+    monkeypatch.setattr(doctor.__spec__, "cached", "/nowhere")
+    found = doctor._bytecode()
+    assert (found.value, found.state) == ("missing for 3 modules", "note")
+    assert "compileall" in found.advice
+    monkeypatch.setattr(doctor, "MAX_MODULES_WITHOUT_BYTECODE", 3)
+    assert doctor._bytecode().state == "ok"

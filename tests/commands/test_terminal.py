@@ -224,7 +224,7 @@ def test_events_however_they_are_cut(size: int) -> None:
 
 
 async def answers(payload: bytes, status: int = 200) -> list[dict[str, Any]]:
-    """What the client makes of a server that answers with `payload`."""
+    """The client's output for a server that answers with `payload`."""
 
     async def handler(request: web.Request) -> web.Response:
         return web.Response(body=payload, status=status)

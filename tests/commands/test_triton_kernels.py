@@ -1,4 +1,4 @@
-"""What a build launched is listed, built as long as Triton's cache has it; on a made-up Triton."""
+"""A build lists the kernels it launched, and which Triton's cache still has; on a fake Triton."""
 
 from __future__ import annotations
 

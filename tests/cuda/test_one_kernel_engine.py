@@ -124,7 +124,7 @@ def answers(
 
 
 def margins(outputs: list[RequestOutput]) -> list[float]:
-    """Of each token over the next likely."""
+    """Each token's log-probability minus that of the next likely."""
     found = []
     for output in outputs:
         for entry in output.outputs[0].logprobs or []:

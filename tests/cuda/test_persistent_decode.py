@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from asyncllm.attention.base import DecodeRows
+from asyncllm.attention.base import AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.kernels import nvcc
@@ -24,6 +24,7 @@ from asyncllm.kernels.balanced_decode import shape_definitions
 from asyncllm.kernels.declaration import Definitions, DenseShape, Launch
 from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS, definitions
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import TokenInputs
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.persistent_decode import PersistentDecode
@@ -89,7 +90,7 @@ class Case:
     def model(self, dtype: torch.dtype) -> DenseDecoder:
         generator = torch.Generator().manual_seed(1)
         model = build_model(self.config, dtype, CPU, TorchOps(), MAX_LEN)
-        for _, tensor in model.checkpoint_tensors():
+        for tensor in [load.view for load in model.loads()]:
             noise = torch.randn(tensor.shape, generator=generator)
             wide = 0.1 * noise if tensor.dim() > 1 else 1 + 0.3 * noise  # norms, and biases too
             tensor.copy_(wide.bfloat16())
@@ -113,7 +114,8 @@ class Case:
     def by_layers(self, dtype: torch.dtype) -> tuple[torch.Tensor, KVCache]:
         model, cache = self.model(dtype), self.cache(dtype)
         attend = TorchAttention(cache).decode(self.rows)
-        hidden = model.forward(self.token_ids, self.positions, self.positions + 1, attend)
+        inputs = TokenInputs(self.token_ids, self.positions, self.positions + 1)
+        hidden = model.forward(inputs, AttentionMixer(attend))
         return model.compute_logits(hidden), cache
 
     def by_one_kernel(self, function: Launch, num_blocks: int, seed: int = 0) -> Any:
@@ -163,6 +165,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).norm().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "positions", "num_blocks"),
     [
@@ -170,13 +173,28 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         ("qwen3", [1300, 31, 700], 30),  # four splits, one and two of the five there may be
         ("qwen3", [15, 16, 17, 0, 0, 1, 63, 64], 3),
         ("qwen2", [1300], 24),  # more blocks than some products have units
-        ("llama-dynamic", [130, 60], 7),
         ("llama-mqa-128", [90, 1333], 9),
         ("llama-mqa-128", [2600], 9),  # eight splits
         ("llama-wide", [115, 120, 166, 97, 53, 24, 124, 7], 6),
     ],
 )
 def test_equals_the_layers(
+    compiled: Callable[[tuple[str, ...]], Any],
+    tmp_path: Path,
+    name: str,
+    positions: list[int],
+    num_blocks: int,
+) -> None:
+    check_against_layers(compiled, tmp_path, name, positions, num_blocks)
+
+
+def test_equals_the_layers_of_one_model(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    check_against_layers(compiled, tmp_path, "llama-dynamic", [130, 60], 7)
+
+
+def check_against_layers(
     compiled: Callable[[tuple[str, ...]], Any],
     tmp_path: Path,
     name: str,
@@ -201,6 +219,7 @@ def test_equals_the_layers(
         assert torch.equal(ours_pages, old)  # nothing else is written
 
 
+@pytest.mark.slow
 def test_the_order_of_threads_does_not_matter(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:
@@ -210,6 +229,7 @@ def test_the_order_of_threads_does_not_matter(
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_steps_of_different_sizes_alternate(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:

@@ -128,7 +128,7 @@ def test_each_tile_is_for_the_block_with_the_least_to_do(
 
 
 def test_random_steps_one_after_another(function: Any) -> None:
-    """Of any size, through two buffers: nothing is left of the steps before."""
+    """Steps of any size go through two buffers: nothing is left of the steps before."""
     layer = AttentionLayer(0, 2, 1, 128, 1.0)
     lists = PrefillLists(layer, LIMITS, function, NUM_BLOCKS, CPU, 0)
     rng = random.Random(0)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.attention.base import AttentionLayer, AttentionMixer, Rotation
 from asyncllm.kernels.skinny_gemm import KERNEL
 from asyncllm.model_config import ModelConfig, resolve_model_path
+from asyncllm.models.base import TokenInputs
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
@@ -40,7 +41,7 @@ def logits_by(ops: Ops) -> torch.Tensor:
     token_ids = torch.arange(100, 100 + ROWS, dtype=torch.int32)
     positions = torch.arange(ROWS, dtype=torch.int32)
     with torch.inference_mode():
-        hidden = model.forward(token_ids, positions, None, attend)
+        hidden = model.forward(TokenInputs(token_ids, positions), AttentionMixer(attend))
         return model.compute_logits(hidden).float()
 
 

@@ -19,14 +19,14 @@ import pytest
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine_args import EngineArgs
-from asyncllm.server.call import Call
-from asyncllm.server.chat_view import ChatView
-from asyncllm.server.generation import Generation
+from asyncllm.server.chat.response import ChatView
+from asyncllm.server.http.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
+from asyncllm.server.inputs.call import Call
+from asyncllm.server.outputs.chunks import ChunkStream
+from asyncllm.server.outputs.generation import Generation
 from asyncllm.server.protocol import ChatRequest
-from asyncllm.server.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
-from asyncllm.server.stream import StreamedAnswer
 from asyncllm.types import StepResult
-from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.step_packer import StepPacker
 from tests.engine.builders import finish, make_request, make_scheduler
 
 BLOCK_SIZE = 16
@@ -67,7 +67,7 @@ class Host:
         self.scheduler = make_scheduler(
             num_pages, BLOCK_SIZE, max_num_seqs=num_rows, max_num_batched_tokens=8192
         )
-        self.builder = StepBuilder(num_rows + 1, BLOCK_SIZE)
+        self.packer = StepPacker(num_rows + 1, BLOCK_SIZE)
         self.outputs = OutputProcessor(tokenizer)
         self.frames = FrameQueue()
         self.transports = [Transport() for _ in range(num_rows)]
@@ -85,7 +85,7 @@ class Host:
         stream._transport = http.transport  # as `open` does
         names: Any = None  # nobody asks for logprobs
         view = ChatView(ChatRequest(messages=[]), call, names)
-        answer = StreamedAnswer(stream, call, view, None)
+        answer = ChunkStream(stream, call, view, None)
         engine: Any = None  # nothing is aborted
         generation = Generation(engine, call, lambda: answer)
 
@@ -104,9 +104,9 @@ class Host:
         plan = self.scheduler.plan()
         assert plan is not None
         self._phase = "build"
-        inputs = self.builder.build(plan)
+        self.packer.pack(plan)
         self._phase = ""
-        result = StepResult([self.token_id] * len(inputs.plan.sampled))
+        result = StepResult([self.token_id] * len(plan.sampled))
         self._phase = "finish"
         updates = self.scheduler.finish_step(plan, result)
         self._phase = "text"
@@ -197,7 +197,7 @@ def test_what_an_idle_engine_does_before_the_device_has_prompts_has_a_ceiling(
 ) -> None:
     """Plan and arrays; blocks are hashed for the prefix cache when the device is at work."""
     scheduler = make_scheduler(1000, BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=8192)
-    builder = StepBuilder(9, BLOCK_SIZE)
+    packer = StepPacker(9, BLOCK_SIZE)
     calls: list[int] = []
     num_calls = 0
 
@@ -214,7 +214,7 @@ def test_what_an_idle_engine_does_before_the_device_has_prompts_has_a_ceiling(
         try:
             plan = scheduler.plan()
             assert plan is not None
-            builder.build(plan)
+            packer.pack(plan)
         finally:
             sys.setprofile(None)
         calls.append(num_calls)

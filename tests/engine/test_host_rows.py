@@ -28,7 +28,7 @@ from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, TokenConstraint, TokenMasks
-from asyncllm.worker.host_step import HostStep
+from asyncllm.worker.executor import HostStep
 from tests.engine.automaton import Automaton
 from tests.engine.sampled_in_full import count_in_full
 from tests.waiting import PATIENCE_SECONDS

@@ -12,9 +12,9 @@ import pytest
 from asyncllm.engine.structured.grammar_text import grammar_text
 from asyncllm.formats import ModelFormat, resolve
 from asyncllm.formats.tools import ToolChoice
+from asyncllm.server.inputs.output_format import chat_structure
+from asyncllm.server.inputs.prompts import ToolUse
 from asyncllm.server.protocol import ChatRequest, JsonSchema, JsonSchemaFormat
-from asyncllm.server.structure import chat_structure
-from asyncllm.server.tool_use import ToolUse
 from asyncllm.structured_outputs import StructuredOutputsParams
 from tests.formats.answers import read
 from tests.formats.test_call_grammar import SCHEMAS, TOOLS, special_markers, tokenizer, walk

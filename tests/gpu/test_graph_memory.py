@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from asyncllm.graphs import captured_times
-from asyncllm.graphs.pool import GraphPool
-from asyncllm.graphs.unowned import unowned
+from asyncllm.graphs.pool import GraphPool, weak_alias
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +23,7 @@ VOCAB_SIZE = 200_000
 @torch.inference_mode()
 def test_memory_without_a_claim_to_it(dtype: torch.dtype) -> None:
     owner = torch.arange(3 << 20, device="cuda").view(3, -1).to(dtype)
-    same = unowned(owner)
+    same = weak_alias(owner)
     assert same.dtype is dtype and same.data_ptr() == owner.data_ptr()
     assert torch.equal(same, owner)
     before = torch.cuda.memory_allocated()

@@ -8,7 +8,7 @@ import torch
 
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.slot_sampling import Feature
+from asyncllm.worker.packed_step import Feature
 from asyncllm.worker.token_masks import NO_MASK, RowMasks, TokenMaskBuffer
 
 pytestmark = [
@@ -31,8 +31,9 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.mark.parametrize("tokens", [1, 5, 33, 4096])
 def test_ops_equal_torch(tokens: int) -> None:
     from asyncllm.models.layers.cuda_ops import CudaOps
-    from asyncllm.models.layers.ops import Norm, Normed
+    from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
     from asyncllm.models.layers.torch_ops import TorchOps
+    from tests.models.with_epilogue import with_epilogue
 
     fast, slow = CudaOps(torch.device("cuda")), TorchOps()
     x, residual = (torch.randn(tokens, 1024, device=CUDA, dtype=BF16) for _ in range(2))
@@ -41,14 +42,16 @@ def test_ops_equal_torch(tokens: int) -> None:
     assert relative_error(fast.rms_norm(x, norm), slow.rms_norm(x, norm)) < 6e-3
     residuals = residual.clone(), residual.clone()
     sums = [
-        ops.add_linear(x, weight, None, r, norm)
+        with_epilogue(ops, Normed(x), weight, AddRMSNorm(r, norm))
         for ops, r in zip((fast, slow), residuals, strict=True)
     ]
     assert relative_error(*residuals) < 6e-3
-    assert relative_error(fast.linear(sums[0], weight), slow.linear(sums[1], weight)) < 8e-3
-    gated = fast.gated_linear(sums[0], weight), slow.gated_linear(sums[1], weight)
+    assert relative_error(fast.product(sums[0], weight), slow.product(sums[1], weight)) < 8e-3
+    gated = [
+        with_epilogue(ops, x, weight, SwiGLU()) for ops, x in zip((fast, slow), sums, strict=True)
+    ]
     assert relative_error(*gated) < 1.5e-2
-    assert relative_error(fast.linear(Normed(x), weight), slow.linear(Normed(x), weight)) < 6e-3
+    assert relative_error(fast.product(Normed(x), weight), slow.product(Normed(x), weight)) < 6e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 19, 300])
@@ -118,7 +121,7 @@ def test_masks_are_written_where_nobody_reads() -> None:
 
 
 def some_masks(rows: int, vocab: int) -> RowMasks:
-    """Of every other row, in any order."""
+    """Random masks for every other row, in any order."""
     num_masks = (rows + 1) // 2
     of_row = torch.full((rows,), NO_MASK, dtype=torch.int32, device=CUDA)
     of_row[::2] = torch.randperm(num_masks, device=CUDA).int()
@@ -165,14 +168,14 @@ def test_sampling_slots_equals_the_full_way(
         if plainly:
             tokens = sampler.plain(logits, slots, given, masks)
         else:
-            tokens = sampler.full(logits, slots, given, Feature.MASK, {}, masks)
+            tokens = sampler.full(logits, slots, given, Feature.MASK, None, masks)
         results.append((tokens, state.last_tokens, state.positions))
     (ours, _, our_positions), (expected, _, expected_positions) = results
     assert torch.equal(ours, expected)
     assert ours[rows // 2].item() == NON_FINITE_TOKEN
     assert torch.equal(our_positions, expected_positions)
-    told = ours >= 0  # of what is not finite the state holds any token
-    assert torch.equal(results[0][1][slots][told], results[1][1][slots][told])
+    finite = ours >= 0  # where logits are not, the state holds any token
+    assert torch.equal(results[0][1][slots][finite], results[1][1][slots][finite])
 
 
 def test_masks_arrive_beside_the_stream_that_reads_them() -> None:

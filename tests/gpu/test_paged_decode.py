@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm.attention import layer_kinds
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, Rotation
 from asyncllm.attention.kv_cache import KVCache
 
@@ -203,22 +204,23 @@ def make_projection(layer: AttentionLayer, tokens: int) -> tuple[torch.Tensor, R
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_backend_decodes_as_with_xqa(head_dim: int, rows: int) -> None:
+def test_backend_decodes_as_with_xqa(
+    head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("flashinfer")
-    from asyncllm.attention.flashinfer import FlashInferAttention
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
 
     layer = AttentionLayer(0, 32, 8, head_dim, head_dim**-0.5)
     cache = make_cache(layer, 1 + rows * 50)
-    backend = FlashInferAttention(cache, [layer])
-    if not backend.uses_xqa:
+    if torch.cuda.get_device_capability()[0] not in layer_kinds.XQA_CAPABILITIES:
         pytest.skip("needs a card with XQA")
     tables = (torch.randperm(rows * 50, device=CUDA) + 1).view(rows, 50).int()
     positions = torch.randint(0, 800, (rows,), device=CUDA, dtype=torch.int32)
     qkv, rotation = make_projection(layer, rows)
     outs = []
-    for uses_xqa in (True, False):
-        backend.uses_xqa = uses_xqa
-        attend = backend.decode(DecodeRows(tables, positions))
+    for cards in (layer_kinds.XQA_CAPABILITIES, ()):
+        monkeypatch.setattr(layer_kinds, "XQA_CAPABILITIES", cards)
+        attend = FlashInferAttention(cache, [layer]).decode(DecodeRows(tables, positions))
         outs.append(attend(layer, qkv.clone(), rotation))
     assert outs[1].shape == (rows, 32 * head_dim)
     assert relative_error(outs[1], outs[0]) < TOLERANCE
@@ -232,13 +234,14 @@ def test_mixed_step_equals_torch(
     """Two decodes, 40 tokens after 24 old ones and 7 new ones, in a layer with a window and one
     without; padding behind them. FlashInfer's module called as tested, and its public `run`."""
     pytest.importorskip("flashinfer")
-    from asyncllm.attention import flashinfer_prefill, xqa_call
-    from asyncllm.attention.flashinfer import FlashInferAttention
+    from asyncllm.attention.flashinfer import api
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
     from asyncllm.attention.torch_native import TorchAttention
 
     if version == "other":
-        for module in (flashinfer_prefill, xqa_call):
-            monkeypatch.setattr(module, "TESTED_VERSION", "0")
+        monkeypatch.setattr(api, "private", None)
+    if not uses_xqa:
+        monkeypatch.setattr(layer_kinds, "XQA_CAPABILITIES", ())
     layers = [
         AttentionLayer(0, 32, 8, 128, 128**-0.5),
         AttentionLayer(1, 32, 8, 128, 128**-0.5, window=window),
@@ -250,7 +253,6 @@ def test_mixed_step_equals_torch(
     for kv in cache.layers:
         kv.normal_()
     flashinfer, plain = FlashInferAttention(cache, layers), TorchAttention(cache)
-    flashinfer.uses_xqa &= uses_xqa
     pages = torch.randperm(39, device=CUDA).int() + 1
     decodes = DecodeRows(
         pages[:32].view(2, 16), torch.tensor([200, 33], device=CUDA, dtype=torch.int32)
@@ -274,7 +276,7 @@ def test_mixed_step_equals_torch(
 
 def test_write_puts_q_where_it_is_told() -> None:
     pytest.importorskip("flashinfer")
-    from asyncllm.attention.flashinfer import FlashInferAttention
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
     from asyncllm.attention.torch_native import TorchAttention
 
     layer = AttentionLayer(0, 32, 8, 128, 128**-0.5)

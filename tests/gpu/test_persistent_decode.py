@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from asyncllm.attention.base import DecodeRows
+from asyncllm.attention.base import AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.kernels.declaration import DenseShape
 from asyncllm.kernels.jit_kernel import num_sms
 from asyncllm.kernels.persistent_decode import KERNEL, definitions
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import TokenInputs
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.models.registry import build_model
@@ -57,7 +58,7 @@ class Model:
     """A random model with its pages, and both implementations."""
 
     def __init__(self, config: PretrainedConfig, folder: Path) -> None:
-        from asyncllm.attention.flashinfer import FlashInferAttention
+        from asyncllm.attention.flashinfer.backend import FlashInferAttention
         from asyncllm.models.layers.cuda_ops import CudaOps
 
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
@@ -67,7 +68,7 @@ class Model:
         model = build_model(
             model_config, torch.bfloat16, device, CudaOps(device), max_model_len=MAX_LEN
         )
-        for _, tensor in model.checkpoint_tensors():
+        for tensor in [load.view for load in model.loads()]:
             tensor.normal_(0, 0.03) if tensor.dim() > 1 else tensor.normal_(1, 0.2)
         self._model = cast(DenseDecoder, model)
         self.cache = KVCache(
@@ -92,7 +93,8 @@ class Model:
         return tokens, DecodeRows(self.tables[: len(positions)], where)
 
     def by_layers(self, tokens: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
-        hidden = self._model.forward(tokens, rows.positions, None, self._attention.decode(rows))
+        mixer = AttentionMixer(self._attention.decode(rows))
+        hidden = self._model.forward(TokenInputs(tokens, rows.positions), mixer)
         return self._model.compute_logits(hidden)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncllm import LLM, RequestOutput, SamplingParams
-from asyncllm.graphs.prefill_graphs import PrefillGraphs
-from asyncllm.graphs.step_graph import Way
-from asyncllm.graphs.whole_graphs import WholeGraphs
+from asyncllm.graphs.full_graphs import FullGraphs
+from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
+from asyncllm.step_plan import StepKind, StepShape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,24 +70,26 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> set[Way]:
-    """Of the steps that are replayed."""
-    ways: set[Way] = set()
-    for graphs in (PrefillGraphs, WholeGraphs):
+def replayed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[type[object], StepKind]]:
+    """The graphs and kinds of the steps that are replayed."""
+    replayed: set[tuple[type[object], StepKind]] = set()
+    for form in (PiecewiseGraphs, FullGraphs):
 
-        def noted(self: Any, graph: Any, *args: Any, replay: Any = graphs.replay) -> torch.Tensor:
-            ways.add(graph.way)
-            return replay(self, graph, *args)
+        def noted(self: Any, shape: StepShape, *args: Any, replay: Any = form.replay) -> Any:
+            replayed.add((type(self), shape.kind))
+            return replay(self, shape, *args)
 
-        monkeypatch.setattr(graphs, "replay", noted)
-    return ways
+        monkeypatch.setattr(form, "replay", noted)
+    return replayed
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_graphed_equals_eager(name: str, kind: str, ways: set[Way]) -> None:
+def test_graphed_equals_eager(
+    name: str, kind: str, replayed: set[tuple[type[object], StepKind]]
+) -> None:
     ours = answers(PARAMS[name])
-    expected = {Way.PREFILLS, Way.MIXED} if kind == "whole" else {Way.PIECES, Way.FRESH}
-    assert ways == expected
+    form = FullGraphs if kind == "whole" else PiecewiseGraphs
+    assert replayed == {(form, StepKind.PREFILL), (form, StepKind.MIXED)}
     eager = answers(PARAMS[name], enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     for a, b in zip(ours, eager, strict=True):
@@ -105,15 +107,12 @@ def test_around_the_edges_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [{"prompt_token_ids": [rng.randrange(100, 900) for _ in range(n)]} for n in lengths]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     logprobs = []
-    for eager, whole, fresh in ((0, 1, 0), (0, 0, 1), (0, 0, 0), (1, 0, 0)):
+    for eager, whole in ((0, 1), (0, 0), (1, 0)):
         with monkeypatch.context() as patch:
             if not whole:
                 in_pieces(patch)
             llm = LLM("tiny", **ARGS, enforce_eager=bool(eager))
         with llm:
-            graphs = llm.engine._running().worker.runner.mixed_forward.graphs
-            if isinstance(graphs, PrefillGraphs) and not fresh:
-                graphs._whole.clear()
             outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
         logprobs.append(
             [

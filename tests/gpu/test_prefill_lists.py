@@ -36,7 +36,7 @@ def random_rows(rng: random.Random) -> PrefillRows:
 
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 2, 64)])
 def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
-    from asyncllm.attention.flashinfer_prefill import PrefillModule, Rows
+    from asyncllm.attention.flashinfer.prefill import PrefillModule
     from asyncllm.attention.prefill_lists import Limits, PrefillLists
     from asyncllm.kernels.prefill_lists import BLOCK_ENDS, KERNEL, PAGE_STARTS, PLAN_ORDER
 
@@ -59,24 +59,20 @@ def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
     for num_decodes in [0, 3, 64] * 10:
         rows = random_rows(rng)
         ours.prepare(num_decodes, rows)
-        host = Rows(
-            *(
-                torch.from_numpy(array).pin_memory()
-                for array in (
-                    rows.pages,
-                    rows.query_indptr + np.int32(num_decodes),
-                    rows.page_indptr,
-                    rows.kv_lens,  # of last pages: not read
-                    rows.kv_lens,
-                )
-            )
-        )
-        module.plan(host, host, MAX_TOKENS)
+        query_indptr = rows.query_indptr + np.int32(num_decodes)
+        host = [
+            torch.from_numpy(array).pin_memory()
+            for array in (query_indptr, rows.page_indptr, rows.kv_lens)
+        ]
+        their_places = module._module.plan(
+            *module._workspaces, module._pinned, *host, MAX_TOKENS, len(rows.kv_lens), num_heads,
+            num_kv_heads, BLOCK_SIZE, True, head_dim, head_dim, True, -1,  # captured; causal
+        )  # fmt: skip
         torch.cuda.synchronize()
         sizes = dict.fromkeys(PLAN_ORDER, num_heads * _num_tiles(rows, head_dim))
         sizes[BLOCK_ENDS] = num_blocks + 1
-        assert module.places[-1] == ours.places[-1]
-        places = zip(PLAN_ORDER[:-1], ours.places, module.places, strict=False)
+        assert their_places[-1] == ours.places[-1]
+        places = zip(PLAN_ORDER[:-1], ours.places, their_places, strict=False)
         for which, our_place, their_place in places:
             mine, expected = (
                 lists.view(torch.int32)[place // 4 :][: sizes[which]]

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
 from asyncllm.commands.triton_kernels import print_compiled
 from asyncllm.kernels.declaration import DenseShape, Start, TritonKernel
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
 from asyncllm.models.layers.torch_ops import TorchOps
+from tests.models.with_epilogue import with_epilogue
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,12 +106,12 @@ def test_ops_equal_torch(rows: int) -> None:
     norm = some_norm(size)
     residuals = residual.clone(), residual.clone()
     sums = [
-        ops.add_linear(x, down, None, r, norm)
+        with_epilogue(ops, Normed(x), down, AddRMSNorm(r, norm))
         for ops, r in zip((fast, slow), residuals, strict=True)
     ]
     assert torch.equal(*residuals)
     assert relative_error(sums[0].values, sums[1].values) < 6e-3
-    gated = fast.gated_linear(sums[1], up), slow.gated_linear(sums[1], up)
+    gated = [with_epilogue(ops, sums[1], up, SwiGLU()) for ops in (fast, slow)]
     assert relative_error(*gated) < 6e-3
     assert relative_error(fast.rms_norm(x, norm), slow.rms_norm(x, norm)) < 6e-3
 
@@ -143,7 +144,8 @@ def test_no_step_compiles_what_was_launched_early() -> None:
         for rows in (2, 3, 16, 17, 128, 513, 2048):
             residual = random(rows, size)
             x = Normed(ops.rms_norm(residual, norm))
-            ops.add_linear(ops.gated_linear(x, up), down, None, residual, norm)
+            gated = Normed(with_epilogue(ops, x, up, SwiGLU()))
+            with_epilogue(ops, gated, down, AddRMSNorm(residual, norm))
         for rows in (1, 2, 33, 64, 65, 513, 2048):
             # Slices as of one tensor: aligned or not.
             rotation = Rotation(torch.zeros(2 * rows, device=CUDA).int()[rows:], cos_sin)
@@ -175,15 +177,15 @@ def test_a_captured_chain_equals_its_launches_one_by_one(rows: int) -> None:
         residual = start.clone()
         x = Normed(ops.rms_norm(residual, norm))
         for _ in range(depth):
-            projected = ops.linear(x, qkv).unflatten(-1, (-1, dim))
+            projected = ops.product(x, qkv).unflatten(-1, (-1, dim))
             between()
             q = rotate_and_write(layer, projected, rotation, pages, where)
             between()
-            x = ops.add_linear(q.flatten(1), o, None, residual, norm)
+            x = with_epilogue(ops, Normed(q.flatten(1)), o, AddRMSNorm(residual, norm))
             between()
-            y = ops.gated_linear(x, up)
+            y = Normed(with_epilogue(ops, x, up, SwiGLU()))
             between()
-            x = ops.add_linear(y, down, None, residual, norm)
+            x = with_epilogue(ops, y, down, AddRMSNorm(residual, norm))
             between()
         return x.values, residual
 

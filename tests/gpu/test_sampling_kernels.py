@@ -12,9 +12,9 @@ import torch
 from asyncllm import SamplingParams
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.packed_step import Feature
 from asyncllm.worker.sampler import Sampler, sample_slots_torch
 from asyncllm.worker.slot_changes import LEAST_TOP_P
-from asyncllm.worker.slot_sampling import Feature
 from asyncllm.worker.token_masks import NO_MASK, RowMasks, apply_masks_torch
 from tests.sampling.test_distributions import MAX_SCORE, SINGLES, expected, make_logits, score
 
@@ -277,7 +277,7 @@ def test_a_row_draws_the_same_whoever_is_beside_it_and_whatever_type_its_logits_
     state = make_state(params, vocab)
     sampler = Sampler(state, sample_slots_triton, apply_masks_torch)
     together = sampler.plain(logits, slots, None).tolist()
-    in_full = sampler.full(logits, slots, None, Feature(0), {}).tolist()
+    in_full = sampler.full(logits, slots, None, Feature(0), None).tolist()
     alone = [
         sampler.plain(logits[i : i + 1], slots[i : i + 1], None).item() for i in range(len(params))
     ]

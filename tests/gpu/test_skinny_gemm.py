@@ -133,4 +133,4 @@ def test_what_it_does_not_take_has_its_factor() -> None:
     x, odd = random(8, 512), random(60, 512) / 23
     normed = Normed(x, torch.rand(8, 32, device="cuda") * 512, 1e-5)
     exact = F.linear(normed.whole(), odd)
-    torch.testing.assert_close(CudaOps(torch.device("cuda")).linear(normed, odd), exact)
+    torch.testing.assert_close(CudaOps(torch.device("cuda")).product(normed, odd), exact)

@@ -57,7 +57,7 @@ def run(graphs: DecodeGraphs, size: int) -> int:
     """How much the implementation of this size adds to a slot."""
     assert graphs.fitting(size) == size
     graphs.slots[:size] = torch.arange(1, size + 1)
-    (output,) = graphs.replay(size)
+    (output,) = graphs[size].replay()
     assert (output - graphs.slots[:size]).unique().numel() == 1
     return int(output[0]) - 1
 
@@ -78,7 +78,7 @@ def test_each_size_has_its_quickest(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "asyncllm"):
         for size in (8, 4, 2, 1):
             graphs.capture(size)
-    assert graphs.ways == {"few": [1], LAYERS: [2, 8], "even": [4]}
+    assert graphs.implementations == {"few": [1], LAYERS: [2, 8], "even": [4]}
     assert [run(graphs, size) for size in (1, 2, 4, 8)] == [200, 100, 300, 100]
     twice = [size for size in (8, 4, 2, 1) for _ in range(2)]  # before and in the capture
     assert sizes == {"layers": twice, "few": twice[2:], "even": twice[2:6]}
@@ -124,7 +124,7 @@ def test_what_a_kept_graph_uses_stays_where_its_way_fails_for_another_size(
     graphs.capture(4)
     del buffers, ways
     graphs.capture(2)
-    assert graphs.ways == {LAYERS: [2], "other": [4]} and used() is not None
+    assert graphs.implementations == {LAYERS: [2], "other": [4]} and used() is not None
 
 
 def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,6 +139,6 @@ def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixt
     graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), [way])
     for size in (4, 2):
         graphs.capture(size)
-    assert graphs.ways == {LAYERS: [2, 4]} and calls == 1
+    assert graphs.implementations == {LAYERS: [2, 4]} and calls == 1
     assert caplog.messages == ["no decode step by broken: CUDA error 720"]
     assert run(graphs, 2) == 1

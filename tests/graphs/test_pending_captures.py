@@ -13,6 +13,7 @@ from asyncllm.engine import engine_steps
 from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.worker.worker import Worker
+from asyncllm.worker.worker_command import CaptureGraph
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -97,7 +98,7 @@ def test_no_memory_for_more_graphs_is_no_failure(caplog: pytest.LogCaptureFixtur
     config = EngineArgs(num_gpu_blocks_override=16, swap_space=0).create_engine_config()
     worker = Worker(config)
     worker._captures._pending = PendingCaptures([capture] * 3)
-    worker.capture_one()
+    worker.command(CaptureGraph())
     assert worker.num_pending_graphs == 0
     assert "no memory for 3 more graphs" in caplog.text
     worker.close()

@@ -23,8 +23,8 @@ sys.path.insert(0, str(SCRIPTS))
 @contextmanager
 def serve(**settings: Any) -> Iterator[str]:
     """The mock's address; it ends with the block."""
+    from loadtesting.mock_answer import MockSettings
     from loadtesting.mock_server import MockServer
-    from loadtesting.mock_settings import MockSettings
 
     addresses: queue.Queue[str] = queue.Queue()
     stop: list[Callable[[], object]] = []

@@ -1,4 +1,4 @@
-"""What is sent and when: arrivals, lengths, conversations, all from the seed."""
+"""Requests and when they are sent: arrivals, lengths, conversations, all from the seed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import orjson
 import pytest
 
 from loadtesting.arrival import arrival_times, read_trace
-from loadtesting.lengths import draw_lengths
 from loadtesting.record import Conversation, LoadTestError
 from loadtesting.settings import Settings, slo_list
 from loadtesting.worker import LAG_TICK_S, deal, watch_lag
-from loadtesting.workload import make_conversations
+from loadtesting.workload import draw_lengths, make_conversations
 
 
 def arrivals(num: int, seed: int = 0, **settings: Any) -> np.ndarray:

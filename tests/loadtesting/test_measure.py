@@ -116,7 +116,7 @@ def test_goodput_counts_requests_that_meet_all() -> None:
 
 
 def test_confidence_interval_by_hand() -> None:
-    """Of 1, 2, 3: mean 2, deviation 1, t(2) 4.303."""
+    """1, 2, 3 have mean 2, deviation 1, t(2) 4.303."""
     found = interval.interval([1.0, 2.0, 3.0])
     assert found.mean == 2
     assert (found.low, found.high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))

@@ -1,4 +1,4 @@
-"""What people see: the page is whole and asks for nothing outside, the live table draws."""
+"""The report: the page is whole and asks for nothing outside, the live table draws."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.server.call import Call
-from asyncllm.server.messages.answer import MessageView
-from asyncllm.server.messages.chat_form import chat_request
+from asyncllm.server.inputs.call import Call
+from asyncllm.server.messages.chat_request import chat_request
+from asyncllm.server.messages.message import MessageView
 from asyncllm.server.messages.protocol import MessagesRequest
 from asyncllm.server.protocol import ChatRequest, JsonSchema, JsonSchemaFormat
 

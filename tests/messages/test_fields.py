@@ -10,8 +10,8 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_create_params
 
-from asyncllm.server.errors import ApiError
-from asyncllm.server.messages.chat_form import chat_request
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.messages.chat_request import chat_request
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from tests.server.http_harness import HELLO, run, serving
 

@@ -6,11 +6,11 @@ import torch
 
 from asyncllm.attention.base import AttentionLayer, Rotation
 from asyncllm.attention.heads import rotated_heads
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, TokenInputs
 
 
 class DenseSequence:
-    """Feeds tokens in pieces of any length; keys and values of earlier pieces are kept."""
+    """A `Mixer` that feeds tokens in pieces of any length; keys and values of all are kept."""
 
     def __init__(self, model: CausalLM, num_prompt_tokens: int) -> None:
         self.model = model
@@ -25,7 +25,7 @@ class DenseSequence:
         prompt_lens = None
         if self.model.uses_prompt_lens:
             prompt_lens = torch.full_like(positions, self.num_prompt_tokens)
-        hidden = self.model.forward(token_ids, positions, prompt_lens, self.attend)
+        hidden = self.model.forward(TokenInputs(token_ids, positions, prompt_lens), self)
         self.num_computed += len(token_ids)
         return self.model.compute_logits(hidden)
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.models.dense_sequence import DenseSequence
-from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, WINDOW, load, random_reference
+from tests.models.tiny_checkpoints import (
+    CONFIGS,
+    VOCAB_SIZE,
+    WINDOW,
+    load,
+    random_reference,
+    weights,
+)
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 40
@@ -50,7 +57,7 @@ def test_sharded_checkpoint_loads_the_same(tmp_path):
     reference.save_pretrained(tmp_path / "single")
     reference.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
-    single, sharded = (dict(load(tmp_path / f).checkpoint_tensors()) for f in ("single", "sharded"))
+    single, sharded = (weights(load(tmp_path / f)) for f in ("single", "sharded"))
     assert single.keys() == sharded.keys()
     for name, tensor in single.items():
         assert torch.equal(tensor, sharded[name]), name

@@ -10,7 +10,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.models import loader
 from asyncllm.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from asyncllm.models.loader import load_weights
-from tests.models.tiny_checkpoints import CONFIGS, build, llama, load, random_reference
+from tests.models.tiny_checkpoints import CONFIGS, build, llama, load, random_reference, weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -91,9 +91,9 @@ def test_old_rotary_buffers_are_ignored(folder):
 
 
 def test_other_float_dtypes_are_converted(folder):
-    expected = dict(load(folder).checkpoint_tensors())
+    expected = weights(load(folder))
     rewrite(folder, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items()}))
-    for name, view in load(folder).checkpoint_tensors():
+    for name, view in weights(load(folder)).items():
         assert torch.equal(view, expected[name].half().float()), name
 
 
@@ -106,7 +106,7 @@ def test_tied_head_may_repeat_the_embedding(tmp_path):
 
     rewrite(tmp_path, repeat)
     model = load(tmp_path)
-    assert "lm_head.weight" not in dict(model.checkpoint_tensors())
+    assert "lm_head.weight" not in weights(model)
     rewrite(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
     fails(tmp_path, tmp_path / SINGLE_FILE, "lm_head.weight", "model.embed_tokens.weight")
 
@@ -179,7 +179,7 @@ def test_summary(request, case):
     model = build(path)
     summary = load_weights(model, path, "safetensors", seed=0, progress=False)
     assert summary.files == len(list(path.glob("*.safetensors")))
-    assert summary.bytes == 4 * sum(view.numel() for _, view in model.checkpoint_tensors())
+    assert summary.bytes == 4 * sum(view.numel() for view in weights(model).values())
     assert summary.seconds > 0
 
 
@@ -198,12 +198,12 @@ def test_progress_bar_only_when_asked_and_slow(folder, monkeypatch, capfd):
 def test_dummy_weights(tmp_path, dtype):
     llama(architectures=["LlamaForCausalLM"], mlp_bias=True).save_pretrained(tmp_path)
 
-    def weights(seed):
+    def dummy(seed):
         model = build(tmp_path, dtype=dtype)
         assert load_weights(model, tmp_path, "dummy", seed, progress=False).files == 0
-        return dict(model.checkpoint_tensors())
+        return weights(model)
 
-    first, again, other = weights(1), weights(1), weights(2)
+    first, again, other = dummy(1), dummy(1), dummy(2)
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name]), name
         if name.endswith("norm.weight"):

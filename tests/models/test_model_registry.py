@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig, MambaConfig, Qwen2_5_VLConfig
 
+from asyncllm.attention.base import AttentionMixer
 from asyncllm.attention.heads import rotated_heads
+from asyncllm.commands import doctor
+from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ARCHITECTURES as SUPPORTED
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import TokenInputs
+from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.registry import ARCHITECTURES as BUILDERS
 from asyncllm.models.registry import build_model
 from tests.models.tiny_checkpoints import CONFIGS, build, llama, random_reference, rope
 
@@ -51,6 +58,61 @@ def test_refusals_name_the_file_and_the_key(tmp_path, name, changes, words):
         build(tmp_path)
     for word in (tmp_path / "config.json", *words):
         assert str(word) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "config", [GPT2Config(), MambaConfig(), Qwen2_5_VLConfig()], ids=lambda c: c.model_type
+)
+def test_other_architectures_are_refused_alike_by_serve_and_doctor(tmp_path, config):
+    name = f"{type(config).__name__.removesuffix('Config')}ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name]}))
+    args = EngineArgs(str(tmp_path))
+    with pytest.raises(ModelLoadError) as error:
+        args.create_engine_config()
+    for word in (tmp_path / "config.json", "architectures", repr(name), "LlamaForCausalLM"):
+        assert str(word) in str(error.value)
+    findings = [finding for finding in doctor.examine(args) if finding.section == "model"]
+    assert [(finding.state, finding.value) for finding in findings] == [
+        ("MISSING", str(error.value))
+    ]
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), MambaConfig()], ids=lambda c: c.model_type)
+def test_a_model_type_that_lacks_what_a_decoder_has_is_refused(tmp_path, config):
+    content = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=r"config\.json: \w+ must be a positive integer, got"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_the_architectures_that_are_let_through_have_builders():
+    assert set(ARCHITECTURES.values()) <= set(SUPPORTED) == set(BUILDERS)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_absurdly_many_layers_are_refused_before_any_is_built(tmp_path, name):
+    write_config(tmp_path, CONFIGS[name], num_hidden_layers=10**9, layer_types=None)
+    with pytest.raises(
+        ModelLoadError, match=r"config\.json: num_hidden_layers 1000000000 is above"
+    ):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_more_layers_than_the_checkpoint_has_are_refused(tmp_path, max_shard_size):
+    random_reference(CONFIGS["llama"]).save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    write_config(tmp_path, CONFIGS["llama"], num_hidden_layers=9999)
+    config = ModelConfig.from_folder(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"num_hidden_layers 9999 is more than the 3 of the"):
+        build_model(config, torch.float32, META, TorchOps(), max_model_len=16)
+
+
+def test_layers_are_not_counted_where_no_checkpoint_can_be_read(tmp_path):
+    write_config(tmp_path, CONFIGS["llama"])
+    build(tmp_path)
+    for text in ("", "no header"):
+        (tmp_path / SINGLE_FILE).write_text(text)
+        build(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +184,7 @@ def test_forward_never_reads_a_value_on_the_host(tmp_path, name):
         assert k.shape == v.shape == (7, layer.num_kv_heads, layer.head_dim)
         return q.flatten(1)
 
-    hidden = model.forward(positions, positions, prompt_lens, attend)
+    hidden = model.forward(TokenInputs(positions, positions, prompt_lens), AttentionMixer(attend))
     assert hidden.shape == (7, config.hf_config.hidden_size)
     assert layers == model.attention_layers
     assert [layer.index for layer in layers] == list(range(config.num_layers))
@@ -142,14 +204,14 @@ def test_llama_3_1_8b_has_its_number_of_parameters(tmp_path):
     )
     model_config = ModelConfig.from_folder(write_config(tmp_path, config))
     model = build_model(model_config, torch.bfloat16, META, TorchOps(), max_model_len=131072)
-    assert sum(view.numel() for _, view in model.checkpoint_tensors()) == 8_030_261_248
+    assert sum(load.view.numel() for load in model.loads()) == 8_030_261_248
 
 
 def test_names_are_those_of_transformers(tmp_path):
     for config in CONFIGS.values():
         parameters = dict(random_reference(config).named_parameters())
         model = build(write_config(tmp_path, config))
-        shapes = {name: view.shape for name, view in model.checkpoint_tensors()}
+        shapes = {load.name: load.view.shape for load in model.loads()}
         assert shapes == {name: parameter.shape for name, parameter in parameters.items()}
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
 from asyncllm.models.layers.torch_ops import TorchOps
+from tests.models.with_epilogue import with_epilogue
 
 OPS = TorchOps()
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 8
@@ -37,23 +38,23 @@ def test_rms_norm_of_rows_and_of_heads(dtype):
 
 
 @dtypes
-def test_add_linear_updates_the_residual_and_returns_its_norm(dtype):
+def test_product_is_added_to_the_residual_and_its_norm_returned(dtype):
     x, residual = torch.randn(TOKENS, 8).to(dtype), torch.randn(TOKENS, 16).to(dtype)
     weight, bias = torch.randn(16, 8).to(dtype), torch.randn(16).to(dtype)
     norm_weight = torch.randn(16).to(dtype)
     total = torch.nn.functional.linear(x, weight, bias) + residual
     expected = transformers_norm(norm_weight, 1e-5)(total)
-    out = OPS.add_linear(x, weight, bias, residual, Norm(norm_weight, 1e-5))
+    out = with_epilogue(OPS, Normed(x), weight, AddRMSNorm(residual, Norm(norm_weight, 1e-5)), bias)
     assert torch.equal(residual, total) and out.squares is None
     torch.testing.assert_close(out.values, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @dtypes
-def test_gated_linear(dtype):
+def test_swiglu_of_a_product(dtype):
     x, weight = torch.randn(TOKENS, 6).to(dtype), torch.randn(12, 6).to(dtype)
     gate, up = (torch.nn.functional.linear(x, half).double() for half in weight.chunk(2))
     expected = (gate / (1 + (-gate).exp()) * up).to(dtype)
-    out = OPS.gated_linear(Normed(x), weight)
+    out = with_epilogue(OPS, Normed(x), weight, SwiGLU())
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -61,7 +62,8 @@ def test_gated_linear(dtype):
 def test_no_tokens(dtype):
     norm, empty = Norm(torch.ones(8, dtype=dtype), 1e-5), torch.empty(0, 8, dtype=dtype)
     assert OPS.rms_norm(empty, norm).shape == (0, 8)
-    assert OPS.gated_linear(Normed(empty), torch.ones(6, 8, dtype=dtype)).shape == (0, 3)
+    ones = torch.ones(8, 8, dtype=dtype)
+    assert with_epilogue(OPS, Normed(empty), ones[:6], SwiGLU()).shape == (0, 3)
     residual = torch.empty(0, 8, dtype=dtype)
-    out = OPS.add_linear(empty, torch.ones(8, 8, dtype=dtype), None, residual, norm)
+    out = with_epilogue(OPS, Normed(empty), ones, AddRMSNorm(residual, norm))
     assert out.values.shape == (0, 8)

@@ -13,7 +13,7 @@ from asyncllm.models import loader, weight_stream
 from asyncllm.models.checkpoint import SINGLE_FILE, Checkpoint
 from asyncllm.models.loader import load_weights
 from asyncllm.models.weight_stream import Span, stream_weights
-from tests.models.tiny_checkpoints import CONFIGS, build, load, random_reference
+from tests.models.tiny_checkpoints import CONFIGS, build, load, random_reference, weights
 
 CPU = torch.device("cpu")
 SHAPES = {"big": (1000, 37), "scalar": (), "empty": (0, 4), "row": (513,), "small": (3, 5, 7)}
@@ -62,11 +62,11 @@ def test_a_file_that_shrank_is_named(tensors: dict[str, torch.Tensor], tmp_path:
 def test_a_model_through_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader's way on CUDA, with all but the device."""
     random_reference(CONFIGS["qwen2"]).save_pretrained(tmp_path, max_shard_size="20KB")
-    expected = dict(load(tmp_path).checkpoint_tensors())
-    monkeypatch.setattr(loader, "_streams", lambda checkpoint, name, view: view.dim() == 2)
+    expected = weights(load(tmp_path))
+    monkeypatch.setattr(loader, "_streams", lambda checkpoint, load: load.view.dim() == 2)
     model = build(tmp_path)
     load_weights(model, tmp_path, "auto", seed=0, progress=False)
-    for name, view in model.checkpoint_tensors():
+    for name, view in weights(model).items():
         assert torch.equal(view, expected[name]), name
 
 

@@ -101,6 +101,11 @@ def load(folder: Path, max_model_len: int = WINDOW, dtype: torch.dtype = torch.f
     return model
 
 
+def weights(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Name in the checkpoint -> what was loaded of it."""
+    return {load.name: load.view for load in model.loads()}
+
+
 def build(
     folder: Path, max_model_len: int = WINDOW, dtype: torch.dtype = torch.float32
 ) -> CausalLM:

@@ -1,4 +1,4 @@
-"""Takes the pictures in docs/ again: `python -m tests.page.screenshots`. No test.
+"""Takes the picture in docs/ again: `python -m tests.page.screenshots`. No test.
 
 The built-in model on the CPU, a chat by hand, and sixteen streams beside it so that the dashboard
 has something to show.
@@ -16,7 +16,7 @@ from asyncllm import AsyncLLMEngine, SamplingParams
 from tests.page.browser import Chromium, Tab, find_chromium, tab
 from tests.server.http_harness import serving
 
-DOCS = Path(__file__).parents[2] / "docs"
+PICTURE = Path(__file__).parents[2] / "docs" / "page-light.png"
 ENGINE = {"num_gpu_blocks_override": 800, "swap_space": 0, "device": "cpu"}
 QUESTIONS = ("What is the capital of France?", "Tell me a story about a submarine.")
 DONE = "document.querySelector('.message.assistant:last-child:not(.waiting)')"
@@ -36,15 +36,7 @@ async def main() -> None:
             await chat(opened)
             await opened.evaluate("document.activeElement.blur()")
             await asyncio.sleep(20)  # the dashboard fills
-            await take(opened, "page-light")
-            await tokens(opened)
-            await opened.click("#toggle-theme")
-            await hover(opened)
-            await take(opened, "page-dark")
-            await opened.resize(390, 780, mobile=True, scale=1.5)
-            await opened.click("#toggle-theme")
-            await opened.click("[aria-pressed=true]")
-            await take(opened, "page-phone")
+            await take(opened)
             for task in load:
                 task.cancel()
             await asyncio.gather(*load, return_exceptions=True)
@@ -72,27 +64,10 @@ async def chat(opened: Tab) -> None:
         await opened.until(DONE)
 
 
-async def tokens(opened: Tab) -> None:
-    await opened.click(".message:last-child [aria-pressed]")
-
-
-async def hover(opened: Tab) -> None:
-    """Over the token that the model was least sure of."""
-    x, y = await opened.evaluate(
-        "(() => { const doubt = (s) => Number(s.style.getPropertyValue('--doubt'));"
-        "const b = [...document.querySelectorAll('.message:last-child .tokens span')]"
-        ".sort((a, b) => doubt(b) - doubt(a))[0].getBoundingClientRect();"
-        "return [b.x + 4, b.y + 6]; })()"
-    )
-    await opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    await asyncio.sleep(1)
-
-
-async def take(opened: Tab, name: str) -> None:
+async def take(opened: Tab) -> None:
     await asyncio.sleep(0.6)
-    file = DOCS / f"{name}.png"
-    file.write_bytes(await opened.screenshot())
-    print(file, file.stat().st_size)
+    PICTURE.write_bytes(await opened.screenshot())
+    print(PICTURE, PICTURE.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def test_narrow(chromium: Chromium) -> None:
 
 
 def test_names_of_controls(chromium: Chromium) -> None:
-    """What a screen reader would say: every control has a name, every id is one element's."""
+    """A screen reader finds a name for every control; every id is one element's."""
 
     async def test(opened: Tab, server: Server) -> None:
         await show(opened, CHAT)

@@ -73,7 +73,7 @@ const render = (pieces) => {
 
 
 def in_page(chromium: Chromium, body: str, **values: object) -> object:
-    """What `body` returns, run in the page after HELPERS, with `values` as constants."""
+    """Runs `body` in the page after HELPERS, with `values` as constants; returns its result."""
 
     async def test() -> object:
         async with upstream() as server, tab(chromium) as opened:

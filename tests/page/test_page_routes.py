@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from asyncllm.errors import EngineDeadError
-from asyncllm.server import dashboard
+from asyncllm.server import page as dashboard
 from asyncllm.server.page import WEB
 from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import run, serving

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.server.errors import ApiError
+from asyncllm.server.http.errors import ApiError
 from tests.server.fake_engine import reply
 from tests.server.http_harness import HELLO, run, serving, until
 from tests.server.test_http_disconnect import connect, vanish

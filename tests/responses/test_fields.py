@@ -11,7 +11,7 @@ from openai.types.responses import (
     response_includable,
 )
 
-from asyncllm.server.responses.chat_form import INCLUDABLE
+from asyncllm.server.responses.chat_request import INCLUDABLE
 from asyncllm.server.responses.protocol import ResponsesRequest
 from tests.server.http_harness import run, serving
 

@@ -7,13 +7,13 @@ import random
 import orjson
 import pytest
 
-from asyncllm.server.errors import ApiError
+from asyncllm.server.http.errors import ApiError
 from asyncllm.server.responses import store as store_module
-from asyncllm.server.responses.references import References
 from asyncllm.server.responses.store import (
     ENTRY_BYTES,
     IDLE_SECONDS,
     LostTurnError,
+    References,
     ResponseStore,
     StoredResponse,
 )

@@ -16,7 +16,8 @@ from aiohttp import web
 
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.listener import Listener
+from asyncllm.server.http.bodies import OFF_LOOP, OffLoop
+from asyncllm.server.http.listener import Listener
 from asyncllm.server.service import SERVICE, Service
 from tests import waiting
 from tests.server.fake_engine import FakeEngine
@@ -38,6 +39,7 @@ class Server:
     port: int
     engine: Any  # FakeEngine, unless a test brings the real one
     service: Service
+    off_loop: OffLoop
     session: aiohttp.ClientSession
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
@@ -104,7 +106,7 @@ async def serving(
     port = listener.sock.getsockname()[1] if listener.sock is not None else 0
     try:
         async with aiohttp.ClientSession() as session:
-            yield Server(listener.url, port, engine, app[SERVICE], session)
+            yield Server(listener.url, port, engine, app[SERVICE], app[OFF_LOOP], session)
         # Every client has gone, and so its answer.
         await until(lambda: not app[SERVICE].num_live)
         if engine.health() is None:

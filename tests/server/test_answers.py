@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from asyncllm.server.openapi import openapi
+from asyncllm.server.openapi.document import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 from tests.server.scripted import NAMES, PARAMETERS, script

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from asyncllm.server.fields import note_of
-from asyncllm.server.note import Kind
+from asyncllm.server.openapi.field_doc import Kind
+from asyncllm.server.openapi.fields import field_doc
 from asyncllm.server.routes import ROUTES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
@@ -39,9 +39,9 @@ def tables() -> str:
         if route.request is None or not NAMES[route.path]:
             continue
         for name in route.request.__struct_fields__:
-            note = note_of(route.request, name)
-            assert note is not None, name
-            rows[note.kind].setdefault((name, note.text), []).append(NAMES[route.path])
+            doc = field_doc(route.request, name)
+            assert doc is not None, name
+            rows[doc.kind].setdefault((name, doc.text), []).append(NAMES[route.path])
     lines: list[str] = []
     for kind, title in TITLES.items():
         lines += ["", f"### {title}", "", "| field | of | |", "| --- | --- | --- |"]

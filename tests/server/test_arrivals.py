@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncllm.server import arrivals
-from asyncllm.server.arrivals import WOKEN_PER_TURN, Arrivals
+from asyncllm.server.http import connection as arrivals
+from asyncllm.server.http.connection import WOKEN_PER_TURN, Arrivals
 
 PER_TURN = 4  # of what takes a quarter of a slice each
 NUM = 3 * WOKEN_PER_TURN

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.server import batch
+from asyncllm.server.chat import batch
 from tests.server.fake_engine import reply
 from tests.server.http_harness import CHAT, HELLO, run, serving, until
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from asyncllm import cli
+from asyncllm.commands.flags import field_names, read_config_file
 from asyncllm.engine_args import EngineArgs
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.flags import field_names, read_config_file
 
 SMALL = ["--num-gpu-blocks-override", "8", "--swap-space", "0"]
 
@@ -211,6 +211,7 @@ def test_bad_config_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--ssl-certfile", "/nowhere/cert.pem", "--port", "0"], "ssl_certfile"),
         (["--host", "256.1.1.1.1"], "host"),
         (["--api-key", ""], "api_key"),
+        (["--api-key", "   "], "api_key"),
         (["--log-level", "loud"], "log_level"),
         (["--metrics-prefix", "a b"], "metrics_prefix"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout"),
@@ -243,6 +244,13 @@ def test_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--device", "cuda", "--port", "0"]) == 1
     assert capsys.readouterr().err == "asyncllm: error: device cuda: torch finds no CUDA device\n"
+
+
+def test_python_m_is_the_command() -> None:
+    command = [sys.executable, "-m", "asyncllm", "serve", "--api-key", "   "]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("asyncllm: error: api_key ")
 
 
 def test_what_fails_early_does_not_wait_for_torch() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine, SamplingParams
-from asyncllm.server import collector
-from asyncllm.server.collector import YOUNG_OBJECTS, patient_collector
+from asyncllm.server import serve as collector
+from asyncllm.server.serve import YOUNG_OBJECTS, patient_collector
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 from tests.server.process import MODEL
 from tests.waiting import until

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from asyncllm.server import arrivals, bodies, connection
-from asyncllm.server.arrivals import Arrivals
-from asyncllm.server.connection import Connection
+from asyncllm.server.http import bodies, connection
+from asyncllm.server.http import connection as arrivals
+from asyncllm.server.http.connection import Arrivals, Connection
 from tests.server.http_harness import CHAT, Server, run, serving
 from tests.server.test_sse import slow_client
 from tests.waiting import PATIENCE_SECONDS, until

@@ -110,7 +110,7 @@ def test_every_api_says_so(path: str, body: dict[str, Any], param: str) -> None:
     async def test() -> None:
         async with serving() as server:
             server.engine.tokenizer.chat_template = TEMPLATE
-            server.service.reasons_unasked = True
+            server.service.reasons_by_default = True
             status, answer = await server.post(path, body)
             assert status == 400
             check(path, answer, param)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm.server.fields import note_of
-from asyncllm.server.route import Route
+from asyncllm.server.openapi.document import Route
+from asyncllm.server.openapi.fields import field_doc
 from asyncllm.server.routes import ROUTES
 from tests.server.http_harness import Server, run, serving
 
@@ -18,12 +18,12 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 COUNTS_ONLY = {"/v1/responses/input_tokens"}  # takes what /v1/responses does, and makes no answer
 PROMISES = [
-    (route, name, note.kind)
+    (route, name, doc.kind)
     for route in ROUTES
     if route.request is not None
     for name in route.request.__struct_fields__
-    if (note := note_of(route.request, name)) is not None and note.kind != "done"
-    if note.kind == "ignored" or route.path not in COUNTS_ONLY
+    if (doc := field_doc(route.request, name)) is not None and doc.kind != "done"
+    if doc.kind == "ignored" or route.path not in COUNTS_ONLY
 ]
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from asyncllm.outputs import RequestOutput
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.server.call import Call
-from asyncllm.server.errors import ApiError
-from asyncllm.server.generation import Generation
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.inputs.call import Call
+from asyncllm.server.outputs.generation import Generation
 
 
 class Unfinished:

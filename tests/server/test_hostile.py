@@ -13,8 +13,8 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.server import routes
 from asyncllm.server.inference import SamplingFields
-from asyncllm.server.messages.answer_types import AnthropicError
-from asyncllm.server.route import Route
+from asyncllm.server.messages.openapi import AnthropicError
+from asyncllm.server.openapi.document import Route
 from tests.server.http_harness import Server, run, serving, until
 
 NUM_BODIES = 120  # per route

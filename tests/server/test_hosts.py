@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.server import hosts
+from asyncllm.server.http import access as hosts
 from tests.server.http_harness import CHAT, HELLO, run, serving
 
 

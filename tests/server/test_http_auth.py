@@ -73,8 +73,38 @@ def test_refused_before_the_body_is_read() -> None:
 
 
 def test_key_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "from-vllm")
     monkeypatch.setenv("ASYNCLLM_API_KEY", "from-env")
     assert ServerArgs().keys() == ["from-env"]
     assert ServerArgs(api_key=["flag"]).keys() == ["flag"]
+    monkeypatch.setenv("ASYNCLLM_API_KEY", "")
+    assert ServerArgs().keys() == ["from-vllm"]
     monkeypatch.delenv("ASYNCLLM_API_KEY")
+    assert ServerArgs().keys() == ["from-vllm"]
+    monkeypatch.delenv("VLLM_API_KEY")
     assert ServerArgs().keys() == []
+
+
+def test_vllms_variable_closes_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "from-vllm")
+
+    async def test() -> None:
+        async with serving() as server:
+            assert (await server.get("/v1/models"))[0] == 401
+            headers = {"Authorization": "Bearer from-vllm"}
+            assert (await server.get("/v1/models", **headers))[0] == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("key", ["", "   ", "\t", " secret", "secret\n"])
+def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=r"api_key .* must not be blank"):
+        ServerArgs(api_key=["good", key]).check()
+
+
+@pytest.mark.parametrize("name", ["ASYNCLLM_API_KEY", "VLLM_API_KEY"])
+def test_a_blank_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "   ")
+    with pytest.raises(ValueError, match=rf"{name}.* must not be blank"):
+        ServerArgs().check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.server.call import SYSTEM_FINGERPRINT
+from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT
 from tests.server.fake_engine import MAX_MODEL_LEN, reply
 from tests.server.http_harness import CHAT, HELLO, run, serving
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.server.call import SYSTEM_FINGERPRINT
+from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT
 from tests.server.fake_engine import BOS, reply
 from tests.server.http_harness import COMPLETIONS, run, serving
 

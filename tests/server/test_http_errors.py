@@ -12,9 +12,9 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from asyncllm.server.errors import MAX_MESSAGE_CHARS
+from asyncllm.server.http.errors import MAX_MESSAGE_CHARS
+from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.protocol import ChatRequest, CompletionRequest
-from asyncllm.server.sse import SSEStream
 from tests.server.fake_engine import MAX_MODEL_LEN, FakeEngine, reply
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 
@@ -391,7 +391,7 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
                 body = {"messages": HELLO, "never_heard_of_it": 1}
                 assert (await server.post(CHAT, body))[0] == 200
 
-    with caplog.at_level(logging.DEBUG, "asyncllm.server.bodies"):
+    with caplog.at_level(logging.DEBUG, "asyncllm.server.http.bodies"):
         run(test())
     assert caplog.text.count("never_heard_of_it") == 1
 

@@ -37,7 +37,7 @@ ARGUMENTS = ['{"city": "Köln"}', "{}"]
 async def saying(script: str, **args: Any) -> AsyncIterator[Server]:
     async with serving(**args) as server:
         server.engine.tokenizer.chat_template = TEMPLATE
-        server.service.reasons_unasked = True  # the fake template writes each argument out
+        server.service.reasons_by_default = True  # the fake template writes each argument out
         server.engine.script = script
         yield server
 

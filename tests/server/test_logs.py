@@ -9,8 +9,7 @@ import orjson
 import pytest
 
 from asyncllm.engine.stats import IterationStats, SchedulerStats
-from asyncllm.server.log_format import TEXT_FORMAT, JsonFormatter
-from asyncllm.server.logs import RequestLog, StatsLog
+from asyncllm.server.observability.logs import TEXT_FORMAT, JsonFormatter, RequestLog, StatsLog
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, run, serving
 from tests.waiting import until
 
@@ -109,7 +108,7 @@ def test_no_prompt_no_answer_and_no_key_in_any_log(
 def test_idle_time_is_no_part_of_the_rates(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("asyncllm.server.logs.STATS_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr("asyncllm.server.observability.logs.STATS_INTERVAL_SECONDS", 0.01)
     stats = SchedulerStats()
     log = StatsLog(lambda: stats)
     log._since = started = log._since - 1e6  # started long ago

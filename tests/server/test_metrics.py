@@ -13,8 +13,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncllm.engine.stats import IterationStats, SchedulerStats
-from asyncllm.server import sse
-from asyncllm.server.metrics import Metrics
+from asyncllm.server.http import sse
+from asyncllm.server.observability.metrics import Metrics
 from asyncllm.server.serve import drain
 from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving, until

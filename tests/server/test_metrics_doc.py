@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncllm.server.metrics import Metrics
+from asyncllm.server.observability.metrics import Metrics
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_metrics import VLLM
 

@@ -15,10 +15,11 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.engine import logprob_limits
 from asyncllm.errors import InvalidRequestError
-from asyncllm.server import bodies, collect, completions
-from asyncllm.server.generation import PROMPTS_PER_TURN
-from asyncllm.server.off_loop import LARGE_BODY_BYTES
-from asyncllm.server.sliced_json import SLICE, sliced_json
+from asyncllm.server import completions
+from asyncllm.server.http import bodies
+from asyncllm.server.http.bodies import LARGE_BODY_BYTES, SLICE, sliced_json
+from asyncllm.server.outputs import consumers as collect
+from asyncllm.server.outputs.generation import PROMPTS_PER_TURN
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, Server, run, serving
 from tests.waiting import PATIENCE_SECONDS, until
@@ -59,7 +60,7 @@ def test_large_chats_are_rendered_off_the_loop(
         engine = FakeEngine()
         engine.max_model_len = 2**20
         async with serving(engine) as server:
-            assert server.service.reasons_unasked in (True, False)  # renders too, once
+            assert server.service.reasons_by_default in (True, False)  # renders too, once
             on_loop = note_threads(monkeypatch)
             status, answer = await server.post(path, {"model": "fake", **body})
             assert status == 200, answer
@@ -129,7 +130,7 @@ def test_who_leaves_before_its_turn_is_never_rendered(monkeypatch: pytest.Monkey
             before = len(asyncio.all_tasks())
             async with aiohttp.ClientSession() as leaver:
                 gone = asyncio.create_task(leaver.post(server.url + CHAT, json={"messages": LARGE}))
-                await until(lambda: server.service.off_loop._requests._work_queue.qsize() == 1)
+                await until(lambda: server.off_loop._requests._work_queue.qsize() == 1)
                 gone.cancel()
                 await asyncio.gather(gone, return_exceptions=True)
             await until(lambda: len(asyncio.all_tasks()) <= before)

@@ -14,9 +14,8 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.field_schemas import with_parts
-from asyncllm.server.fields import NOTES, note_of
-from asyncllm.server.openapi import openapi
+from asyncllm.server.openapi.document import openapi, with_parts
+from asyncllm.server.openapi.fields import FIELD_DOCS, field_doc
 from asyncllm.server.routes import ROUTES
 from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import run, serving
@@ -83,22 +82,22 @@ def test_key_is_asked_for_where_it_is() -> None:
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 def test_every_field_has_a_note(kind: Any) -> None:
-    missing = [name for name in kind.__struct_fields__ if note_of(kind, name) is None]
+    missing = [name for name in kind.__struct_fields__ if field_doc(kind, name) is None]
     assert not missing
 
 
 def test_every_note_is_of_a_field() -> None:
     fields = {name for kind in TYPES for name in kind.__struct_fields__}
     own = {f"{kind.__name__}.{name}" for kind in TYPES for name in kind.__struct_fields__}
-    assert not set(NOTES) - fields - own
+    assert not set(FIELD_DOCS) - fields - own
 
 
-SAMPLED = [name for name in NOTES if name in SamplingParams.__dataclass_fields__]
+SAMPLED = [name for name in FIELD_DOCS if name in SamplingParams.__dataclass_fields__]
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_ranges_are_those_of_sampling_params(name: str) -> None:
-    schema = NOTES[name].schema
+    schema = FIELD_DOCS[name].schema
     beside: dict[str, Any] = {"use_beam_search": True} if name == "length_penalty" else {}
     for limit, step in (("minimum", -1), ("maximum", 1)):
         if limit in schema and (name, limit) != ("max_tokens", "minimum"):  # 0 scores the prompt

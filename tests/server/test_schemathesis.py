@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.server.openapi import openapi
+from asyncllm.server.openapi.document import openapi
 from asyncllm.server.routes import ROUTES
 from tests.server.in_thread import in_thread
 from tests.waiting import PATIENCE_SECONDS

@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm.errors import EngineDeadError
 from asyncllm.server.args import ServerArgs
-from asyncllm.server.listener import Listener
+from asyncllm.server.http.listener import Listener
 from asyncllm.server.serve import _stop_or_failure, drain, serve
 from tests.server.fake_engine import FakeEngine, reply
 from tests.server.http_harness import CHAT, HELLO, run, serving, until

@@ -15,8 +15,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from asyncllm.server import sse
-from asyncllm.server.sse import (
+from asyncllm.server.http import sse
+from asyncllm.server.http.sse import (
     COALESCE_ABOVE_BYTES,
     ENDS_PER_TURN,
     MAX_PENDING_BYTES,
@@ -110,7 +110,7 @@ def test_changed_aiohttp_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        monkeypatch.setattr(sse, "_complained", False)
+        monkeypatch.setattr(sse, "_has_logged", False)
         monkeypatch.setattr(sse, "StreamWriter", object)  # as if prepare returned another one
         async with serving() as server:
             for _ in range(2):

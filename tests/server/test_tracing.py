@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from asyncllm.server import args as server_args
-from asyncllm.server import tracing
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.observability import tracing
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, run, serving, until
 
 ENDPOINT = "http://127.0.0.1:4317"

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.server.call import Call
-from asyncllm.server.off_loop import OffLoop
-from asyncllm.server.service import answer_response
+from asyncllm.server.http.bodies import OFF_LOOP, OffLoop, render_response
+from asyncllm.server.inputs.call import Call
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,8 @@ def test_log_probabilities_are_rendered_off_the_loop(fields: dict[str, int], on_
         return {"here": threading.current_thread() is threading.main_thread()}
 
     call = Call(id="a", model="m", prompts=[], params=SamplingParams(**fields))
-    service: Any = SimpleNamespace(off_loop=OffLoop())
-    response = asyncio.run(answer_response(service, call, render))
-    service.off_loop.close()
+    off_loop = OffLoop()
+    http: Any = SimpleNamespace(app={OFF_LOOP: off_loop})
+    response = asyncio.run(render_response(http, render, call.has_logprobs))
+    off_loop.close()
     assert response.text == f'{{"here":{str(on_loop).lower()}}}'

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncllm.graphs.pool import Graph, GraphPool, Outputs
+from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 
 GARBAGE = 77  # a token and a logit
 
@@ -81,7 +81,7 @@ class ForgetfulPool(GraphPool):
         self._outputs: list[torch.Tensor] = []
         super().__init__(partial(ForgetfulGraph, self._outputs), before_capture)
 
-    def record(self, run: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
-        graph, outputs = super().record(run)
-        self._outputs.extend(outputs)
-        return graph, outputs
+    def record(self, run: Callable[[], Outputs]) -> Recorded:
+        recorded = super().record(run)
+        self._outputs.extend(recorded.outputs)
+        return recorded

@@ -9,8 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.worker import event_waiter
 from asyncllm.worker.event_waiter import POLL_S, EventWaiter
+
+DECODES, OTHER_DECODES = StepShape(StepKind.DECODE, 1), StepShape(StepKind.DECODE, 9)
+PROMPT = StepShape(StepKind.PREFILL, 128)
 
 
 class Clock:
@@ -57,7 +61,7 @@ def waiter() -> EventWaiter:
 
 def test_a_step_that_is_done_costs_one_query(clock: Clock, waiter: EventWaiter) -> None:
     event = Event(clock, clock.now)
-    asyncio.run(waiter.wait(event, clock.now, 0))
+    asyncio.run(waiter.wait(event, clock.now, DECODES))
     assert (event.num_queries, event.threads) == (1, [])
     waiter.close()
 
@@ -67,7 +71,7 @@ def test_a_step_that_takes_long_is_left_to_the_thread(
 ) -> None:
     monkeypatch.setattr(event_waiter, "LOOK_S", 60.0)  # on a busy machine the loop is the first
     event = Event(clock, clock.now + 0.01)
-    asyncio.run(waiter.wait(event, clock.now, 0))
+    asyncio.run(waiter.wait(event, clock.now, DECODES))
     assert (event.num_queries, event.threads) == (1, ["asyncllm-wait"])
     waiter.close()
 
@@ -77,34 +81,34 @@ def test_a_step_about_to_end_is_polled(clock: Clock, waiter: EventWaiter) -> Non
 
     async def test() -> None:
         start = clock.now
-        await waiter.wait(Event(clock, start + 0.01), start, 0)
+        await waiter.wait(Event(clock, start + 0.01), start, DECODES)
         clock.now = start + 0.0199
         second = Event(clock, start + 0.02)
-        await waiter.wait(second, start + 0.001, 0)
+        await waiter.wait(second, start + 0.001, DECODES)
         assert second.threads == [] and second.num_queries > 1
 
     asyncio.run(test())
     waiter.close()
 
 
-def test_a_step_is_taken_to_last_as_long_as_the_last_of_its_size(
+def test_a_step_is_taken_to_last_as_long_as_the_last_of_its_shape(
     clock: Clock, waiter: EventWaiter
 ) -> None:
     """A prefill's first token is not looked for when a decode would be over."""
 
-    async def take(size: int, seconds: float, looked_at: float) -> Event:
+    async def take(shape: StepShape, seconds: float, looked_at: float) -> Event:
         start = clock.now
         event = Event(clock, start + seconds)
         clock.now += looked_at
-        await waiter.wait(event, start, size)
+        await waiter.wait(event, start, shape)
         return event
 
     async def test() -> None:
-        for size, seconds in ((0, 0.001), (128, 0.005)):  # both known from here on
-            await take(size, seconds, 0.0)
-        early, late = await take(128, 0.005, 0.0009), await take(128, 0.005, 0.0049)
+        for shape, seconds in ((DECODES, 0.001), (PROMPT, 0.005)):  # both known from here on
+            await take(shape, seconds, 0.0)
+        early, late = await take(PROMPT, 0.005, 0.0009), await take(PROMPT, 0.005, 0.0049)
         assert early.threads and not late.threads, "by its own duration, not by the decode's"
-        assert not (await take(0, 0.001, 0.0009)).threads, "which is still known"
+        assert not (await take(OTHER_DECODES, 0.001, 0.0009)).threads, "which is still known"
 
     asyncio.run(test())
     waiter.close()
@@ -112,13 +116,13 @@ def test_a_step_is_taken_to_last_as_long_as_the_last_of_its_size(
 
 def test_a_first_token_is_looked_for_earlier(clock: Clock, waiter: EventWaiter) -> None:
     async def test() -> None:
-        for size, is_polled in ((0, False), (128, True)):
+        for shape, is_polled in ((DECODES, False), (PROMPT, True)):
             for looked_at in (0.0, 0.0095):
                 start = clock.now
                 event = Event(clock, start + 0.01)
                 clock.now += looked_at
-                await waiter.wait(event, start, size)
-            assert (event.threads == []) is is_polled, f"half a millisecond before: {size}"
+                await waiter.wait(event, start, shape)
+            assert (event.threads == []) is is_polled, f"half a millisecond before: {shape}"
 
     asyncio.run(test())
     waiter.close()
@@ -129,12 +133,12 @@ def test_polling_is_bounded(clock: Clock, waiter: EventWaiter) -> None:
 
     async def test() -> None:
         start = clock.now
-        await waiter.wait(Event(clock, start + 0.01), start, 0)
+        await waiter.wait(Event(clock, start + 0.01), start, DECODES)
         clock.now = polled_from = start + 0.0199
         second = Event(clock, start + 0.03)
         moved: list[float] = []
         second.synchronize = lambda: moved.append(clock.now)  # type: ignore[method-assign]
-        await waiter.wait(second, start + 0.001, 0)
+        await waiter.wait(second, start + 0.001, DECODES)
         assert moved[0] - polled_from < 2 * POLL_S
 
     asyncio.run(test())
@@ -151,10 +155,10 @@ def test_others_get_their_turns_while_it_polls(clock: Clock, waiter: EventWaiter
 
     async def test() -> None:
         start = clock.now
-        await waiter.wait(Event(clock, start + 0.01), start, 0)
+        await waiter.wait(Event(clock, start + 0.01), start, DECODES)
         clock.now = start + 0.0199
         task = asyncio.create_task(other())
-        await waiter.wait(Event(clock, start + 0.02), start, 0)
+        await waiter.wait(Event(clock, start + 0.02), start, DECODES)
         task.cancel()
         assert len(turns) > 10
 
@@ -166,8 +170,8 @@ def test_what_the_device_raises_comes_out(clock: Clock, waiter: EventWaiter) -> 
     async def test() -> None:
         broken = Event(clock, clock.now + 1, RuntimeError("an illegal memory access"))
         with pytest.raises(RuntimeError, match="illegal"):
-            await waiter.wait(broken, clock.now, 0)
-        await waiter.wait(Event(clock, clock.now + 1), clock.now, 0)  # the thread lives on
+            await waiter.wait(broken, clock.now, DECODES)
+        await waiter.wait(Event(clock, clock.now + 1), clock.now, DECODES)  # the thread lives on
 
     asyncio.run(test())
     waiter.close()
@@ -181,7 +185,7 @@ def test_a_wait_may_be_cancelled_and_its_loop_closed() -> None:
     async def test() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await waiter.wait(event, time.perf_counter(), 0)
+                await waiter.wait(event, time.perf_counter(), DECODES)
 
     asyncio.run(test())
     release.set()
@@ -211,7 +215,7 @@ def test_the_loop_looks_for_itself_while_the_thread_waits(
     clock: Clock, waiter: EventWaiter
 ) -> None:
     event = Unheard(clock, [False, False, True])
-    asyncio.run(waiter.wait(event, clock.now, 0))
+    asyncio.run(waiter.wait(event, clock.now, DECODES))
     event.heard.set()
     waiter.close()
 
@@ -219,6 +223,6 @@ def test_the_loop_looks_for_itself_while_the_thread_waits(
 def test_what_the_loop_finds_wrong_is_raised(clock: Clock, waiter: EventWaiter) -> None:
     event = Unheard(clock, [False, RuntimeError("the device is lost")])
     with pytest.raises(RuntimeError, match="lost"):
-        asyncio.run(waiter.wait(event, clock.now, 0))
+        asyncio.run(waiter.wait(event, clock.now, DECODES))
     event.heard.set()
     waiter.close()

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,16 +25,15 @@ from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.engine import engine_steps
 from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.masked_graphs import MaskedGraphs
-from asyncllm.graphs.pool import GraphPool
-from asyncllm.graphs.prefill_graphs import PrefillGraphs
-from asyncllm.graphs.step_graph import StepGraph, Way
-from asyncllm.graphs.whole_graphs import WholeGraphs
+from asyncllm.graphs.full_graphs import FullGraphs
+from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
+from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
+from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.layers.embedding import Embedding
-from asyncllm.worker import inbox, kernels, step_captures, worker
+from asyncllm.step_plan import StepKind, StepShape
+from asyncllm.worker import kernels, static_inputs, step_captures, worker
 from asyncllm.worker.decode_rows import fill_decodes_torch
-from asyncllm.worker.slot_changes import SlotChanges
-from asyncllm.worker.step_inputs import StepTokens
+from asyncllm.worker.packed_step import SlotChanges, StepTokens
 from tests.engine.builders import finish, make_request, make_scheduler
 from tests.worker.recorded_graph import ForgetfulGraph, ForgetfulPool, RecordedGraph
 
@@ -77,19 +75,22 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_captures, "GraphPool", ForgetfulPool)
 
 
+Replay = tuple[type[object], StepShape]
+
+
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph]:
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     """The graphs of steps with prefills that run, in order."""
-    graphs: list[StepGraph] = []
-    for kind in (PrefillGraphs, WholeGraphs):
+    graphs: list[Replay] = []
+    for form in (PiecewiseGraphs, FullGraphs):
 
         def counted(
-            self: Any, graph: StepGraph, *args: Any, replay: Any = kind.replay
+            self: Any, shape: StepShape, *args: Any, replay: Any = form.replay
         ) -> torch.Tensor:
-            graphs.append(graph)
-            return replay(self, graph, *args)
+            graphs.append((type(self), shape))
+            return replay(self, shape, *args)
 
-        monkeypatch.setattr(kind, "replay", counted)
+        monkeypatch.setattr(form, "replay", counted)
     return graphs
 
 
@@ -167,16 +168,15 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
     ids=["greedy", "filtered", "penalised", "full", "scored"],
 )
 def test_graphed_equals_eager(
-    kind: str, params: SamplingParams, request: pytest.FixtureRequest, replayed: list[StepGraph]
+    kind: str, params: SamplingParams, request: pytest.FixtureRequest, replayed: list[Replay]
 ) -> None:
     request.getfixturevalue(kind)
     ours = answers(params, **GRAPHED)
-    ways = {graph.way for graph in replayed}
-    assert len({graph.num_tokens for graph in replayed}) == 3
-    if kind == "whole":  # a request of one token never decodes
-        assert ways == {Way.PREFILLS} if params is SCORED else {Way.PREFILLS, Way.MIXED}
-    else:
-        assert ways == {Way.FRESH, Way.PIECES}
+    kinds = {shape.kind for _, shape in replayed}
+    assert len({shape.size for _, shape in replayed}) == 3
+    # A request of one token never decodes.
+    assert kinds == {StepKind.PREFILL} if params is SCORED else {StepKind.PREFILL, StepKind.MIXED}
+    assert {form for form, _ in replayed} == {FullGraphs if kind == "whole" else PiecewiseGraphs}
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
@@ -206,11 +206,12 @@ def test_masks_on_captured_steps_equal_eager(
 ) -> None:
     sizes: list[int] = []
 
-    def counted(self: Any, size: int, replay: Any = MaskedGraphs.replay) -> torch.Tensor:
-        sizes.append(size)
-        return replay(self, size)
+    def counted(self: Recorded, replay: Any = Recorded.replay) -> Outputs:
+        if len(self.outputs) == 1:  # tokens alone: those of decode steps come with logits
+            sizes.append(len(self.outputs[0]))
+        return replay(self)
 
-    monkeypatch.setattr(MaskedGraphs, "replay", counted)
+    monkeypatch.setattr(Recorded, "replay", counted)
     ours = answers(params, **GRAPHED)
     assert bool(sizes) == is_captured and set(sizes) <= {4}  # of one row and of four
     eager = answers(params, **ARGS, enforce_eager=True)
@@ -221,7 +222,12 @@ def test_a_size_without_a_graph_for_masks_is_sampled_eagerly(
     recorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a capture for which there was no memory."""
-    monkeypatch.setattr(MaskedGraphs, "capture", lambda self, size: None)
+
+    class Uncaptured(SizedGraphs[Recorded]):
+        def add(self, size: int, captured: Recorded) -> None:
+            return
+
+    monkeypatch.setattr(step_captures, "SizedGraphs", Uncaptured)
     ours, eager = answers(MASKED, **GRAPHED), answers(MASKED, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
 
@@ -237,37 +243,37 @@ def test_some_rows_of_a_captured_step_are_masked(recorded: None) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(("records", "entries"), [(1, 6), (0, 0)])
+@pytest.mark.parametrize(("records", "entries"), [(1, 6), (1, 2)])
 @pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
-def test_more_changes_of_slots_than_the_inbox_takes(
+def test_more_changes_of_slots_than_one_step_brings(
     kind: str,
     records: int,
     entries: int,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is more goes another way, to the same end."""
+    """They come in pieces, to the same end."""
     if kind != "eager":
         request.getfixturevalue(kind)
     expected = answers(FILTERED, **GRAPHED)
-    monkeypatch.setattr(inbox, "MAX_RECORDS", records)
-    monkeypatch.setattr(inbox, "MAX_ENTRIES", entries)
-    takes = inbox.Inbox.takes
-    taken: list[bool] = []
+    monkeypatch.setattr(static_inputs, "MAX_RECORDS", records)
+    monkeypatch.setattr(static_inputs, "MAX_ENTRIES", entries)
+    split = SlotChanges.split
+    pieces: list[int] = []
 
-    def noted(self: inbox.Inbox, changes: SlotChanges) -> bool:
-        taken.append(takes(self, changes))
-        return taken[-1]
+    def noted(self: SlotChanges, *limits: int) -> list[SlotChanges]:
+        pieces.append(len(split(self, *limits)))
+        return split(self, *limits)
 
-    monkeypatch.setattr(inbox.Inbox, "takes", noted)
+    monkeypatch.setattr(SlotChanges, "split", noted)
     ours = answers(FILTERED, **GRAPHED)
-    assert {True, False} == set(taken)
+    assert max(pieces) > 1
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in expected]
 
 
 @pytest.mark.usefixtures("recorded")
 def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
-    monkeypatch: pytest.MonkeyPatch, replayed: list[StepGraph]
+    monkeypatch: pytest.MonkeyPatch, replayed: list[Replay]
 ) -> None:
     """A token without a finite embedding stays in the buffers that pad a shorter prompt."""
     poison, healthy = 77, list(range(11, 20))
@@ -288,7 +294,7 @@ def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
         with pytest.raises(RequestFailedError, match="finite"):
             ask(llm, [*range(20, 35), poison])
         assert ask(llm, healthy) == expected
-    assert replayed == [(16, Way.FRESH)] * 3
+    assert replayed == [(PiecewiseGraphs, (StepKind.PREFILL, 16))] * 3
 
 
 @pytest.fixture
@@ -347,35 +353,17 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
             ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
         ),
     )
-    forward = ours.runner.mixed_forward
-    return forward.run(step, forward.graph_of(step))[:num_tokens].clone()
-
-
-@pytest.mark.usefixtures("recorded")
-@torch.inference_mode()
-def test_only_one_prompt_from_its_beginning_is_whole(
-    graphed: worker.Worker, replayed: list[StepGraph]
-) -> None:
-    whole = [run_rows(graphed, 3, 0, n) for n in (8, 5)]
-    run_rows(graphed, 3, 0, 5, 2)  # two prompts
-    behind = run_rows(graphed, 3, 5, 3)  # the rest of one
-    assert replayed == [(8, Way.FRESH), (8, Way.FRESH), (8, Way.PIECES), (4, Way.PIECES)]
-    graphs = graphed.runner.mixed_forward.graphs
-    assert isinstance(graphs, PrefillGraphs)
-    graphs._whole.clear()
-    pieces = [run_rows(graphed, 9, 0, n) for n in (8, 5)]
-    for ours, theirs in zip(whole, pieces, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(behind, pieces[0][5:], atol=1e-3, rtol=1e-3)
+    mixed = ours.runner.mixed
+    return mixed.forward(step, mixed.graph_shape(step))[:num_tokens].clone()
 
 
 @pytest.mark.usefixtures("whole")
 @torch.inference_mode()
 def test_a_step_that_attention_does_not_take_is_eager(
-    graphed: worker.Worker, replayed: list[StepGraph]
+    graphed: worker.Worker, replayed: list[Replay]
 ) -> None:
     run_rows(graphed, 3, 0, 1, 1, 1, 2)
-    assert replayed == [(8, Way.PREFILLS)]
+    assert replayed == [(FullGraphs, (StepKind.PREFILL, 8))]
     run_rows(graphed, 3, 0, 1, 1, 1, 1, 1)  # a row too many
     run_rows(graphed, 3, 0, 9, 8)  # a token too many
     assert len(replayed) == 1
@@ -408,13 +396,13 @@ def test_a_captured_step_with_prompts_is_one_copy_and_two_replays(
         scheduler.add(make_request(number, prompt, max_tokens=9))
         plan = scheduler.plan()
         assert plan is not None
-        inputs = runner._builder.build(plan)
+        inputs = runner._packer.pack(plan)
         assert inputs.tokens is not None
-        graph = runner.mixed_forward.graph_of(inputs.tokens)
+        graph = runner.mixed.graph_shape(inputs.tokens)
         assert graph is not None
         launched.names.clear()
         with launched:
-            runner._sampling.run(inputs, runner._forward(inputs, graph))
+            runner._sampling.run(inputs, plan, runner._forward(inputs, graph))
         # The last is the CPU's way to fetch the tokens.
         assert launched.names == ["aten.copy_.default", "replay", "replay", "aten.slice.Tensor"]
         finish(scheduler, plan)
@@ -434,11 +422,11 @@ def test_captured_decodes_are_told_what_changed(
         scheduler.add(make_request(number, prompt, max_tokens=20))
     found = []
     while plan := scheduler.plan():
-        inputs = runner._builder.build(plan)
+        inputs = runner._packer.pack(plan)
         launched.names.clear()
         if inputs.tokens is None:
             with launched:
-                runner._sampling.run(inputs, runner._forward(inputs, None))
+                runner._sampling.run(inputs, plan, runner._forward(inputs, None))
             assert launched.names.pop() == "aten.slice.Tensor"
             found.append((len(plan.decodes), len(plan.page_appends), tuple(launched.names)))
         finish(scheduler, plan)
@@ -449,26 +437,6 @@ def test_captured_decodes_are_told_what_changed(
         (2, 1, (copy, replay, replay)),
     }
     assert found.count((2, 0, (copy, replay))) == 1
-
-
-@pytest.mark.usefixtures("recorded")
-def test_what_a_window_hides_is_not_captured_whole(graphed: worker.Worker) -> None:
-    graphs = graphed.runner.mixed_forward.graphs
-    assert isinstance(graphs, PrefillGraphs)
-    layers = [replace(layer, window=8) for layer in graphs._layers]
-    model: Any = SimpleNamespace(attention_layers=layers)
-    windowed = PrefillGraphs(
-        model,
-        graphs._attention,
-        graphs._cache,
-        graphs._write_changes,
-        graphs._read_decodes,
-        graphs._buffers,
-        graphs._hidden,
-        graphs._clear,
-        GraphPool(),
-    )
-    assert windowed._most_whole == 8
 
 
 @pytest.mark.parametrize("captured", ["decodes", "prefills", "samples"])
@@ -489,11 +457,13 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
         pages = [layer[1:].clone() for layer in runner._cache.layers]
         graphs: Any = {
             "decodes": runner.graphs,
-            "prefills": runner.mixed_forward.graphs,
-            "samples": runner.mixed_logits.graphs,
+            "prefills": runner.mixed.graphs,
         }
         with torch.inference_mode():
-            graphs[captured].capture({"prefills": 12}.get(captured, 3))
+            if captured == "samples":
+                runner.mixed.capture_sampling(3, GraphPool(RecordedGraph))
+            else:
+                graphs[captured].capture({"prefills": 12}.get(captured, 3))
         for layer, before in zip(runner._cache.layers, pages, strict=True):
             assert torch.equal(layer[1:], before)
         again = llm.generate(prompts, params, use_tqdm=False)
@@ -505,7 +475,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
     run_rows(graphed, 3, 0, 8)
     run_rows(graphed, 7, 1, 5)
-    slots = graphed.runner.mixed_forward._inbox.write_slots[:8].tolist()
+    slots = graphed.runner.inputs.write_slots[:8].tolist()
     assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
 
 
@@ -528,4 +498,4 @@ def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:
     graphs.capture(4)
     slots[0] = 5
     assert graphs.fitting(1) == 4
-    assert graphs.replay(4)[0].tolist() == [6, 1, 1, 1]
+    assert graphs[4].replay()[0].tolist() == [6, 1, 1, 1]

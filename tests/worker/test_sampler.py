@@ -13,6 +13,7 @@ from asyncllm.outputs import RequestMetrics
 from asyncllm.step_plan import DecodeBatch, SlotInit, StepPlan
 from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN, Request, Sequence
 from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.packed_step import PLAIN, Feature
 from asyncllm.worker.sampler import (
     Sampler,
     cutoffs,
@@ -22,9 +23,8 @@ from asyncllm.worker.sampler import (
 )
 from asyncllm.worker.slot_changes import write_slots_torch
 from asyncllm.worker.slot_rows import gather_slots_torch
-from asyncllm.worker.slot_sampling import PLAIN, Feature
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_inputs import StepBuilder
+from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import NO_MASK, RowMasks, apply_masks_torch
 from tests.sampling.reference import filtered
 
@@ -36,7 +36,7 @@ class Rig:
     """Sequences in slots 1, 2, ... and one decode step's sampling for all of them."""
 
     def __init__(self, *params: SamplingParams, outputs: list[int] | None = None) -> None:
-        self.builder = StepBuilder(num_slots=len(params) + 1, block_size=4)
+        self.packer = StepPacker(num_slots=len(params) + 1, block_size=4)
         self.state = DeviceState(len(params) + 1, 8, VOCAB, CPU)
         self.sampler = Sampler(self.state, sample_slots_torch, apply_masks_torch)
         self.seqs = [self._sequence(i, p, outputs or []) for i, p in enumerate(params)]
@@ -59,9 +59,11 @@ class Rig:
         for seq in self.seqs:
             seq.num_computed = len(seq.token_ids) - 1
         plan = StepPlan(1, DecodeBatch.of(self.seqs), (), slot_inits=self.inits)
-        inputs = self.builder.build(plan)
-        later = self.builder.build_sampling(inputs) if plan.needs_host else {}
-        tensors = Staging(CPU).upload({**inputs.arrays, **later})
+        inputs = self.packer.pack(plan)
+        extras = inputs.extras
+        if plan.needs_host:
+            extras = extras._replace(edits=self.packer.pack_edits(inputs))
+        tensors = Staging(CPU).upload(extras)
         packed = inputs.changes.records, inputs.changes.entries
         changes = (None if array is None else torch.from_numpy(array.copy()) for array in packed)
         write_slots_torch(self.state, *changes)
@@ -71,7 +73,7 @@ class Rig:
         positions = torch.tensor([len(s.token_ids) for s in self.seqs], dtype=torch.int32)
         gather_slots_torch(self.state, slots)
         if inputs.features & ~PLAIN:
-            tokens = self.sampler.full(logits, slots, positions, inputs.features, tensors)
+            tokens = self.sampler.full(logits, slots, positions, inputs.features, tensors.edits)
         else:
             tokens = self.sampler.plain(logits, slots, positions)
         return tokens.tolist()
@@ -249,7 +251,7 @@ def test_masked_rows_sampled_plainly_are_those_of_the_full_way(in_slots: bool) -
         if plainly:
             tokens = rig.sampler.plain(logits, slots, given, masks)
         else:
-            tokens = rig.sampler.full(logits, slots, given, Feature.MASK, {}, masks)
+            tokens = rig.sampler.full(logits, slots, given, Feature.MASK, None, masks)
         results.append((tokens, rig.state.last_tokens, rig.state.positions))
     (ours, *our_state), (expected, *expected_state) = results
     assert torch.equal(ours, expected)

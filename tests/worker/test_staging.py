@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm.worker.packed_step import LogitEdits, SamplingExtras
 from asyncllm.worker.staging import ALIGNMENT_BYTES, Staging, Twins
 
 
@@ -14,26 +15,30 @@ def test_what_comes_out_is_what_went_in() -> None:
     twins = Twins(torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8))
     for _ in range(50):
         shapes = [(1,), (2, 3), (0,), (5,), (7,), (1, 4), (16,), (3, 0)]
-        arrays = {
-            f"a{i}": rng.integers(0, 1 << 30, shape).astype(dtype)
-            for i, (shape, dtype) in enumerate(
-                zip(shapes, rng.choice(["int32", "int64", "float32"], len(shapes)), strict=True)
-            )
-        }
-        tensors = twins.copy(arrays)
-        assert tensors.keys() == arrays.keys()
-        for name, array in arrays.items():
-            assert tensors[name].numpy().dtype == array.dtype
-            np.testing.assert_array_equal(tensors[name].numpy(), array)
+        dtypes = rng.choice(["int32", "int64", "float32"], len(shapes))
+        arrays = [
+            rng.integers(0, 1 << 30, shape).astype(dtype)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        for array, tensor in zip(arrays, twins.copy(arrays), strict=True):
+            assert tensor.numpy().dtype == array.dtype
+            np.testing.assert_array_equal(tensor.numpy(), array)
             if array.size:  # kernels are compiled for aligned pointers
-                assert tensors[name].data_ptr() % ALIGNMENT_BYTES == 0
+                assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def test_a_type_that_no_step_has_is_an_error() -> None:
     twins = Twins(torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="type"):
-        twins.copy({"a": np.zeros(3)})
+        twins.copy([np.zeros(3)])
 
 
-def test_nothing_is_uploaded_where_nothing_changed() -> None:
-    assert Staging(torch.device("cpu")).upload({}) == {}
+def test_records_come_back_with_tensors_in_their_places() -> None:
+    edits = LogitEdits(*(np.arange(i, i + 3) for i in range(5)))
+    extras = SamplingExtras(edits=edits, prompt_targets=np.array([7, 8], np.int32))
+    uploaded = Staging(torch.device("cpu")).upload(extras)
+    assert isinstance(uploaded, SamplingExtras) and isinstance(uploaded.edits, LogitEdits)
+    for array, tensor in zip(edits, uploaded.edits, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
+    assert uploaded.prompt_targets.tolist() == [7, 8]
+    assert uploaded.penalties is uploaded.allowed is uploaded.logprob_ids is None

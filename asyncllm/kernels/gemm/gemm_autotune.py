@@ -1,9 +1,9 @@
 """GEMMs of many rows, each by the algorithm of cuBLAS that is quickest for it here.
 
 torch runs what cuBLAS's heuristic puts first. At some numbers of tokens another is quicker: of an
-8B model's GEMMs 4 to 6 % in steps of 640 to 1280 tokens, none at 512 (docs/LOG.md). So before a
-step is captured, what the heuristic names for each of its GEMMs is timed on the model's own
-weights. Choices are kept on disk; a start that finds them times nothing.
+8B model's GEMMs 4 to 6 % in steps of 640 to 1280 tokens (docs/log/gemm.md). So before a step is
+captured, what the heuristic names for each of its GEMMs is timed on the model's own weights.
+Choices are kept on disk; a start that finds them times nothing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ waiting for the kernel before, of filling the memory's queues again. So the SwiG
 addition to the residual and the next RMSNorm happen here (of the norm all but a factor per row,
 which the next product applies to its result: `Normed`). Launches are programmatic: a program asks
 for weights before it waits for the kernel before it, and lets the kernel after it begin at once.
-Sums are in float32. The same for 2 to 16 rows made whole steps slower (docs/LOG.md).
+Sums are in float32. The same for 2 to 16 rows made whole steps slower (docs/log/decode.md).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def gemv_add_norm(
 
 
 def choose_tiles(in_features: int, gated: bool, adds: bool) -> Tiles:
-    """By sweeps on an H200, weights from memory (docs/LOG.md)."""
+    """By sweeps on an H200, weights from memory (docs/log/gemm.md)."""
     if gated:
         return Tiles(1, 4096, 8) if in_features >= 4096 else Tiles(2, 1024, 2)
     if in_features < 4096:

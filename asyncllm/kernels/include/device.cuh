@@ -140,7 +140,7 @@ __device__ __forceinline__ void wait_for_pair() {
 }
 // 16 bytes to the same place of the shared memory of that block of the pair, whose signal counts them:
 // who waits for it sees them. No release is needed, which would wait for all copies that are on their
-// way (docs/LOG.md).
+// way (docs/log/gemm.md).
 __device__ __forceinline__ void send(uint4& to, const float (&values)[4], Signal& signal, int rank) {
     asm volatile(
         "{\n.reg .b32 there, then;\nmapa.shared::cluster.u32 there, %0, %2;\n"

@@ -1,6 +1,6 @@
 // Where values pass from the blocks that make them to those that need them. A word says by itself
 // whether it is there: who needs it reads it until it is not EMPTY, so there is no count to add to
-// and no release, which would wait for all copies that are on their way (docs/LOG.md).
+// and no release, which would wait for all copies that are on their way (docs/log/decode.md).
 //
 // Each layer has its own words, each of which a step writes once. There are two of everything:
 // while a step uses one, it empties the other for the next, and the end of its kernel is between.

@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
 }
 
 // All kinds by one piece of code: the kernel is a step's only one, and each kind's own would not fit
-// where instructions are kept (docs/LOG.md).
+// where instructions are kept (docs/log/decode.md).
 template <int ROWS>
 __device__ __forceinline__ void product(const Args& args, const Operands& operands,
                                         const Shape& shape, int kind, Shared& shared, Ring& ring,

@@ -66,7 +66,7 @@ __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
 }
 
 // A warp's stages, each eight rows of SLICE columns. A bulk copy to a place that is not one of 128
-// bytes takes a sixth longer (docs/LOG.md), so rows all begin in the same bank: see `Windows`.
+// bytes takes a sixth longer (docs/log/decode.md), so all rows begin in one bank: see `Windows`.
 struct Stages {
     alignas(128) unsigned char bytes[DEPTH * STAGE_BYTES];
 

@@ -42,7 +42,7 @@ def _definitions_for(start: Start) -> Definitions | None:
 
 KERNEL = CudaKernel(
     name="prefill_lists",
-    falls_back_to="FlashInfer's planner",
+    falls_back_to="graphs of pieces between attention",
     source=Path(__file__).with_name("prefill_lists.cu"),
     structs=(Args,),
     capabilities=((9, 0),),  # whose prefills FA3 does

@@ -4,7 +4,7 @@ There cuBLAS multiplies, and nothing of this fits into its kernels. Each is one 
 bound by memory and, where rows are few, by the gap before it, which a programmatic launch shortens.
 Arithmetic is in float32. A norm is that of the sum as it is stored, as elsewhere. Other sizes of
 programs, several rows to one of them, and asking for the residual before the wait were not faster
-(docs/LOG.md).
+(docs/log/gemm.md).
 """
 
 from __future__ import annotations

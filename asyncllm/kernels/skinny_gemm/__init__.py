@@ -17,7 +17,7 @@ from asyncllm.kernels.declaration import CudaKernel
 from asyncllm.kernels.jit_kernel import JitKernel
 from asyncllm.kernels.records import Norm, Normed
 
-MAX_ROWS = 32  # beyond, cuBLAS reads weights as fast (docs/LOG.md)
+MAX_ROWS = 32  # beyond, cuBLAS reads weights as fast (docs/log/gemm.md)
 MAX_FEATURES = 1 << 16  # of a product; the LM head is cuBLAS's
 COLUMNS = 64  # of a product's size a multiple
 FEATURES = 8  # of its outputs

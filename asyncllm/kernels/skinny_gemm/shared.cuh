@@ -9,10 +9,10 @@ constexpr int WARPS = 8;       // that multiply
 constexpr int PRODUCERS = 8;     // that copy: one asks for a row of a stage in some 80 cycles
 constexpr int THREADS = WARPS * 32;  // that multiply
 constexpr int FEATURES = 16;   // of a unit
-constexpr int SLICE = 256;     // columns of a stage: shorter copies are slow (docs/LOG.md)
+constexpr int SLICE = 256;     // columns of a stage: shorter copies are slow (docs/log/gemm.md)
 constexpr int ROW_BYTES = SLICE * 2;
 constexpr int PAIR = 64;       // columns of two windows
-constexpr int FEW_COLUMNS = 2048;  // at 4096 large stages are slower, at 1024 quicker (docs/LOG.md)
+constexpr int FEW_COLUMNS = 2048;  // slower at 4096, quicker at 1024 (docs/log/gemm.md)
 
 // How the warps split a stage of so many tiles. Parts of a slice are added up in shared memory: of
 // many rows they would leave no room for stages.

@@ -11,7 +11,7 @@
 //   stage  SLICE columns of a group's weights, and of x
 //
 // Nobody waits for the ring while a group ends, or releases anything, which would wait for all copies
-// on their way: sums travel by stores that the other block's signal counts (docs/LOG.md).
+// on their way: sums travel by stores that the other block's signal counts (docs/log/gemm.md).
 #include "output.cuh"
 #include "producer.cuh"
 

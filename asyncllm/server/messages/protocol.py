@@ -1,7 +1,7 @@
-"""What clients of /v1/messages may send: Anthropic's fields, and those of vLLM that it lacks.
+"""Requests of /v1/messages: Anthropic's fields, and those of vLLM that it lacks.
 
 Ranges are checked by `SamplingParams`, what a block may hold by `blocks.py`. A field typed `Any`
-that no code reads cannot change the answer; one that would change it is in `REFUSED`.
+that no code reads cannot change the output; one that would change it is in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncllm.server.client_fields import Refusals, asks_nothing
+from asyncllm.server.inputs.refusals import Refusals, is_empty
 from asyncllm.server.protocol import ReasoningEffort
 
 Block = dict[str, Any]
@@ -57,14 +57,14 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     output_format: JsonOutput | None = None  # an older place of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM
 
-    # Accepted and ignored: they do not change the answer.
+    # Accepted and ignored: they do not change the output.
     cache_control: Any = None
     speed: Any = None
     user_profile_id: Any = None
     workspace_id: Any = None
     billing_policy: Any = None
 
-    # Refused where they would change the answer.
+    # Refused where they would change the output.
     context_management: dict[str, Any] | None = None
     compaction: Any = None
     mcp_servers: Any = None
@@ -83,14 +83,14 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
 
-    # Accepted and ignored: they do not change the answer.
+    # Accepted and ignored: they do not change the output.
     metadata: Any = None
     service_tier: Any = None
     inference_geo: Any = None
     diagnostics: Any = None
     fallback_credit_token: Any = None
 
-    # Refused where they would change the answer.
+    # Refused where they would change the output.
     container: Any = None
     fallbacks: Any = None
     thread: Any = None
@@ -109,11 +109,11 @@ def _keeps_all(value: dict[str, Any]) -> bool:
 
 REFUSED_IN_PROMPT: Refusals = {
     "context_management": _keeps_all,
-    "compaction": asks_nothing,
-    "mcp_servers": asks_nothing,
+    "compaction": is_empty,
+    "mcp_servers": is_empty,
 }
 REFUSED: Refusals = {
     **REFUSED_IN_PROMPT,
-    "container": asks_nothing,
-    "fallbacks": asks_nothing,
+    "container": is_empty,
+    "fallbacks": is_empty,
 }

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from asyncllm.server.conversation import Conversation
-from asyncllm.server.errors import ApiError, bad_request
+from asyncllm.server.chat.conversation import Conversation
+from asyncllm.server.http.errors import ApiError, bad_request
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]
@@ -46,23 +46,23 @@ def add_items(conversation: Conversation, items: Iterable[Item]) -> None:
             case "message":
                 _add_message(conversation, item)
             case "function_call":
-                conversation.called(item["call_id"], item["name"], item["arguments"])
+                conversation.add_tool_call(item["call_id"], item["name"], item["arguments"])
             case "function_call_output":
-                conversation.tool_result(item["call_id"], item["output"])
+                conversation.add_tool_result(item["call_id"], item["output"])
             case "reasoning":
                 parts = item.get("content") or item["summary"]
-                conversation.thought("\n".join(part["text"] for part in parts))
+                conversation.add_reasoning("\n".join(part["text"] for part in parts))
 
 
 def _add_message(conversation: Conversation, item: Item) -> None:
     texts = [{"type": "text", "text": part["text"]} for part in item["content"]]
     match item["role"]:
         case "assistant":
-            conversation.said(texts)
+            conversation.add_text(texts)
         case "user":
-            conversation.user(texts)
+            conversation.add_user(texts)
         case _:
-            conversation.system(texts)
+            conversation.add_system(texts)
 
 
 def _read(item: Item, unique: str, index: int, find: FindItem) -> Item:

@@ -1,4 +1,4 @@
-"""What clients of /v1/responses may send: OpenAI's fields, and vLLM's for sampling.
+"""Requests of /v1/responses: OpenAI's fields, and vLLM's for sampling.
 
 The fields of `GenerationRequest` go into the chat request as they are; those that have another name
 in this API, or cannot be reported by it, are in `REFUSED`. Items are checked by `items.py`.
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncllm.server.client_fields import Refusals, asks_nothing
+from asyncllm.server.inputs.refusals import Refusals, is_empty
 from asyncllm.server.protocol import (
     GenerationRequest,
     JsonObjectFormat,
@@ -63,7 +63,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     user: str | None = None
 
-    # Accepted and ignored: they do not change the answer.
+    # Accepted and ignored: they do not change the output.
     access_programs: Any = None
     image: Any = None
     max_tool_calls: int | None = None  # of tools that the server runs
@@ -72,7 +72,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     prompt_cache_retention: Any = None
     safety_identifier: str | None = None
 
-    # Refused where they would change the answer.
+    # Refused where they would change the output.
     conversation: Any = None
     personality: Any = None
     background: bool | None = None
@@ -85,16 +85,16 @@ def _never(value: Any) -> bool:
     return False
 
 
-REFUSED_IN_PROMPT: Refusals = {"conversation": asks_nothing, "personality": asks_nothing}
+REFUSED_IN_PROMPT: Refusals = {"conversation": is_empty, "personality": is_empty}
 REFUSED: Refusals = {
     **REFUSED_IN_PROMPT,
-    "background": asks_nothing,
-    "context_management": asks_nothing,
-    "moderation": asks_nothing,
-    "prompt": asks_nothing,
+    "background": is_empty,
+    "context_management": is_empty,
+    "moderation": is_empty,
+    "prompt": is_empty,
     "n": lambda value: value == 1,
     "max_tokens": _never,  # max_output_tokens
     "response_format": _never,  # text.format
     "prompt_logprobs": _never,
-    "return_token_ids": asks_nothing,
+    "return_token_ids": is_empty,
 }

@@ -1,10 +1,13 @@
-"""Answers kept for `previous_response_id` and GET: the least recently used go first.
+"""Responses kept for `previous_response_id` and GET: the least recently used go first.
 
 Bounded three ways: `max_bytes` in all (a flag), MAX_RESPONSES, and IDLE_SECONDS without use. What
 is kept is JSON as bytes, so the count is exact and nothing is shared with what a handler changes.
 A response is found only with the credential that it was made with. Using one uses all before it in
-its conversation, so a conversation that goes on loses its beginning last. Large requests are read
+its conversation, so a conversation in use loses its beginning last. Large requests are read
 in a thread, so each change is made under a lock.
+
+A reference to a kept item is small and the item is not: what all `References` of a request bring is
+held to the limit of a body, however often each is named; a response is read once for all its items.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+
+from asyncllm.server.http.errors import bad_request
+from asyncllm.server.responses.protocol import ResponsesRequest
 
 MAX_RESPONSES = 10_000
 MAX_TURNS = 1024  # of one conversation
@@ -37,7 +43,7 @@ class StoredResponse:
         return len(self.body) + len(self.input_items) + ENTRY_BYTES
 
     def items(self) -> list[dict[str, Any]]:
-        """What went in, then what came out."""
+        """Input items, then output items."""
         found: list[dict[str, Any]] = orjson.loads(self.input_items)
         return found + orjson.loads(self.body)["output"]
 
@@ -106,3 +112,42 @@ class ResponseStore:
 
     def _drop(self, name: str) -> None:
         self.num_bytes -= self._kept.pop(name).num_bytes
+
+
+def names_kept_items(request: ResponsesRequest) -> bool:
+    """Whether more than the body is read: a conversation before it, or referenced items."""
+    given = request.input if isinstance(request.input, list) else []
+    return request.previous_response_id is not None or any(map(_is_reference, given))
+
+
+def _is_reference(item: dict[str, Any]) -> bool:
+    return "role" not in item and item.get("type") in (None, "item_reference")
+
+
+class References:
+    """The references of one request; `max_bytes` of items in all."""
+
+    def __init__(self, store: ResponseStore, owner: bytes, max_bytes: int) -> None:
+        self._store = store
+        self._owner = owner
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._items: dict[str, dict[str, dict[str, Any]]] = {}  # by response, by id
+
+    def find(self, name: str) -> dict[str, Any] | None:
+        """An item by its id, which holds that of its response. Raises `ApiError` for too many."""
+        parts = name.split("_")
+        item = self._items_of(f"resp_{parts[1]}").get(name) if len(parts) == 3 else None
+        if item is not None:
+            self._num_bytes += len(orjson.dumps(item))
+            if self._num_bytes > self._max_bytes:
+                limit = f"the limit of {self._max_bytes} bytes"
+                raise bad_request(f"the items that input refers to are over {limit}", "input")
+        return item
+
+    def _items_of(self, response_id: str) -> dict[str, dict[str, Any]]:
+        if response_id not in self._items:
+            response = self._store.get(response_id, self._owner)
+            items = [] if response is None else response.items()
+            self._items[response_id] = {item["id"]: item for item in items}
+        return self._items[response_id]

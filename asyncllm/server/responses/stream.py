@@ -1,4 +1,4 @@
-"""The streamed response: events of an answer in, OpenAI's response events out.
+"""The streamed response: events of a message in, OpenAI's response events out.
 
     response.created, response.in_progress
     for each item   response.output_item.added, content_part.added,
@@ -6,8 +6,8 @@
                     content_part.done, output_item.done
     at last         response.completed, or .incomplete, or .failed
 
-A call has no content part; thinking that is told as a summary has a summary part. The deltas of one
-item differ only in text and number: all around it is rendered when the item begins.
+A call has no content part; reasoning that is reported as a summary has a summary part. The deltas
+of one item differ only in text and number: all around it is rendered when the item begins.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import orjson
 
 from asyncllm.formats.events import Event
 from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
-from asyncllm.server.answer_parts import AnswerPart, AnswerParts, News
-from asyncllm.server.errors import ApiError
-from asyncllm.server.responses.answer import ResponseView
-from asyncllm.server.sse import SSEStream
-from asyncllm.server.usage import Usage
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.sse import SSEStream
+from asyncllm.server.inputs.call import Usage
+from asyncllm.server.outputs.parts import OutputPart, OutputParts, PartUpdate
+from asyncllm.server.responses.view import ResponseView
 
 
-class StreamedResponse:
-    """An `AnswerSink` that writes to one SSE stream: one write per engine step.
+class ResponseStream:
+    """An `EventSink` that writes to one SSE stream: one write per engine step.
 
     `keep` is called with the response once it is whole, before its last event is sent.
     """
@@ -38,7 +38,7 @@ class StreamedResponse:
         self._sse = sse
         self._view = view
         self._keep = keep
-        self._parts = AnswerParts()
+        self._parts = OutputParts()
         self._output: list[dict[str, Any]] = []
         self._frames: list[bytes] = []  # of this step
         self._sequence_number = 0
@@ -49,21 +49,21 @@ class StreamedResponse:
             self._event(f"response.{name}", {"response": view.body("in_progress", [])})
         self._push()
 
-    def opened(self, choice: int, output: RequestOutput) -> None:
+    def begin_choice(self, choice: int, output: RequestOutput) -> None:
         pass
 
-    def said(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
+    def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         if completion is not None and completion.logprobs:
             self._logprobs += completion.logprobs
         for event in events:
-            if isinstance(event, self._parts.goes_on):
+            if isinstance(event, self._parts.continues):
                 self._add_text(event.text)
             else:
-                self._tell(self._parts.add(event))
+                self._apply(self._parts.add(event))
         self._push()
 
-    def ended(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        self._tell(self._parts.flush())
+    def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
+        self._apply(self._parts.flush())
         if self._parts.open is not None:
             cut_off = finish_reason == "length"
             self._close(self._parts.open, "incomplete" if cut_off else "completed")
@@ -79,12 +79,12 @@ class StreamedResponse:
         self._event("response.failed", {"response": self._view.failed(error, self._output)})
         self._sse.end(b"".join(self._frames))
 
-    def _tell(self, news: News) -> None:
-        if news.closed is not None:
-            self._close(news.closed, "completed")
-        if news.opened is not None:
-            self._open(news.opened)
-        self._add_text(news.text)
+    def _apply(self, update: PartUpdate) -> None:
+        if update.closed is not None:
+            self._close(update.closed, "completed")
+        if update.opened is not None:
+            self._open(update.opened)
+        self._add_text(update.text)
 
     def _add_text(self, text: str) -> None:
         part = self._parts.open
@@ -103,12 +103,12 @@ class StreamedResponse:
         )
         self._sequence_number += 1
 
-    def _open(self, part: AnswerPart) -> None:
-        item = self._view.begun_item(part)
+    def _open(self, part: OutputPart) -> None:
+        item = self._view.empty_item(part)
         self._event("response.output_item.added", {"output_index": part.index, "item": item})
         kind, place = self._place(part)
         if part.kind != "call":
-            empty = AnswerPart(part.index, part.kind)
+            empty = OutputPart(part.index, part.kind)
             self._event(f"{self._part_kind(part)}.added", {**place, "part": self._part(empty)})
         if part.kind == "text" and not self._view.shows_logprobs:
             place["logprobs"] = []
@@ -116,7 +116,7 @@ class StreamedResponse:
         name = f"{kind}.delta".encode()
         self._before_text = b'event: %b\ndata: %b,"delta":' % (name, head[:-1])
 
-    def _close(self, part: AnswerPart, status: str) -> None:
+    def _close(self, part: OutputPart, status: str) -> None:
         kind, place = self._place(part)
         done: dict[str, Any] = {"text": part.text}
         if part.kind == "call":
@@ -130,8 +130,8 @@ class StreamedResponse:
         self._output.append(item)
         self._event("response.output_item.done", {"output_index": part.index, "item": item})
 
-    def _place(self, part: AnswerPart) -> tuple[str, dict[str, Any]]:
-        """What its text events are called, and what they say of where they belong."""
+    def _place(self, part: OutputPart) -> tuple[str, dict[str, Any]]:
+        """The name of a part's text events, and the fields that place them."""
         place = {"item_id": self._view.item_id(part), "output_index": part.index}
         if part.kind == "call":
             return "response.function_call_arguments", place
@@ -141,11 +141,11 @@ class StreamedResponse:
             return "response.reasoning_summary_text", {**place, "summary_index": 0}
         return "response.reasoning_text", {**place, "content_index": 0}
 
-    def _part_kind(self, part: AnswerPart) -> str:
+    def _part_kind(self, part: OutputPart) -> str:
         is_summary = part.kind == "reasoning" and self._view.summarizes
         return "response.reasoning_summary_part" if is_summary else "response.content_part"
 
-    def _part(self, part: AnswerPart) -> dict[str, Any]:
+    def _part(self, part: OutputPart) -> dict[str, Any]:
         view = self._view
         return view.text_part(part) if part.kind == "text" else view.reasoning_part(part)
 

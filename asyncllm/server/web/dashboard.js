@@ -1,4 +1,4 @@
-// The live panel: one stream of snapshots (server/dashboard.py), read only while it can be seen.
+// The live panel: one stream of snapshots (server/page.py), read only while it can be seen.
 
 import { request } from "./api.js";
 import { drawLines, drawPages, drawSteps, stepsThatFit } from "./charts.js";

@@ -1,0 +1,154 @@
+"""Command-line flags and YAML keys made from dataclass fields: one definition, three spellings.
+
+A field `max_num_seqs: int` is the flag `--max-num-seqs`, also taken as `--max_num_seqs`, and the
+YAML key of either spelling. Only what was given is returned, so a dataclass's own defaults hold and
+the command line can win over the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Reports an error in two lines: the usage, with all flags, would push it off the screen.
+
+    Flags are not abbreviated: an abbreviation may mean another one in the next version.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown flags here: a command's own parser knows which flags are similar."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [word for word in unknown if word.startswith("-")]
+            self.error(f"unrecognized arguments: {', '.join(map(self._shown, flags or unknown))}")
+        return namespace, unknown
+
+    def _shown(self, word: str) -> str:
+        near = get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
+        return f"{word} (did you mean {near[0]}?)" if near else word
+
+
+def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
+    """One flag for each field of a dataclass, in a group of its own."""
+    group = parser.add_argument_group(record.__name__)
+    hints = get_type_hints(record)
+    for field in dataclasses.fields(record):
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=_help(field),
+            **_how_to_parse(hints[field.name]),
+        )
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """`--max_num_seqs=8` -> `--max-num-seqs=8`; values are left alone."""
+    return [_hyphens(word) for word in argv]
+
+
+def field_names(record: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(record)}
+
+
+def pick(record: type, given: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `given` that are fields of `record`."""
+    return {name: value for name, value in given.items() if name in field_names(record)}
+
+
+def read_config_file(path: str, known: set[str]) -> list[str]:
+    """A YAML mapping as the flags it stands for. Raises `ValueError` naming file and key."""
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be a mapping of flag names to values")
+    for key in content:
+        if not isinstance(key, str) or key.replace("-", "_") not in known:
+            raise ValueError(f"{path}: unknown key {key!r}")
+    return [word for key, value in content.items() for word in _as_flag(path, key, value)]
+
+
+def _as_flag(path: str, key: str, value: Any) -> list[str]:
+    flag = f"--{key.replace('_', '-')}"
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, dict):
+        return [f"{flag}={json.dumps(value)}"]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]
+
+
+def _hyphens(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _how_to_parse(hint: Any) -> dict[str, Any]:
+    """argparse's keywords for a field's type."""
+    if get_origin(hint) in (Union, types.UnionType):
+        # Not what only Python can give.
+        (hint,) = [arm for arm in get_args(hint) if arm not in (type(None), type)]
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if get_origin(hint) is dict:
+        return {"type": _json_object, "metavar": "JSON"}
+    if get_origin(hint) is list:
+        return {"nargs": "+", **_how_to_parse(get_args(hint)[0])}
+    return {"type": _integer if hint is int else hint, "metavar": hint.__name__.upper()}
+
+
+def _integer(text: str) -> int:
+    """vLLM's short forms too: 8k is 8000, 8K is 8192."""
+    multiple = _MULTIPLES.get(text[-1:], 1)
+    return int(float(text[:-1]) * multiple) if multiple > 1 else int(text)
+
+
+_integer.__name__ = "int"  # argparse says "invalid int value"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is no JSON object")
+    return value
+
+
+_json_object.__name__ = "JSON object"
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    text = str(field.metadata.get("help", "")).replace("%", "%%")
+    if field.default is not None:
+        text += f" (default: {field.default})"
+    return text

@@ -1,0 +1,271 @@
+"""/metrics: vLLM's names and meanings under our prefix, and what only one process can show.
+
+Everything is counted elsewhere, once per step (`engine/recorder.py`); a scrape reads it. Names,
+labels and meanings were compared with vLLM 0.27. Where ours has more labels, it is another series:
+vLLM's keep their label sets, but for more buckets below 10 ms (each of vLLM's bounds is kept).
+
+prometheus_client renders sample by sample, 4 us each, on the event loop that also streams tokens;
+`Exposition` fills the numbers into text that is rendered once, 0.1 us a sample. The format is
+simple and settled; a test reads ours back with prometheus_client's own parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.histogram import Histogram
+from asyncllm.engine.recorder import ABORT_CAUSES, FINISH_REASONS, STEP_KINDS, Recorder
+from asyncllm.engine.stats import SchedulerStats
+from asyncllm.engine.step_clock import HostSeconds
+from asyncllm.worker.work_counts import WorkCounts
+
+Labels = Mapping[str, str]
+ENGINE_INDEX = "0"  # vLLM's label of its data-parallel engines
+
+
+@dataclass(slots=True, frozen=True)
+class Source:
+    """One scrape's view."""
+
+    stats: SchedulerStats
+    recorder: Recorder
+    host: HostSeconds
+    work: WorkCounts
+    loop_cpu_seconds: float
+
+
+Read = Callable[[Source], float]
+
+
+class Exposition:
+    """Series of one prefix; `labels` are on each of them."""
+
+    def __init__(self, prefix: str, labels: Labels) -> None:
+        self._prefix = prefix
+        self._labels = dict(labels)
+        self._template = ""
+        self._readers: list[Callable[[Source], Iterable[object]]] = []
+
+    def add(
+        self,
+        kind: Literal["gauge", "counter"],
+        name: str,
+        help_text: str,
+        *samples: tuple[Labels, Read],
+    ) -> None:
+        """A counter's name gets `_total` added."""
+        full = name + "_total" if kind == "counter" else name
+        self._head(kind, full, help_text)
+        for labels, read in samples:
+            self._sample(full, labels)
+            self._readers.append(lambda source, read=read: (read(source),))  # type: ignore[misc]
+
+    def add_histogram(self, name: str, help_text: str, *samples: tuple[Labels, Histogram]) -> None:
+        self._head("histogram", name, help_text)
+        for labels, histogram in samples:
+            for bound in [*map(repr, histogram.bounds), "+Inf"]:
+                self._sample(f"{name}_bucket", {**labels, "le": bound})
+            self._sample(f"{name}_count", labels)
+            self._sample(f"{name}_sum", labels)
+            self._readers.append(lambda _, histogram=histogram: _values(histogram))  # type: ignore[misc]
+
+    def render(self, source: Source) -> str:
+        values: list[object] = []
+        for read in self._readers:
+            values += read(source)
+        return self._template % tuple(values)
+
+    def _head(self, kind: str, name: str, help_text: str) -> None:
+        full = f"{self._prefix}:{name}"
+        help_text = help_text.replace("%", "%%")
+        self._template += f"# HELP {full} {help_text}\n# TYPE {full} {kind}\n"
+
+    def _sample(self, name: str, labels: Labels) -> None:
+        pairs = sorted({**self._labels, **labels}.items())
+        text = ",".join(f'{key}="{_escape(value)}"' for key, value in pairs)
+        self._template += f"{self._prefix}:{name}{{{text}}} %s\n"
+
+
+def _values(histogram: Histogram) -> list[object]:
+    counts = histogram.cumulative()
+    return [*counts, counts[-1], histogram.total]
+
+
+def _escape(value: str) -> str:
+    """A label's value, and for the template."""
+    text = value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return text.replace("%", "%%")
+
+
+class Metrics:
+    """Scrape it on the loop's thread, whose CPU time is one of the values."""
+
+    def __init__(self, engine: AsyncLLMEngine, model_name: str, prefix: str) -> None:
+        self._engine = engine
+        self._labels = {"model_name": model_name, "engine": ENGINE_INDEX}
+        self._prefix = prefix
+        self._exposition: Exposition | None = None  # the number of pages is not known yet
+        self._process = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._process)
+
+    def exposition(self) -> bytes:
+        """Raises `EngineDeadError` where there is no engine to read."""
+        engine, recorder = self._engine, self._engine.recorder
+        source = Source(
+            engine.stats(), recorder, engine.host_seconds, engine.work, recorder.loop_cpu_seconds()
+        )
+        if self._exposition is None:
+            self._exposition = self._make_exposition(source)
+        return self._exposition.render(source).encode() + generate_latest(self._process)
+
+    def _make_exposition(self, source: Source) -> Exposition:
+        exposition = Exposition(self._prefix, self._labels)
+        _add_scheduler(exposition)
+        _add_tokens(exposition)
+        _add_requests(exposition, source.recorder)
+        _add_steps(exposition, source.recorder)
+        exposition.add(
+            "gauge",
+            "cache_config_info",
+            "The KV cache.",
+            (_cache_labels(self._engine.config, source.stats), lambda s: 1),
+        )
+        return exposition
+
+
+def _add_scheduler(to: Exposition) -> None:
+    to.add("gauge", "num_requests_running", "Sequences that own a slot.",
+           ({}, lambda s: s.stats.num_running))  # fmt: skip
+    to.add("gauge", "num_requests_waiting", "Sequences that wait, swapped ones included.",
+           ({}, lambda s: s.stats.num_waiting + s.stats.num_swapped))  # fmt: skip
+    to.add("gauge", "num_requests_waiting_by_reason",
+           "Waiting for pages, a slot or a step's tokens (capacity), or swapped out (swapped).",
+           ({"reason": "capacity"}, lambda s: s.stats.num_waiting),
+           ({"reason": "swapped"}, lambda s: s.stats.num_swapped))  # fmt: skip
+    to.add("gauge", "num_requests_swapped", "Sequences whose pages are in CPU memory.",
+           ({}, lambda s: s.stats.num_swapped))  # fmt: skip
+    to.add("gauge", "kv_cache_usage_perc", "Share of KV pages in use, 1 is all.",
+           ({}, lambda s: s.stats.kv_cache_usage))  # fmt: skip
+    to.add("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+           ({}, lambda s: s.stats.prefix_cache_queries))  # fmt: skip
+    to.add("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.",
+           ({}, lambda s: s.stats.prefix_cache_hits))  # fmt: skip
+    to.add("counter", "num_preemptions", "Sequences that lost their pages for others.",
+           ({}, lambda s: s.stats.num_preemptions_swap + s.stats.num_preemptions_recompute),
+           )  # fmt: skip
+    to.add("counter", "preemptions_by_mode", "Preempted to CPU memory, or to be recomputed.",
+           ({"mode": "swap"}, lambda s: s.stats.num_preemptions_swap),
+           ({"mode": "recompute"}, lambda s: s.stats.num_preemptions_recompute))  # fmt: skip
+    to.add("counter", "swapped_pages", "KV pages moved between device and CPU memory.",
+           ({"direction": "out"}, lambda s: s.recorder.swapped_out_pages),
+           ({"direction": "in"}, lambda s: s.recorder.swapped_in_pages))  # fmt: skip
+
+
+def _add_tokens(to: Exposition) -> None:
+    to.add("counter", "prompt_tokens", "Prompt tokens of requests that got their first token.",
+           ({}, lambda s: s.recorder.prompt_tokens))  # fmt: skip
+    to.add("counter", "prompt_tokens_cached", "Of these, taken from the prefix cache.",
+           ({}, lambda s: s.recorder.cached_tokens))  # fmt: skip
+    to.add("counter", "prompt_tokens_by_source", "Prompt tokens computed, or found cached.",
+           ({"source": "local_compute"},
+            lambda s: s.recorder.prompt_tokens - s.recorder.cached_tokens),
+           ({"source": "local_cache_hit"}, lambda s: s.recorder.cached_tokens))  # fmt: skip
+    to.add("counter", "generation_tokens", "Tokens generated.",
+           ({}, lambda s: s.recorder.generation_tokens))  # fmt: skip
+
+
+def _add_requests(to: Exposition, recorder: Recorder) -> None:
+    to.add("counter", "request_success", "Finished requests, by reason.",
+           *(({"finished_reason": reason}, _finished(reason)) for reason in FINISH_REASONS),
+           )  # fmt: skip
+    to.add("counter", "request_aborts",
+           "Aborted requests: by the application, a client that left or did not read, or us.",
+           *(({"cause": cause}, _aborted(cause)) for cause in ABORT_CAUSES))  # fmt: skip
+    for name, help_text, histogram in (
+        ("time_to_first_token_seconds", "Arrival to first token.", recorder.time_to_first_token),
+        ("inter_token_latency_seconds", "Between a sequence's tokens.",
+         recorder.inter_token_latency),
+        ("request_time_per_output_token_seconds", "Mean of a request's tokens after its first.",
+         recorder.time_per_output_token),
+        ("e2e_request_latency_seconds", "Arrival to the end.", recorder.e2e),
+        ("request_queue_time_seconds", "Arrival to first scheduled.", recorder.queue_time),
+        ("request_inference_time_seconds", "First scheduled to last token.",
+         recorder.inference_time),
+        ("request_prefill_time_seconds", "First scheduled to first token.", recorder.prefill_time),
+        ("request_decode_time_seconds", "First to last token.", recorder.decode_time),
+        ("request_prompt_tokens", "Prompt tokens of a request.", recorder.prompt_lengths),
+        ("request_prefill_kv_computed_tokens", "Of these, not from the prefix cache.",
+         recorder.computed_lengths),
+        ("request_generation_tokens", "Generated tokens of a request, of all its n.",
+         recorder.generation_lengths),
+        ("request_max_num_generation_tokens", "Generated tokens of its longest answer.",
+         recorder.longest_generations),
+        ("request_params_n", "Parameter n.", recorder.n),
+        ("request_params_max_tokens", "Parameter max_tokens, or what stands for it.",
+         recorder.max_tokens),
+        ("iteration_tokens_total", "Tokens computed in a step.", recorder.iteration_tokens),
+    ):  # fmt: skip
+        to.add_histogram(name, help_text, ({}, histogram))
+
+
+def _add_steps(to: Exposition, recorder: Recorder) -> None:
+    """Device, host and loop by one clock, as only one process can measure."""
+    to.add_histogram("step_time_seconds", "A step on the device, by kind.",
+                     *(({"kind": kind}, recorder.step_time[kind]) for kind in STEP_KINDS),
+                     )  # fmt: skip
+    to.add_histogram("launch_lead_seconds",
+                     "What was left of the step before at a launch; 0: the device had run dry.",
+                     ({}, recorder.launch_lead))  # fmt: skip
+    to.add_histogram("loop_lag_seconds", "Lateness of the event loop, while steps run.",
+                     ({}, recorder.loop_lag))  # fmt: skip
+    to.add("counter", "device_busy_seconds", "Time the device had a step; its rate is the share.",
+           ({}, lambda s: s.recorder.device_seconds))  # fmt: skip
+    to.add("counter", "device_starved_seconds", "Time between two steps, with work at hand.",
+           ({}, lambda s: s.recorder.starved_seconds))  # fmt: skip
+    to.add("counter", "host_seconds",
+           "The loop's time in the verbs of a step; a thread's, beside it, in constrain.",
+           ({"verb": "plan"}, lambda s: s.host.plan),
+           ({"verb": "launch"}, lambda s: s.host.launch),
+           ({"verb": "finish"}, lambda s: s.host.finish),
+           ({"verb": "constrain"}, lambda s: s.host.constrain))  # fmt: skip
+    to.add("counter", "loop_cpu_seconds", "CPU time of the loop's thread, HTTP included.",
+           ({}, lambda s: s.loop_cpu_seconds))  # fmt: skip
+    to.add("counter", "graph_steps", "Steps replayed from a graph, or launched kernel by kernel.",
+           *(({"kind": kind, "mode": mode}, _ran(kind, mode))
+             for kind in ("decode", "mixed") for mode in ("graph", "eager")))  # fmt: skip
+    to.add("counter", "step_tokens", "Tokens that steps computed.",
+           ({}, lambda s: s.work.num_tokens))  # fmt: skip
+    to.add("counter", "padding_tokens", "Tokens computed only to fill a graph's size.",
+           ({}, lambda s: s.work.num_padding))  # fmt: skip
+
+
+def _finished(reason: str) -> Read:
+    return lambda s: s.recorder.finished[reason]  # type: ignore[index]
+
+
+def _aborted(cause: str) -> Read:
+    return lambda s: s.recorder.aborts[cause]  # type: ignore[index]
+
+
+def _ran(kind: str, mode: str) -> Read:
+    return lambda s: s.work.steps[kind, mode]  # type: ignore[index]
+
+
+def _cache_labels(config: EngineConfig, stats: SchedulerStats) -> Labels:
+    return {
+        "block_size": str(config.block_size),
+        "num_gpu_blocks": str(stats.num_pages),
+        "num_cpu_blocks": str(stats.num_host_pages),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+    }
+
+
+METRICS = web.AppKey("metrics", Metrics)

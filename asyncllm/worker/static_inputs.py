@@ -1,0 +1,174 @@
+"""The static input buffers of steps: what graphs read, always at the same addresses.
+
+One copy brings a step's, on CUDA from rotating pinned buffers; a step of the same decodes as the
+last one, with no new page, needs none. Changes of slots come with it, and `SlotWriter` writes them
+to the device state: by a captured launch of its own, or as part of a step's graph.
+
+What is beyond the step's rows and changes of slots is 0: the padding slot, which may be written so.
+Of the arrays of tokens, what the decodes have is for `FillDecodes` to fill, and beyond the step's
+tokens `write_slots` is 0, the padding page; the rest is stale, which is harmless.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from asyncllm.attention.rotating_buffers import RotatingBuffers
+from asyncllm.graphs.pool import GraphPool, Recorded
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges, StepTokens
+from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
+
+ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
+TOKEN_ARRAYS = ("positions", "prompt_lens", "token_ids")  # and write_slots, of 64 bits
+# Places for changes of slots, all brought and written whether full or not. Even numbers.
+MAX_RECORDS = 64  # sequences that take slots
+MAX_ENTRIES = 1024  # pages
+# One being read, one launched ahead, one being written; and those of a burst of sequences, whose
+# changes come in several pieces.
+NUM_BUFFERS = 6
+NO_SLOTS = np.zeros(0, np.int32)
+
+
+class StaticInputs:
+    """Holds steps of at most `max_rows` rows, and `max_tokens` tokens of steps with prefills."""
+
+    def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
+        max_tokens += max_tokens % 2  # 64-bit numbers follow
+        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        self._buffers = RotatingBuffers([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
+        ours = self._split(self._device)
+        self._head = ours.head
+        self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows
+        self.records, self.entries = ours.records, ours.entries
+        self.positions, self.prompt_lens, self.token_ids = ours.tokens
+        self.write_slots = ours.write_slots
+        self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
+
+    def holds(self, decode_slots: np.ndarray) -> bool:
+        """Whether these are the decodes of the last step, so that nothing needs to be brought."""
+        held = self._decode_slots
+        return decode_slots is held or (held is not None and np.array_equal(decode_slots, held))
+
+    def put_decodes(self, slots: np.ndarray, changes: SlotChanges = NO_CHANGES) -> None:
+        """The rows of a step of decodes alone."""
+        self._decode_slots = slots
+        with self._buffers as buffer:
+            buffer.begin(slots, changes)
+            self._head.copy_(buffer.head_tensor, non_blocking=True)
+
+    def put(self, step: StepTokens, changes: SlotChanges, num_tokens: int | None) -> None:
+        """num_tokens: of the graph that will read it; None: it reads no tokens."""
+        self._decode_slots = step.decode_slots
+        first = len(step.decode_slots)
+        with self._buffers as buffer:
+            buffer.begin(step.decode_slots, changes)
+            buffer.rows[1:, : step.num_samples] = step.samples
+            if num_tokens is None:
+                self._head.copy_(buffer.head_tensor, non_blocking=True)
+                return
+            end = step.num_tokens
+            buffer.tokens[:, first:end] = step.tokens
+            buffer.write_slots[first:end] = step.write_slots
+            buffer.write_slots[end:num_tokens] = 0
+            self._device.copy_(buffer.tensor, non_blocking=True)
+
+    def clear(self) -> None:
+        """Nothing of the last step is there: no decodes, no changes, and all that is written goes
+        to the padding page."""
+        self._decode_slots = None
+        self._device.zero_()
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Words of rows, records, entries; of tokens, write_slots."""
+        head = len(ROW_ARRAYS) * self._max_rows, MAX_RECORDS * RECORD_WORDS, 3 * MAX_ENTRIES
+        return *head, len(TOKEN_ARRAYS) * self._max_tokens, 2 * self._max_tokens
+
+    def _split(self, memory: torch.Tensor) -> _Parts:
+        rows, records, entries, tokens, write_slots = memory.split(self._sizes)
+        return _Parts(
+            memory[: sum(self._sizes[:3])],
+            rows.view(len(ROW_ARRAYS), self._max_rows),
+            records.view(MAX_RECORDS, RECORD_WORDS),
+            entries.view(3, MAX_ENTRIES),
+            tokens.view(len(TOKEN_ARRAYS), self._max_tokens),
+            write_slots.view(torch.int64),
+        )
+
+    def _new_buffer(self) -> _Buffer:
+        tensor = torch.zeros(len(self._device), dtype=torch.int32, pin_memory=self._device.is_cuda)
+        parts = self._split(tensor)
+        return _Buffer(tensor, parts.head, *(part.numpy() for part in parts))
+
+
+class _Parts(NamedTuple):
+    head: torch.Tensor  # rows, records and entries: what steps bring that bring no tokens
+    rows: torch.Tensor  # [4, max_rows]
+    records: torch.Tensor
+    entries: torch.Tensor
+    tokens: torch.Tensor  # [3, max_tokens]
+    write_slots: torch.Tensor
+
+
+class _Buffer(NamedTuple):
+    """The host's, whole and in its parts."""
+
+    tensor: torch.Tensor
+    head_tensor: torch.Tensor
+    head: np.ndarray
+    rows: np.ndarray
+    records: np.ndarray
+    entries: np.ndarray
+    tokens: np.ndarray
+    write_slots: np.ndarray
+
+    def begin(self, decode_slots: np.ndarray, changes: SlotChanges) -> None:
+        """Write the head: these slots and changes, and zeros beyond them."""
+        self.head[:] = 0
+        self.rows[0, : len(decode_slots)] = decode_slots
+        if changes.records is not None:
+            self.records[: len(changes.records)] = changes.records
+        if changes.entries is not None:
+            self.entries[:, : changes.entries.shape[1]] = changes.entries
+
+
+class SlotWriter:
+    """Writes changes of slots to the device state, from the static inputs.
+
+    Captured, because Triton's launcher takes four times as long as a replay.
+    """
+
+    def __init__(self, state: DeviceState, inputs: StaticInputs, write_slots: WriteSlots) -> None:
+        self._state = state
+        self._inputs = inputs
+        self._write_slots = write_slots
+        self._graph: Recorded | None = None
+
+    def capture(self, pool: GraphPool) -> None:
+        self._inputs.clear()
+        self._graph = pool.record(self.launch)
+
+    def launch(self) -> tuple[()]:
+        """Write the changes that are there. May be captured."""
+        self._write_slots(self._state, self._inputs.records, self._inputs.entries)
+        return ()
+
+    def write(self) -> None:
+        """`launch`, by a replay where it was captured."""
+        if self._graph is None:
+            self.launch()
+        else:
+            self._graph.replay()
+
+    def write_most(self, changes: SlotChanges) -> SlotChanges:
+        """Write what one step's inputs have no room for; the rest, returned, comes with them."""
+        *pieces, last = changes.split(MAX_RECORDS, MAX_ENTRIES)
+        for piece in pieces:
+            self._inputs.put_decodes(NO_SLOTS, piece)
+            self.write()
+        return last

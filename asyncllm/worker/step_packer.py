@@ -1,0 +1,176 @@
+"""From a `StepPlan` to a `PackedStep`: everything that the device must be told, on the host.
+
+A step of the same decodes as the one before, with no new page, builds nothing. Changes of slots are
+for a `WriteSlots`; of the extras some are for `DeviceState.apply`, sampler and logprobs read the
+rest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncllm.attention.base import PrefillRows
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.step_plan import DecodeBatch, StepPlan
+from asyncllm.worker.packed_step import (
+    NO_EXTRAS,
+    NO_FEATURE,
+    Feature,
+    LogitEdits,
+    PackedStep,
+    PageMoves,
+    PromptLogprobs,
+    SamplingExtras,
+    StepTokens,
+)
+from asyncllm.worker.slot_changes import pack_changes
+from asyncllm.worker.slot_sampling import SlotSampling, int32
+
+NO_MOVES = PageMoves()
+
+
+class StepPacker:
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._sampling = SlotSampling(num_slots)
+        self._decode_slots, self._decode_features = int32([]), NO_FEATURE  # of the last step
+
+    def pack(self, plan: StepPlan) -> PackedStep:
+        if plan.slot_inits:
+            penalties, allowed = self._sampling.init(plan.slot_inits)
+        else:
+            penalties = allowed = None
+        tokens, prompt_targets = None, None
+        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        if plan.prefills:
+            tokens = self._tokens(plan)
+            sampled_slots = tokens.samples[1]
+            features = self._sampling.features(sampled_slots)
+            prompt_logprobs, prompt_targets = _prompt_logprobs(plan)
+        else:
+            sampled_slots = plan.decodes.slots
+            features = self._features_of_decodes(sampled_slots)
+        needs_host = plan.needs_host
+        edits = logprob_ids = num_top = None
+        if features:
+            if features & Feature.EDIT and not needs_host:
+                edits = self._sampling.logit_edits(sampled_slots)
+            if features & Feature.LOGPROBS:
+                num_top, logprob_ids = _logprobs(plan)
+        extras, moves = NO_EXTRAS, NO_MOVES  # as of most steps
+        if plan.slot_inits or features or plan.prefills:
+            extras = SamplingExtras(penalties, allowed, edits, logprob_ids, prompt_targets)
+        if plan.swap_out or plan.page_copies or plan.swap_in:
+            moves = PageMoves(plan.swap_out, plan.page_copies, plan.swap_in)
+        return PackedStep(
+            moves=moves,
+            changes=pack_changes(plan.slot_inits, plan.page_appends),
+            decode_slots=plan.decodes.slots,
+            decode_positions=plan.decodes.positions,
+            tokens=tokens,
+            sampled_slots=sampled_slots,
+            features=features,
+            extras=extras,
+            num_top_logprobs=num_top,
+            prompt_logprobs=prompt_logprobs,
+            needs_host=needs_host,
+        )
+
+    def pack_edits(self, step: PackedStep) -> LogitEdits[np.ndarray] | None:
+        """The edits of a step that `needs_host`, once all tokens before its own are known."""
+        if not step.features & Feature.EDIT:
+            return None
+        return self._sampling.logit_edits(step.sampled_slots)
+
+    def _features_of_decodes(self, slots: np.ndarray) -> Feature:
+        """Known already where the same sequences decode: their array of slots is the same too."""
+        if slots is not self._decode_slots:
+            self._decode_slots, self._decode_features = slots, self._sampling.features(slots)
+        return self._decode_features
+
+    def _tokens(self, plan: StepPlan) -> StepTokens:
+        """Lists first, then few arrays: to a hundred tokens a call of numpy costs more than its
+        work."""
+        decodes, num_decodes = plan.decodes, len(plan.decodes.slots)
+        token_ids: list[int] = []
+        pages: list[int] = []
+        # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
+        # the step, their prompt's length, their row's first page. Before all rows: beginnings.
+        of_rows = [(0,) * 7]
+        samples: list[tuple[int, int, int]] = []
+        for row in plan.prefills:
+            first, first_page, start = len(token_ids), len(pages), row.start
+            token_ids += row.token_ids
+            pages += row.block_ids
+            end = len(token_ids)
+            kv_len, prompt_len = start + end - first, len(row.seq.request.prompt_token_ids)
+            of_rows.append(
+                (end, len(pages), kv_len, end - first, start - first, prompt_len, first_page)
+            )
+            if row.samples:
+                samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
+        columns = np.array([*zip(*of_rows, strict=True)], np.int32)
+        prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], int32(pages))
+        tokens = columns[4:, 1:].repeat(columns[3, 1:], axis=1)
+        positions = tokens[0]
+        positions += np.arange(len(token_ids), dtype=np.int32)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        blocks += tokens[2]
+        write_slots = prefills.pages.take(blocks)
+        write_slots *= self._block_size
+        write_slots += offsets
+        tokens[2] = np.fromiter(token_ids, np.int32, len(token_ids))
+        return StepTokens(
+            decode_slots=decodes.slots,
+            decode_positions=decodes.positions,
+            tokens=tokens,
+            write_slots=write_slots,
+            samples=_samples(decodes, samples),
+            prefills=prefills,
+        )
+
+
+def _samples(decodes: DecodeBatch, of_prefills: list[tuple[int, int, int]]) -> np.ndarray:
+    """int32 [3, R], as `StepTokens` has them."""
+    last = np.array(of_prefills, np.int32).reshape(-1, 3).T
+    num_decodes = len(decodes.slots)
+    if not num_decodes:
+        return last
+    samples = np.empty((3, num_decodes + len(of_prefills)), np.int32)
+    samples[0, :num_decodes] = np.arange(num_decodes)
+    samples[1, :num_decodes] = decodes.slots
+    samples[2, :num_decodes] = decodes.positions + 1
+    samples[:, num_decodes:] = last
+    return samples
+
+
+def _logprobs(plan: StepPlan) -> tuple[int, np.ndarray | None]:
+    """How many of the most likely tokens are looked up for all rows; and int32 [rows, ids], the
+    tokens that each row named, filled up with 0, if one did."""
+    wanted: list[SamplingParams] = [seq.request.sampling_params for seq in plan.sampled]
+    num_top = max(0 if params.logprob_token_ids else params.logprobs or 0 for params in wanted)
+    width = max(len(params.logprob_token_ids or ()) for params in wanted)
+    if not width:
+        return num_top, None
+    ids = np.zeros((len(wanted), width), np.int32)
+    for row, params in enumerate(wanted):
+        named = params.logprob_token_ids or ()
+        ids[row, : len(named)] = named
+    return num_top, ids
+
+
+def _prompt_logprobs(plan: StepPlan) -> tuple[tuple[PromptLogprobs, ...], np.ndarray | None]:
+    """The rows that want them, and all their targets."""
+    wanted: list[PromptLogprobs] = []
+    targets: list[int] = []
+    first = len(plan.decodes)
+    for row in plan.prefills:
+        num_top = row.seq.request.sampling_params.prompt_logprobs
+        if num_top is not None and row.seq.owes_prompt_logprobs:
+            prompt = row.seq.request.prompt_token_ids
+            of_row = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
+            if of_row:
+                wanted.append(PromptLogprobs(row.seq.seq_id, first, len(of_row), num_top))
+                targets += of_row
+        first += len(row.token_ids)
+    return tuple(wanted), int32(targets) if targets else None

@@ -1,0 +1,91 @@
+"""The FlashInfer modules that a model needs on a device, compiled ahead where they are missing.
+
+FlashInfer compiles a module at its first use, for minutes, into a cache keyed by its version and
+the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE); a package of ready-made ones
+is looked at first. Listed here is what this package calls; `asyncllm kernels build` says what a
+start loaded besides. Nothing is listed where api.py has not found FlashInfer's compiler (`jit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.flashinfer.api import jit
+from asyncllm.attention.flashinfer.prefill import prefill_backend
+from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+
+PARALLEL_BUILDS = 4  # each runs its own compilers side by side
+
+
+class Buildable(Protocol):
+    """A library that can be compiled ahead: FlashInfer's or our own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_built(self) -> bool: ...
+    def build(self) -> Buildable: ...
+
+
+class Module:
+    """One compiled library of FlashInfer."""
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
+        self.name: str = spec.name
+
+    @property
+    def is_built(self) -> bool:
+        return bool(self._spec.is_compiled)
+
+    def build(self) -> Module:
+        """Compile it. Raises `RuntimeError` with the compiler's words."""
+        self._spec.build(verbose=False)
+        return self
+
+
+def modules_for(
+    layers: list[AttentionLayer], dtype: torch.dtype, block_size: int, capability: tuple[int, int]
+) -> list[Module]:
+    """Every module for a model with these layers; asking builds and loads none."""
+    if jit is None:
+        return []
+    specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module
+    for layer in LayerKinds(layers).layers:
+        dim, has_window = layer.head_dim, layer.window is not None
+        found = [
+            jit.gen_batch_prefill_module(
+                prefill_backend(capability, layer.window), dtype, dtype, dtype, torch.int32,
+                dim, dim, 0, has_window, False, False,
+            )
+        ]  # fmt: skip
+        kind = LayerKind.of(layer)
+        if "xqa" in choose_decode_kernels(kind, dtype, block_size, capability).names:
+            group = layer.num_heads // layer.num_kv_heads
+            found.append(
+                jit.gen_xqa_module(dtype, dtype, block_size, dim, group, has_window, dtype)
+            )
+        specs |= {spec.name: spec for spec in found}
+    return [Module(spec) for spec in specs.values()]
+
+
+def build_all(modules: Sequence[Buildable]) -> Iterator[Buildable]:
+    """Compile, several at a time; yields each when it is there."""
+    with ThreadPoolExecutor(PARALLEL_BUILDS, "asyncllm-build") as threads:
+        for future in as_completed([threads.submit(module.build) for module in modules]):
+            yield future.result()
+
+
+def used_modules() -> set[str]:
+    """Names of all modules that this process has asked for."""
+    return set() if jit is None else set(jit.registry.get_all_specs())
+
+
+def cache_folder() -> Path | None:
+    return None if jit is None else Path(jit.env.FLASHINFER_JIT_DIR)

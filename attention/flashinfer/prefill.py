@@ -1,0 +1,208 @@
+"""Prefill attention of one step by FlashInfer's paged kernels, FA3 on Hopper, FA2 elsewhere.
+
+`prepare` plans on the host, `bind` gives what to call per layer. The planner fills a pinned buffer
+that the device reads later, and `prepare` another, so a step launched ahead must not use the same
+`PrefillPlan`: there are two, in rotation (rotating_buffers.py).
+
+FlashInfer's wrapper spends most of its time in Python: 145 to 290 us per plan and 17 us per run,
+where the kernels' module takes 15 and 10. So the module is called with the arguments that the
+wrapper would pass, where api.py finds it as it was tested; else the wrapper is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
+from asyncllm.attention.flashinfer import api
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.layer_kinds import LayerKinds
+
+WORKSPACE_BYTES = 8 << 20  # for a plan, as the wrapper has it
+MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
+LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
+
+    pages: torch.Tensor
+    query_indptr: torch.Tensor
+    page_indptr: torch.Tensor
+    last_page_lens: torch.Tensor
+    kv_lens: torch.Tensor
+
+
+# keys and values of one layer, [pages, block_size, kv_heads, head_dim] each
+Call = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+class PrefillPlan:
+    """One step's rows, planned for each kind of layers."""
+
+    def __init__(self, kinds: LayerKinds, cache: KVCache, workspace: torch.Tensor) -> None:
+        """`workspace` may be shared with what else runs on the stream."""
+        self._block_size = cache.block_size
+        self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
+        kernel = PublicWrapper if api.private is None else PrefillModule
+        self._kinds = kinds
+        self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
+        self._device = workspace.device
+        self._allocate(1 << 12)
+
+    def prepare(self, rows: PrefillRows) -> None:
+        num_pages = np.diff(rows.page_indptr)
+        last_page_lens = rows.kv_lens - (num_pages - 1) * self._block_size
+        host, device = self._upload(
+            [rows.pages, rows.query_indptr, rows.page_indptr, last_page_lens, rows.kv_lens]
+        )
+        for kernel in self._kernels:
+            kernel.plan(host, device)
+
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        """Attention of the planned rows; q, out [their tokens, num_heads, head_dim]."""
+        calls, number_of = [kernel.bind(q, out) for kernel in self._kernels], self._kinds.number_of
+
+        def attend(layer: AttentionLayer) -> None:
+            calls[number_of[layer.index]](*self._keys_values[layer.index])
+
+        return attend
+
+    def _allocate(self, size: int) -> None:
+        self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
+
+    def _upload(self, arrays: list[np.ndarray]) -> tuple[Rows, Rows]:
+        """One copy for all, from memory that the next `prepare` overwrites."""
+        sizes = [len(array) for array in arrays]
+        total = sum(sizes)
+        if total > len(self._pinned):
+            self._allocate(2 * total)
+        np.concatenate(arrays, out=self._pinned.numpy()[:total], casting="same_kind")
+        host, device = self._pinned[:total], self._on_device[:total]
+        device.copy_(host, non_blocking=True)
+        return Rows(*host.split(sizes)), Rows(*device.split(sizes))
+
+
+class PrefillModule:
+    """FlashInfer's compiled module, called as its wrapper does, without what that checks."""
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        cache: KVCache,
+        workspace: torch.Tensor,
+        lists: torch.Tensor | None = None,
+    ) -> None:
+        """lists: the plan's part of the workspace, uint8; one of its own if None."""
+        assert api.private is not None
+        self._layer = layer
+        self._block_size = cache.block_size
+        dtype, device = cache.layers[0].dtype, workspace.device
+        self._backend = _backend(layer, device)
+        self._module = api.private.get_batch_prefill_module(
+            self._backend, dtype, dtype, dtype, torch.int32, layer.head_dim, layer.head_dim,
+            0, layer.window is not None, False, False,  # no rotation; no soft cap, no f16 products
+        )  # fmt: skip
+        if lists is None:
+            lists = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspaces = (workspace, lists)
+        self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
+        self._info: Any = None
+        self._rows: Rows | None = None
+
+    def plan(self, host: Rows, device: Rows) -> None:
+        layer, num_tokens = self._layer, int(host.query_indptr[-1])
+        self._rows = device
+        self._info = self._module.plan(
+            *self._workspaces, self._pinned, host.query_indptr, host.page_indptr, host.kv_lens,
+            num_tokens, len(host.kv_lens), layer.num_heads, layer.num_kv_heads, self._block_size,
+            False, layer.head_dim, layer.head_dim, True, _window_left(layer),  # eager; causal
+            *([-1, False, 0] if self._backend == "fa2" else []),  # splits KV as it likes
+        )  # fmt: skip
+
+    def follow(self, places: tuple[int, ...], pages: torch.Tensor) -> None:
+        """Run FA3 by lists that are made elsewhere, at these `places`, without a plan of its own.
+
+        pages: int32, those of the rows that the lists are of. It reads nothing else of the rows.
+        """
+        assert self._backend == "fa3"
+        self._info, self._rows = places, Rows(*(pages for _ in fields(Rows)))
+
+    @cached_property
+    def _pinned(self) -> torch.Tensor:
+        return torch.empty(len(self._workspaces[1]), dtype=torch.uint8, pin_memory=True)
+
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
+        assert self._rows is not None, "bind before plan"
+        run, rows = self._module.paged_run, self._rows
+        before = (*self._workspaces, self._info, q)
+        after = (
+            rows.query_indptr, rows.page_indptr, rows.pages, rows.last_page_lens, out,
+            None, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer), self._pdl,
+            *[None] * 6,  # custom masks, ALiBi, several items in a row
+            0.0, self._layer.scale,  # no soft cap
+            *[None] * 3,  # scales of FP8
+            1.0, 1e4, 0, 0,  # rotation and items, unused
+        )  # fmt: skip
+
+        def call(keys: torch.Tensor, values: torch.Tensor) -> None:
+            run(*before, keys, values, *after)
+
+        return call
+
+
+class PublicWrapper:
+    """The same by FlashInfer's public calls."""
+
+    def __init__(self, layer: AttentionLayer, cache: KVCache, workspace: torch.Tensor) -> None:
+        self._layer = layer
+        self._block_size = cache.block_size
+        self._dtype = cache.layers[0].dtype
+        self._wrapper = api.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend=_backend(layer, workspace.device)
+        )
+
+    def plan(self, host: Rows, device: Rows) -> None:
+        self._wrapper.plan(
+            host.query_indptr,
+            host.page_indptr,
+            host.pages,
+            host.last_page_lens,
+            self._layer.num_heads,
+            self._layer.num_kv_heads,
+            self._layer.head_dim,
+            self._block_size,
+            causal=True,
+            sm_scale=self._layer.scale,
+            window_left=_window_left(self._layer),
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
+        def call(keys: torch.Tensor, values: torch.Tensor) -> None:
+            self._wrapper.run(q, (keys, values), out=out)
+
+        return call
+
+
+def prefill_backend(capability: tuple[int, int], window: int | None) -> str:
+    """FlashInfer's name of the kernel for layers of this window."""
+    return "fa3" if capability[0] == 9 and window is None else "fa2"
+
+
+def _backend(layer: AttentionLayer, device: torch.device) -> str:
+    return prefill_backend(torch.cuda.get_device_capability(device), layer.window)
+
+
+def _window_left(layer: AttentionLayer) -> int:
+    """As FlashInfer counts: the token itself is not part of the window, -1 is no window."""
+    return -1 if layer.window is None else layer.window - 1

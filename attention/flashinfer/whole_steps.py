@@ -1,0 +1,75 @@
+"""Attention of whole mixed steps in a graph: FA3 for the prefills, our own kernel for the decodes.
+
+FlashInfer's FA3 kernel has one block for each SM, which takes its work from lists in a workspace: a
+launch knows only where these begin. So a captured launch does what the last lists there say, which
+prefill_lists.py makes. The decodes' kernel (balanced_decode.py) goes by positions on the device. It
+is launched on a stream of its own, a moment behind FA3: SMs that have no prompt's tiles left begin
+with the decodes' while others still work.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
+from asyncllm.attention.flashinfer.prefill import PrefillModule
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.prefill_lists import Limits, PrefillLists
+from asyncllm.kernels.balanced_decode import MAX_ROWS, BalancedDecode
+from asyncllm.kernels.declaration import Launch
+
+MAX_PREFILLS = 256  # rows
+MAX_PAGES = 1 << 16  # of all rows
+
+
+class FlashInferSteps:
+    """A `StepAttention`, for layers of one kind."""
+
+    max_decodes = MAX_ROWS
+    max_prefills = MAX_PREFILLS
+    max_pages = MAX_PAGES
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        cache: KVCache,
+        workspace: torch.Tensor,
+        balanced: BalancedDecode,
+        max_tokens: int,
+        make_lists: Launch,
+    ) -> None:
+        """`layer`: any of them. `workspace` may be shared with what else runs on the stream.
+        `make_lists`: prefill_lists.cu's. Belongs to the current stream."""
+        device = workspace.device
+        limits = Limits(max_tokens, MAX_PREFILLS, MAX_PAGES)
+        self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
+        self._balanced = balanced
+        self._side = torch.cuda.Stream(device)
+        num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        stream = torch.cuda.current_stream(device).cuda_stream
+        self._lists = PrefillLists(layer, limits, make_lists, num_blocks, device, stream)
+        self._module = PrefillModule(layer, cache, workspace, self._lists.workspace)
+        self._module.follow(self._lists.places, self._lists.pages)
+
+    def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
+        self._lists.prepare(num_decodes, prefills)
+
+    def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        prefill = self._module.bind(q, out)
+        if decodes is None:
+            return lambda layer: prefill(*self._keys_values[layer.index])
+        tables, positions = decodes.block_tables, decodes.positions
+        rows = slice(len(positions))
+        main, side = torch.cuda.current_stream(q.device), self._side
+        with torch.cuda.stream(side):
+            # Started early it would come before FA3.
+            decode = self._balanced.bind(q[rows], tables, positions, out[rows], starts_early=False)
+
+        def attend(layer: AttentionLayer) -> None:
+            side.wait_stream(main)  # keys and values are written
+            prefill(*self._keys_values[layer.index])
+            with torch.cuda.stream(side):
+                decode(layer)
+            main.wait_stream(side)  # what comes next reads all rows of `out`
+
+        return attend

@@ -1,0 +1,226 @@
+"""Kernels are chosen for each kind of layers, on cards that are not there."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, Rotation
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+from asyncllm.kernels import balanced_decode
+from tests.attention.fake_flashinfer import FakeFlashInfer
+
+BF16, HOPPER, ADA = torch.bfloat16, (9, 0), (8, 9)
+FULL = LayerKind(32, 8, 128, 128**-0.5, None)
+WINDOW = FULL._replace(window=1024)
+ALTERNATING = [AttentionLayer(i, *(WINDOW, FULL)[i % 2]) for i in range(4)]
+ALIKE = [AttentionLayer(i, *FULL) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block_size", "capability", "names", "reason"),
+    [
+        (FULL, BF16, 16, HOPPER, "balanced_decode xqa paged_decode", ""),
+        (WINDOW, BF16, 16, HOPPER, "xqa paged_decode", "balanced_decode does not do a window"),
+        (FULL, torch.float16, 16, HOPPER, "xqa paged_decode", "does not do torch.float16"),
+        (FULL._replace(head_dim=256), BF16, 16, HOPPER, "xqa paged_decode", "head_dim 256"),
+        (FULL._replace(num_kv_heads=2), BF16, 16, HOPPER, "xqa paged_decode", "16 query heads"),
+        (FULL, BF16, 8, HOPPER, "paged_decode", "xqa does not do block_size 8"),
+        (FULL, BF16, 48, HOPPER, "balanced_decode paged_decode", "xqa does not do block_size 48"),
+        (FULL, BF16, 16, (12, 0), "xqa paged_decode", "compute capability (12, 0)"),
+        (FULL, BF16, 16, ADA, "paged_decode", "xqa does not do compute capability (8, 9)"),
+    ],
+)
+def test_decode_kernels_by_kind_and_card(
+    kind: LayerKind,
+    dtype: torch.dtype,
+    block_size: int,
+    capability: tuple[int, int],
+    names: str,
+    reason: str,
+) -> None:
+    chosen = choose_decode_kernels(kind, dtype, block_size, capability)
+    assert " ".join(chosen.names) == names
+    assert reason in chosen.reason and bool(reason) == bool(chosen.reason)
+
+
+def test_balanced_decode_is_chosen_where_it_says_that_it_can() -> None:
+    windows, dims, heads = (None, 100), (32, 64, 80, 128, 256), ((8, 8), (32, 4), (64, 4))
+    for window, dim, (num_heads, num_kv_heads), dtype, block_size in itertools.product(
+        windows, dims, heads, (BF16, torch.float16), (8, 16, 32)
+    ):
+        layer = AttentionLayer(0, num_heads, num_kv_heads, dim, 1.0, window)
+        for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+            names = choose_decode_kernels(LayerKind.of(layer), dtype, block_size, capability).names
+            assert ("balanced_decode" in names) == (
+                capability in balanced_decode.KERNEL.capabilities
+                and balanced_decode.definitions([layer], dtype, block_size) is not None
+            )
+
+
+def test_layers_are_grouped_by_their_constants() -> None:
+    kinds = LayerKinds(ALTERNATING)
+    assert [LayerKind.of(layer) for layer in kinds.layers] == [WINDOW, FULL]
+    assert kinds.number_of == {0: 0, 1: 1, 2: 0, 3: 1}
+    call = kinds.select([lambda layer, x: ("window", x), lambda layer, x: ("full", x)])
+    assert [call(layer, 5)[0] for layer in ALTERNATING] == ["window", "full"] * 2
+    assert LayerKinds(ALIKE).select([call]) is call, "nothing between a model of one kind and it"
+    scaled = [AttentionLayer(0, *FULL), AttentionLayer(1, *FULL._replace(scale=1.0))]
+    assert len(LayerKinds(scaled).layers) == 2
+
+
+class Balanced:
+    """Notes in `launched` what balanced_decode.cu would be launched for."""
+
+    launched: list[str]
+
+    def __init__(self, cache: KVCache, layer: AttentionLayer, launch: Any, num_sms: int) -> None:
+        assert layer.window is None
+
+    def decode(self, rows: DecodeRows) -> Any:
+        return lambda layer, qkv, rotation: self.launched.append(f"balanced {layer.index}")
+
+    def bind(self, q: Any, tables: Any, positions: Any, out: Any) -> Any:
+        return lambda layer: self.launched.append(f"balanced {layer.index}")
+
+
+class Backend:
+    """FlashInferAttention on a Hopper that is not there, whose launches are noted in order."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        layers: list[AttentionLayer],
+        capability: tuple[int, int] = HOPPER,
+        *,
+        has_compiler: bool = True,
+    ) -> None:
+        self.launched: list[str] = []
+        self._fake = FakeFlashInfer(monkeypatch)
+        self._stub_triton(monkeypatch)
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: capability)
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(cuda, "get_device_properties", lambda device: properties)
+        module = importlib.import_module("asyncllm.attention.flashinfer.backend")
+        launch = (lambda *args: 0) if has_compiler else None
+        kernel = SimpleNamespace(begin_loading=lambda device, definitions: lambda: launch)
+        declared = SimpleNamespace(KERNEL=kernel, definitions=balanced_decode.definitions)
+        monkeypatch.setattr(module, "balanced_decode", declared)
+        monkeypatch.setattr(module, "BalancedDecode", Balanced)
+        monkeypatch.setattr(module, "PrefillPlan", lambda kinds, cache, workspace: self)
+        monkeypatch.setattr(Balanced, "launched", self.launched, raising=False)
+        monkeypatch.setattr(module.Xqa, "bind", lambda xqa, *args: self._note("xqa"))
+        cache = KVCache(
+            num_layers=len(layers), num_pages=3, block_size=16, num_kv_heads=8, head_dim=128,
+            dtype=BF16, device=torch.device("cpu"),
+        )  # fmt: skip
+        self.attention = module.FlashInferAttention(cache, layers)
+
+    def _note(self, name: str) -> Any:
+        return lambda layer, *_: self.launched.append(f"{name} {layer.index}")
+
+    def _stub_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def rotate(layer: AttentionLayer, qkv: torch.Tensor, *_: Any) -> torch.Tensor:
+            self.launched.append(f"rotate {layer.index}")
+            return qkv[:, : layer.num_heads]
+
+        def paged_decode(*_: Any, scale: float, window: int | None, num_sms: int) -> None:
+            self.launched.append(f"triton {window}")
+
+        def fused(layer: AttentionLayer, *_: Any) -> Any:
+            found = self._note("fused")
+            found.takes = lambda num_rows: num_rows <= 1
+            return found
+
+        stubs: dict[str, dict[str, Any]] = {
+            "fused_decode": {"FusedDecode": fused},
+            "rope_kv_write": {"rotate_and_write": rotate},
+            "paged_decode": {"paged_decode": paged_decode},
+        }
+        for name, found in stubs.items():
+            stub = ModuleType(f"asyncllm.kernels.{name}.kernel")
+            vars(stub).update(found)
+            monkeypatch.setitem(sys.modules, stub.__name__, stub)
+
+    # --- as a PrefillPlan ---
+
+    def prepare(self, prefills: PrefillRows) -> None:
+        self.launched.append("plan")
+
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Any:
+        return self._note("prefill")
+
+    # --- steps ---
+
+    def decode(self, layers: list[AttentionLayer], num_rows: int) -> list[str]:
+        attend = self.attention.decode(decode_rows(num_rows))
+        qkv: Any = torch.zeros(num_rows, 48, 128, dtype=BF16)
+        rotation: Any = Rotation(torch.zeros(num_rows, dtype=torch.int32), torch.zeros(1, 128))
+        for layer in layers:
+            attend(layer, qkv, rotation)
+        return self.launched
+
+    def mixed(self, layers: list[AttentionLayer]) -> list[str]:
+        arrays = (np.array(values, np.int32) for values in ([0, 3], [3], [0, 1], [2]))
+        q = torch.zeros(5, 32, 128, dtype=BF16)
+        attend = self.attention.mixed(decode_rows(2), PrefillRows(*arrays), q, q.clone())
+        for layer in layers:
+            attend(layer)
+        return self.launched
+
+
+def decode_rows(num_rows: int) -> DecodeRows:
+    tables = torch.zeros(num_rows, 2, dtype=torch.int32)
+    return DecodeRows(tables, torch.zeros(num_rows, dtype=torch.int32))
+
+
+def test_windows_beside_full_attention_run_by_kernels_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = Backend(monkeypatch, ALTERNATING)
+    assert backend.decode(ALTERNATING[:2], 4) == ["rotate 0", "xqa 0", "balanced 1"]
+    backend.launched.clear()
+    assert backend.mixed(ALTERNATING[:2]) == [
+        "plan", "xqa 0", "prefill 0", "balanced 1", "prefill 1",
+    ]  # fmt: skip
+    backend.launched.clear()
+    assert backend.decode(ALTERNATING[:2], 1) == ["fused 0", "fused 1"]
+    assert backend.attention.step_attention(64) is None, "whole steps are FA3's, without windows"
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "capability", "has_compiler", "expected"),
+    [
+        (1, HOPPER, True, ["fused 0", "fused 1"]),
+        (4, HOPPER, True, ["balanced 0", "balanced 1"]),
+        (2049, HOPPER, True, ["rotate 0", "xqa 0", "rotate 1", "xqa 1"]),
+        (4, HOPPER, False, ["rotate 0", "xqa 0", "rotate 1", "xqa 1"]),
+        (4, ADA, True, ["rotate 0", "triton None", "rotate 1", "triton None"]),
+    ],
+)
+def test_layers_that_are_alike_run_by_one_kernel(
+    num_rows: int,
+    capability: tuple[int, int],
+    has_compiler: bool,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = Backend(monkeypatch, ALIKE, capability, has_compiler=has_compiler)
+    assert backend.decode(ALIKE[:2], num_rows) == expected
+
+
+def test_what_no_prefill_kernel_does_is_refused_for_any_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    odd = [*ALIKE[:3], AttentionLayer(3, *FULL._replace(head_dim=80))]
+    with pytest.raises(ValueError, match="cannot prefill head_dim 80"):
+        Backend(monkeypatch, odd)
