@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from asyncllm.kernels import (
-    balanced_decode,
-    nvcc,
-    persistent_decode,
-    prefill_lists,
-    skinny_gemm,
-)
+from asyncllm.kernels import balanced_decode, nvcc, persistent_decode, prefill_lists, skinny_gemm
 from asyncllm.kernels.declaration import CudaKernel, Start, TritonKernel
 
 KERNELS: tuple[CudaKernel | TritonKernel, ...] = (

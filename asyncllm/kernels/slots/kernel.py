@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 import triton
@@ -183,13 +184,6 @@ def write_slots_triton(
     )  # fmt: skip
 
 
-class _Tokens(NamedTuple):
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    prompt_lens: torch.Tensor
-    write_slots: torch.Tensor
-
-
 def prewarm(start: Start) -> Iterator[Callable[[], object]]:
     """One slot, read and written."""
 
@@ -198,7 +192,10 @@ def prewarm(start: Start) -> Iterator[Callable[[], object]]:
 
     def fill() -> None:
         row = start.zeros(1)
-        fill_decodes_triton(state(), row, _Tokens(row, row, row, row.long()), start.block_size)
+        tokens = SimpleNamespace(
+            token_ids=row, positions=row, prompt_lens=row, write_slots=row.long()
+        )
+        fill_decodes_triton(state(), row, tokens, start.block_size)
 
     def write() -> None:
         records = start.zeros(1, record_words(state()))
