@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable
 from typing import Any, NoReturn, Self
 
 from asyncllm.beam_search_params import BeamSearchParams
 from asyncllm.config import EngineConfig
+from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.generation import Generation
@@ -26,8 +28,8 @@ from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
+from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -58,6 +60,7 @@ class AsyncLLMEngine:
         self.stat_loggers: list[StatLogger] = []
         self.show_progress = False
         self._request_ids = itertools.count()
+        self._arrivals = Arrivals()
         self._starting = asyncio.Lock()
         self._loader = CoreLoader(self.config)
         self._core: EngineCore | None = None
@@ -126,19 +129,26 @@ class AsyncLLMEngine:
         if sampling_params is not None:
             check_sampling_params(sampling_params)
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
+        arrival = self._arrivals.expect(name)
         submitted = False
 
-        async def submit(sink: Sink) -> None:
+        async def start_and_queue(sink: Sink) -> None:
             nonlocal submitted
             await self.start()
             params = sampling_params or self.input_processor.default_params({})
-            await self.add_request(
-                name, prompt, params, sink, priority=priority, cache_salt=cache_salt
+            await self._queue(
+                arrival, name, prompt, params, sink, None, priority=priority, cache_salt=cache_salt
             )
             submitted = True
 
+        async def submit(sink: Sink) -> None:
+            try:
+                await arrival.run(start_and_queue(sink))
+            except RequestAbortedError:
+                sink(_aborted_output(name, prompt, sampling_params or SamplingParams()))
+
         def abort() -> None:
-            if submitted and self._core is not None:
+            if submitted:
                 self.abort(name)
 
         kind = (sampling_params or SamplingParams()).output_kind
@@ -173,7 +183,7 @@ class AsyncLLMEngine:
         text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Request:
+    ) -> None:
         """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
 
         The sink is called on the loop and must not block; one that raises ends its request with an
@@ -181,15 +191,47 @@ class AsyncLLMEngine:
         and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
         Raises as `generate`; a refused request owns nothing.
         """
-        return await self._running().add_request(
-            request_id, prompt, params, sink, priority, cache_salt, text_sink
+        arrival = self._arrivals.expect(request_id)
+        try:
+            await arrival.run(
+                self._queue(
+                    arrival, request_id, prompt, params, sink, text_sink,
+                    priority=priority, cache_salt=cache_salt,
+                )
+            )  # fmt: skip
+        except RequestAbortedError:
+            sink(_aborted_output(request_id, prompt, params))
+
+    async def _queue(
+        self,
+        arrival: Arrival,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        sink: Sink,
+        text_sink: TextSink | None,
+        *,
+        priority: int,
+        cache_salt: str | None,
+    ) -> None:
+        core = self._running()
+        core.check_open(request_id)
+        request = await core.input_processor.process(
+            request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
+        arrival.check()
+        # Things may have changed while a long prompt was tokenised.
+        core.check_open(request_id, len(request.prompt_token_ids))
+        request.batch_processors = core.processors_for(params)
+        core.live.add(request, sink, text_sink)
+        core.steps.wake()
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
-        if self._core is not None:
-            for name in names:
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            if self._arrivals.abort(name):
+                self.recorder.aborts[cause] += 1
+            if self._core is not None:
                 self._core.abort(name, cause)
 
     async def encode(self, prompt: PromptInput) -> NoReturn:
@@ -276,6 +318,7 @@ class AsyncLLMEngine:
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request."""
+        assert not self._arrivals, "a request is on its way"
         self._running().live.check_empty()
 
     def reset_prefix_cache(self) -> None:
@@ -293,3 +336,12 @@ def check_sampling_params(params: object) -> None:
     """Raises `TypeError` for what is none: a dict of its fields, say."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+
+
+def _aborted_output(request_id: str, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
+    """The end of a request that was aborted before anybody knew its token ids."""
+    text = prompt if isinstance(prompt, str) else None
+    now = time.monotonic()
+    answers = [CompletionOutput(i, "", [], finish_reason="abort") for i in range(params.n)]
+    metrics = RequestMetrics(arrival_time=now, finished_time=now)
+    return RequestOutput(request_id, text, [], None, answers, True, metrics)
