@@ -10,11 +10,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable
+from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, Self
 
 from asyncllm.beam_search_params import BeamSearchParams
 from asyncllm.config import EngineConfig
 from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
+from asyncllm.engine.beam_client import BeamSearchClient
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.generation import Generation
@@ -223,7 +226,14 @@ class AsyncLLMEngine:
         # Things may have changed while a long prompt was tokenised.
         core.check_open(request_id, len(request.prompt_token_ids))
         request.batch_processors = core.processors_for(params)
-        core.live.add(request, sink, text_sink)
+        if params.use_beam_search:
+            seq_ids = list(islice(core.input_processor.seq_ids, params.num_sequences))
+            record = partial(core.steps.record, None)
+            search = BeamSearchClient(request, seq_ids, core.live, sink, record)
+            core.live.add(request, search.receive, None)
+            search.start()
+        else:
+            core.live.add(request, sink, text_sink)
         core.steps.wake()
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:

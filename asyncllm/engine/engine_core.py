@@ -154,7 +154,6 @@ class EngineCore:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self.live.rendered()
         self.live.fail_all(self.dead)
         self.steps.record(None)
         self.input_processor.close()

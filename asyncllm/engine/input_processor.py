@@ -56,7 +56,7 @@ class InputProcessor:
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
         )
         self._reasoning = reasoning_tokens(config, tokenizer)
-        self._seq_ids = itertools.count(1)
+        self.seq_ids = itertools.count(1)  # by age: the order of service
         self._seeds = random.Random(config.seed)
         self._threads: ThreadPoolExecutor | None = None
 
@@ -147,25 +147,24 @@ class InputProcessor:
         salt = parsed.cache_salt if cache_salt is None else cache_salt
         has_key = salt is not None or self._rope_window is not None
         stop_token_ids = self._stop_token_ids(params)
-        chooses = params.best_of is not None or params.use_beam_search
         return Request(
             request_id=request_id,
             prompt=encoded.text,
             prompt_token_ids=ids,
-            sampling_params=self._with_scores(params, len(stop_token_ids)) if chooses else params,
+            sampling_params=self._with_scores(params, len(stop_token_ids)),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
             bad_words_ids=encoded.bad_words,
             cache_key=self._cache_key(salt, len(ids)) if has_key else b"",
-            num_shown_logprobs=params.logprobs,
+            num_shown_logprobs=params.num_logprobs,
         )
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
         params, seed = request.sampling_params, request.sampling_params.seed
         return Sequence(
-            seq_id=next(self._seq_ids),
+            seq_id=next(self.seq_ids),
             request=request,
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
@@ -203,19 +202,16 @@ class InputProcessor:
 
     def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
         """With the log-probabilities that the choice among several answers needs."""
-        if params.use_beam_search:
-            needed = params.num_sequences + num_stop_tokens
-            if needed > self._vocab_size:
-                raise InvalidRequestError(
-                    f"a beam search of width {params.num_sequences} needs more than the "
-                    f"{self._vocab_size} tokens of this model",
-                    "n" if params.best_of is None else "best_of",
-                )
-        elif params.num_sequences > params.n:
-            needed = 0
-        else:
-            return params
-        return replace(params, logprobs=max(params.logprobs or 0, needed))
+        width = params.num_sequences
+        if params.use_beam_search and width + num_stop_tokens > self._vocab_size:
+            raise InvalidRequestError(
+                f"a beam search of width {width} needs more than the {self._vocab_size} tokens of "
+                "this model",
+                "n" if params.best_of is None else "best_of",
+            )
+        if width > params.n or params.use_beam_search:
+            return replace(params, logprobs=params.logprobs or 0)
+        return params
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""

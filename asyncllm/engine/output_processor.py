@@ -13,10 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
-from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.output_state import (
     RequestState,
     SequenceState,
@@ -29,7 +27,7 @@ from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.text.sequence_text import hides_last_token
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import output_failed
-from asyncllm.outputs import CompletionOutput, FinishReasonText, RequestOutput
+from asyncllm.outputs import CompletionOutput, FinishReasonText
 from asyncllm.types import (
     FinishReason,
     Request,
@@ -105,25 +103,12 @@ class OutputProcessor:
         self._iteration.num_generation_tokens += len(updates)
         return stops
 
-    def end_search(self, search: EndedSearch, now: float) -> tuple[RequestOutput, Sink]:
-        """Forget a request whose beam search has ended: its output, completions to be added.
-
-        They go to the sink by themselves: to render them takes longer than a step may.
-        """
-        request = search.request
-        owner = self._requests[request.request_id]
-        self._count_first_token(owner, now)
-        for seq, beam in zip(request.sequences, search.beams, strict=True):
-            state = self._sequences[seq.seq_id]
-            state.num_tokens = beam.num_tokens
-            assert seq.finish_reason is not None
-            self._finish(state, state.add_end("", seq.finish_reason.value))
-        request.metrics.last_token_time = now
-        self._iteration.num_generation_tokens += owner.num_generated
-        output = owner.take_output(now)
-        self._iteration.finished.append(owner.stats())
-        del self._requests[request.request_id]
-        return replace(output, outputs=[]), owner.sink
+    def process_whole(self, updates: list[TokenUpdate], now: float) -> None:
+        """As `process`, for tokens that were complete before: no time passed between them."""
+        latencies = self._iteration.inter_token_latencies
+        num_known = len(latencies)
+        self.process(updates, {}, now)
+        del latencies[num_known:]
 
     def abort(self, request_id: str, now: float | None = None) -> Request | None:
         """End a request with "abort", its last output out; None where it is not live."""
@@ -141,7 +126,7 @@ class OutputProcessor:
             self._end(owner, "error", now)
 
     def take_ended(self) -> list[Request]:
-        """Those whose last output went out since the last call; not those of `end_search`."""
+        """Those whose last output went out since the last call."""
         taken, self._ended = self._ended, []
         return taken
 
@@ -205,6 +190,9 @@ class OutputProcessor:
         metrics = owner.request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+            if owner.request.parent is not None:  # its search's tokens are counted at its end
+                self._iteration.num_generation_tokens -= 1
+                return
             self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
             self._iteration.num_prompt_tokens += len(owner.request.prompt_token_ids)
             self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
@@ -307,7 +295,8 @@ class OutputProcessor:
         output = owner.take_output(now)
         if output.finished:
             del self._requests[output.request_id]
-            self._iteration.finished.append(owner.stats())
+            if owner.request.parent is None:
+                self._iteration.finished.append(owner.stats())
             self._ended.append(owner.request)
         elif owner.text_sink is not None:  # the first token is out: from now on, text alone
             (seq,) = owner.request.sequences

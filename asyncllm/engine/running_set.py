@@ -27,7 +27,6 @@ class RunningSet:
         self.forked: set[Sequence] = set()  # members that may share the page they write to
         self.rewritten: set[Sequence] = set()  # members that are not as their slots say
         self.jumped: list[Sequence] = []  # members that jumped since the last plan
-        self._beams: set[Sequence] = set()  # members that search
         self._left: set[Sequence] = set()  # who decodes no more, and may be in the batch
         self._joining: set[Sequence] = set()  # who may decode, and is not in the batch
         self._key = key
@@ -49,8 +48,6 @@ class RunningSet:
         seq.slot = self._free_slots.popleft()
         seq.status = SequenceStatus.RUNNING
         insort(self.seqs, seq, key=self._key)
-        if seq.request.sampling_params.use_beam_search:
-            self._beams.add(seq)
         self._joining.add(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -58,7 +55,6 @@ class RunningSet:
         del self.seqs[bisect_left(self.seqs, self._key(seq), key=self._key)]
         self.forked.discard(seq)
         self.rewritten.discard(seq)
-        self._beams.discard(seq)
         self._leave(seq)
         if seq in self.jumped:
             self.jumped.remove(seq)
@@ -99,7 +95,7 @@ class RunningSet:
 
     def next_batch(self) -> DecodeBatch:
         """One token of each that may decode, in order of service; the same until it is taken."""
-        if self._left or self._joining or self._beams or self._num_steps_left == 0:
+        if self._left or self._joining or self._num_steps_left == 0:
             self._update()
         return self._batch
 
@@ -117,7 +113,7 @@ class RunningSet:
         """Rows that have left, or are at their end, go; whoever may decode joins."""
         batch, joining = self._batch, sorted(self._joining, key=self._key)
         overtakes = joining and batch.seqs and self._key(joining[0]) < self._key(batch.seqs[-1])
-        if overtakes or self._beams:  # a beam is in every second batch, or waits longer
+        if overtakes:
             batch, joining = NO_DECODES, self.seqs
         if batch.seqs:
             batch = batch.keep(self._staying(batch))
@@ -141,10 +137,10 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        remembered = self.forked | self.rewritten | set(self.jumped) | self._beams | self._joining
-        assert remembered <= set(self.seqs), "a fork, beam or jump is remembered that does not run"
+        remembered = self.forked | self.rewritten | set(self.jumped) | self._joining
+        assert remembered <= set(self.seqs), "a fork or jump is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
-        if not (self._left or self._joining or self._beams) and self._num_steps_left > 0:
+        if not (self._left or self._joining) and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
             assert list(self._batch.seqs) == members, "the batch is out of date"
             needs_host = any(seq.needs_host for seq in members)
@@ -156,7 +152,5 @@ class RunningSet:
 
 
 def may_decode(seq: Sequence) -> bool:
-    """False for a prefill, and for a beam that waits for its token or for other beams."""
-    if seq.held or not seq.num_prefill <= seq.num_computed < seq.num_to_compute:
-        return False
-    return seq.num_in_flight == 0 or not seq.request.sampling_params.use_beam_search
+    """Whether its prefill is planned to its end, and its last token is not."""
+    return seq.num_prefill <= seq.num_computed < seq.num_to_compute

@@ -12,8 +12,6 @@ from __future__ import annotations
 from itertools import repeat
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
-from asyncllm.engine.beam_group import BeamGroup
-from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.preemption import Preemption
@@ -29,7 +27,6 @@ from asyncllm.types import (
     SequenceStatus,
     StepResult,
     SwapCost,
-    TokenLogprobs,
     TokenUpdate,
 )
 
@@ -61,8 +58,6 @@ class Scheduler:
         self.waiting = WaitingQueue(self._key)
         self.running = RunningSet(max_num_seqs, self._key)
         self._requests: dict[str, Request] = {}
-        self._beams: dict[str, BeamGroup] = {}  # of requests that search
-        self._ended_searches: list[EndedSearch] = []
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
         parts = blocks, self.waiting, self.running, self._stats
@@ -83,10 +78,6 @@ class Scheduler:
         """Queue a request. With n > 1 its first sequence computes the prompt for all."""
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         self._requests[request.request_id] = request
-        if request.sampling_params.use_beam_search:
-            self._beams[request.request_id] = BeamGroup(
-                request, self.blocks, self.waiting, self.running
-            )
         first, *siblings = request.sequences
         if siblings:
             self.waiting.hold_back(siblings)
@@ -116,7 +107,6 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.request.finished:
             del self._requests[seq.request.request_id]
-            self._beams.pop(seq.request.request_id, None)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -131,27 +121,22 @@ class Scheduler:
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take a finished step's tokens. Sequences that are over are finished and freed here.
 
-        Rows of sequences that ended or jumped while the step was in flight are dropped. Beams bring
-        no news before their search has ended: `take_ended_searches`.
+        Rows of sequences that ended or jumped while the step was in flight are dropped.
         """
         for seq in plan.decodes.at_block_end(PUBLISHED_BLOCKS * self.blocks.block_size):
             if seq.status is SequenceStatus.RUNNING:
                 self.blocks.publish(seq)
         updates: list[TokenUpdate] = []
-        beams, finished = self._beams, SequenceStatus.FINISHED
+        finished = SequenceStatus.FINISHED
         logprobs_of = result.logprobs or repeat(None, len(result.token_ids))
         for update in zip(plan.sampled, result.token_ids, logprobs_of, strict=True):
-            seq, token_id, logprobs = update
+            seq, token_id, _ = update
             if seq.status is finished:
                 continue
             if seq.num_to_drop:
                 seq.num_to_drop -= 1
                 continue
             seq.num_in_flight -= 1
-            if beams and seq.request.request_id in beams:
-                assert logprobs is not None, f"sequence {seq.seq_id}: a beam without logprobs"
-                self._take_beam(seq, logprobs)
-                continue
             token_ids = seq.token_ids
             token_ids.append(token_id)
             if len(token_ids) > seq.num_to_compute or token_id in seq.request.stop_token_ids:
@@ -177,39 +162,16 @@ class Scheduler:
         self.running.jump(seq)
         return updates
 
-    def take_ended_searches(self) -> list[EndedSearch]:
-        """Those that ended since the last call: their requests are finished."""
-        taken, self._ended_searches = self._ended_searches, []
-        return taken
-
-    def _take_beam(self, seq: Sequence, logprobs: TokenLogprobs) -> None:
-        """What may follow a beam; the end of its request, where that ends the search."""
-        request = seq.request
-        group = self._beams[request.request_id]
-        group.take(seq, logprobs)
-        if group.search.is_over:
-            beams = [beam for _, beam in group.search.ended]
-            for best, beam in zip(request.sequences, beams, strict=True):
-                self._finish_by_token(best, beam.token_id)
-            self._ended_searches.append(EndedSearch(request, beams))
-
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         """End it where its last token, or its length, says so."""
         request = seq.request
         num_output = len(seq.token_ids) - len(request.prompt_token_ids)
         may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None
         if may_stop and token_id in request.stop_token_ids:
-            self._finish_by_token(seq, token_id)
+            asked_for = token_id in (request.sampling_params.stop_token_ids or ())
+            self.finish(seq, FinishReason.STOP, token_id if asked_for else None)
         elif num_output >= request.max_tokens:
             self.finish(seq, FinishReason.LENGTH)
-
-    def _finish_by_token(self, seq: Sequence, token_id: int) -> None:
-        """By its last token, or, where that is no stop token, by its length."""
-        if token_id not in seq.request.stop_token_ids:
-            self.finish(seq, FinishReason.LENGTH)
-        else:
-            is_eos = token_id not in (seq.request.sampling_params.stop_token_ids or ())
-            self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
 
     # --- books -------------------------------------------------------------------------------
 

@@ -62,10 +62,6 @@ class StepPlanner:
             self._plan_decodes(draft)
             self._plan_jumps(draft)
         self._plan_prefills(draft)
-        while draft.empty and (beam := self._idle_beam()) is not None:
-            self._preemption.preempt(beam, draft)
-            if not draft.swap_out:
-                self._admit_waiting(draft)
         if draft.empty:
             return None
         self._next_step_id += 1
@@ -97,7 +93,7 @@ class StepPlanner:
             self._running.forked.difference_update(draft.decodes.seqs)
 
     def _rewrite_slots(self, draft: StepDraft) -> None:
-        """Tell the device of those that go on with other tokens (or pages) than it knows."""
+        """Tell the device of those that go on with other tokens than it knows."""
         if self._running.rewritten:
             rewritten = self._running.in_order([*self._running.rewritten])
             self._running.rewritten.clear()
@@ -105,13 +101,6 @@ class StepPlanner:
             draft.page_appends = [a for a in draft.page_appends if a.slot not in slots]
             for seq in rewritten:
                 self._init_slot(seq, draft)
-
-    def _idle_beam(self) -> Sequence | None:
-        """Where nothing can run: the youngest beam that holds pages and only waits for others."""
-        seqs = self._running.seqs
-        if not self._waiting or any(seq.num_in_flight for seq in seqs):
-            return None
-        return next((seq for seq in reversed(seqs) if seq.held), None)
 
     def _next_positions(self, seq: Sequence) -> list[int]:
         """Of what comes next, the first and whichever begin a block."""
@@ -199,8 +188,6 @@ class StepPlanner:
 
     def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
         """Siblings that share this prompt from here on; those without a slot queue on their own."""
-        if seq.request.sampling_params.use_beam_search:
-            return []  # its siblings are forked when beams are chosen: beam_group.py
         siblings = self._waiting.take_siblings(seq)
         forks = siblings[: self._running.num_free_slots]
         for child in forks:
@@ -248,7 +235,7 @@ class StepPlanner:
             return False
         draft.swap_in += self._blocks.admit(seq, match)
         num_cached = len(match) * self._blocks.block_size
-        if seq.num_prefill == 0:  # its first admission
+        if seq.num_prefill == 0 and seq.num_output_tokens == 0:  # its first admission
             seq.num_cached_tokens = num_cached
             self._stats.prefix_cache_queries += seq.num_prompt_tokens
             self._stats.prefix_cache_hits += num_cached

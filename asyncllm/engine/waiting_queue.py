@@ -2,8 +2,7 @@
 
 In order of service, which is the scheduler's `key`: a preempted sequence keeps its place. It counts
 the prompt tokens that wait, because the step's chunk depends on them. Beside the queue it holds
-back the siblings (n > 1) of a prompt whose first sequence computes it for all, and of a beam search
-the sequences that carry no beam, or one that waits for the others.
+back the siblings (n > 1) of a prompt whose first sequence computes it for all.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ class WaitingQueue:
         return self._seqs[0]
 
     def add(self, seq: Sequence) -> None:
-        if seq.held:
-            self.hold_back([seq])
-            return
         insort(self._seqs, seq, key=self._key)
         self.num_prompt_tokens += len(seq.request.prompt_token_ids)
 

@@ -29,7 +29,6 @@ from asyncllm.types import (
     Sequence,
     SequenceStatus,
     StepResult,
-    TokenLogprobs,
     TokenMasks,
 )
 
@@ -52,13 +51,6 @@ def next_token(cells: list[int], seed: int, banned: frozenset[int]) -> int:
     while token_id in banned:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id
-
-
-def continuations(cells: list[int]) -> TokenLogprobs:
-    """Every token that may follow `cells` in a beam search, the most likely first."""
-    logprobs = {token: -(hash((token, *cells)) % 10_007) / 1000 for token in range(VOCAB_SIZE)}
-    top_ids = sorted(logprobs, key=lambda token: -logprobs[token])
-    return TokenLogprobs(logprobs[top_ids[0]], 1, top_ids, [logprobs[token] for token in top_ids])
 
 
 def banned_tokens(request: Request, output_ids: list[int]) -> frozenset[int]:
@@ -189,11 +181,7 @@ class FakeDevice:
             assert index <= len(table), f"slot {slot}: entry {index} skips one"
             table[index : index + 1] = [page]
         contexts = self._forward(plan)
-        logprobs = [
-            continuations(context) if seq.request.sampling_params.use_beam_search else None
-            for seq, context in zip(plan.sampled, contexts, strict=True)
-        ]
-        return StepResult(self._sample(step, contexts), logprobs)
+        return StepResult(self._sample(step, contexts))
 
     def _forward(self, plan: StepPlan) -> list[list[int]]:
         """The whole context of each sample, read back from the pages after all writes.

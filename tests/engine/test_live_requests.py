@@ -18,7 +18,7 @@ from asyncllm import (
     RequestOutput,
     SamplingParams,
 )
-from asyncllm.engine import engine_steps, live_requests
+from asyncllm.engine import engine_steps
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.stats import IterationStats, SchedulerStats
@@ -44,12 +44,17 @@ def core_of(engine: AsyncLLMEngine) -> EngineCore:
     return engine._core
 
 
+def is_scheduled(core: EngineCore, name: str) -> bool:
+    """Whether the scheduler has a request of that name, or beams of it."""
+    return any(key.split("\0")[0] == name for key in scheduled_requests(core.live.scheduler))
+
+
 async def outcome(engine: AsyncLLMEngine, prompt: str, params: SamplingParams) -> RequestOutput:
     return await engine.generate(prompt, params, request_id=prompt)
 
 
 class FailingOutputs:
-    """`process` raises once, at the step after which the scheduler has nothing left of `name`."""
+    """`process` raises once, at a step after which the scheduler has nothing left of `name`."""
 
     def __init__(self, core: EngineCore, name: str) -> None:
         self.core, self.name = core, name
@@ -57,7 +62,7 @@ class FailingOutputs:
         core.live.outputs.process = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, updates: list[TokenUpdate], *rest: Any) -> Any:
-        if self.name not in scheduled_requests(self.core.live.scheduler):
+        if not is_scheduled(self.core, self.name):
             self.core.live.outputs.process = self.process  # type: ignore[method-assign]
             raise ArithmeticError("planted")
         return self.process(updates, *rest)
@@ -65,7 +70,7 @@ class FailingOutputs:
 
 @pytest.mark.parametrize("params", [SEARCH, SHORT], ids=["beam search", "by its length"])
 def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParams) -> None:
-    """With the error, a search too: its words follow only where it is told."""
+    """With the error, a search too, of which all beams' requests have ended."""
 
     async def main() -> None:
         async with small_engine() as engine:
@@ -73,30 +78,13 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParam
             longer = asyncio.create_task(outcome(engine, "longer", ENDLESS))
             await until(lambda: engine.stats().num_running)
             ending = asyncio.create_task(outcome(engine, "ends", params))
-            await until(lambda: "ends" in scheduled_requests(core_of(engine).live.scheduler))
+            await until(lambda: is_scheduled(core_of(engine), "ends"))
             FailingOutputs(core_of(engine), "ends")
             for request in (longer, ending):
                 with pytest.raises(RequestFailedError, match="planted"):
                     await request
             await settle(engine)
             assert (await outcome(engine, "ends", params)).outputs == expected
-
-    run(main())
-
-
-def test_a_search_whose_words_find_no_thread_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def no_thread(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async def main() -> None:
-        async with small_engine() as engine:
-            monkeypatch.setattr(live_requests, "in_own_thread", no_thread)
-            with pytest.raises(RequestFailedError, match="can't start new thread"):
-                await outcome(engine, "hello", SEARCH)
-            engine.check_idle()
-            monkeypatch.undo()
 
     run(main())
 

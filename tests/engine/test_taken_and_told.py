@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm.engine.admission import Admission
+from asyncllm.engine.beam_client import BeamSearchClient
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.stats import AbortCause
 from asyncllm.outputs import RequestOutput
@@ -23,7 +24,12 @@ class Rig:
         self.heard: list[RequestOutput] = []
         self.live = LiveRequests(make_scheduler(), Admission(9, 999, 60.0), None, self.aborts)
         request = make_request(1, [1, 2, 3], max_tokens=max_tokens, detokenize=False, **params)
-        self.live.add(request, self.heard.append, None)
+        if request.sampling_params.use_beam_search:
+            search = BeamSearchClient(request, [2], self.live, self.heard.append, lambda: None)
+            self.live.add(request, search.receive, None)
+            search.start()
+        else:
+            self.live.add(request, self.heard.append, None)
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         plan = self.live.scheduler.plan()
