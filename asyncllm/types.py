@@ -12,7 +12,7 @@ No torch and nothing of ours but the public records. The words, used one way eve
   host row      a row whose sampling needs the tokens before it on the host: grammars, processors
 
 A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by the scheduler, except
-`token_ids` and `num_in_flight`, which move only in `Scheduler.finish_step` and `Scheduler.jump`.
+`token_ids` and `num_in_flight`, which move only in its `finish_step` and `jump_forward`.
 """
 
 from __future__ import annotations

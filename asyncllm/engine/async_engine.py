@@ -241,8 +241,8 @@ class AsyncLLMEngine:
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             if self._arrivals.abort(name):
                 self.recorder.aborts[cause] += 1
-            if self._core is not None:
-                self._core.abort(name, cause)
+            if self._core is not None and self._core.live.abort(name, cause):
+                self._core.steps.record(None)
 
     async def encode(self, prompt: PromptInput) -> NoReturn:
         """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""

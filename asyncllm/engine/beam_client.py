@@ -150,7 +150,7 @@ class BeamSearchClient:
             for start in range(0, len(updates), TOKENS_PER_TURN):
                 if self._is_over:
                     return
-                self._live.tell_whole(updates[start : start + TOKENS_PER_TURN], now)
+                self._live.emit_whole(updates[start : start + TOKENS_PER_TURN], now)
                 await asyncio.sleep(0)
         self._on_end()
 

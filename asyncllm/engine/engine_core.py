@@ -1,6 +1,6 @@
-"""A started engine: the parts, the way in for requests, and the task that runs the steps.
+"""A started engine: its parts, and the task that runs the steps.
 
-    add_request -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
+    AsyncLLMEngine -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
 Who is live, and how each request ends, is in `LiveRequests`. A step that fails ends the requests
 that had begun, each with an error, and the engine goes on; if the device is lost with it, the
@@ -23,7 +23,7 @@ from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
+from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
@@ -97,10 +97,6 @@ class EngineCore:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         self.live.admission.check_room(request_id, num_tokens)
-
-    def abort(self, request_id: str, cause: AbortCause = "application") -> None:
-        if self.live.abort(request_id, cause):
-            self.steps.record(None)
 
     # --- its task ----------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.request_limits import RequestLimits
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.engine.text.bad_words import bad_words_ids
 from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput, parse_prompt
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
@@ -121,7 +120,7 @@ class InputProcessor:
 
     def _encode(self, parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> _Encoded:
         ids = self._encoder.token_ids(parsed, text, params)
-        bad_words = bad_words_ids(params, self._encoder) if params.bad_words else ()
+        bad_words = self._encoder.bad_words_ids(params.bad_words or ())
         return _Encoded(parsed, text, ids, bad_words)
 
     def _executor(self) -> ThreadPoolExecutor:

@@ -1,15 +1,15 @@
 """The live requests, in all the places that know them: admission, scheduler and outputs.
 
     begins   add
-    ends     by its tokens or its text               take, then tell; jump
+    ends     by its tokens or its text               take, then emit; jump_forward
              by its client                           abort
              by waiting too long                     expire
              by an error, its own or the engine's    end, fail, fail_sequence, restart
 
 Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither,
-but that the outputs have what ended in `take` until `tell`, and that a beam search is in the
+but that the outputs have what ended in `take` until `emit`, and that a beam search is in the
 outputs alone: its beams have requests of their own. Admission knows those that wait for their first
-step. A request that has ended has told its sink so. It runs no step and knows no device.
+step. A request that has ended has had its last output. It runs no step and knows no device.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class LiveRequests:
         self.admission = admission
         self.outputs = OutputProcessor(tokenizer)
         self._aborts = aborts
-        self._news: tuple[list[TokenUpdate], dict[int, list[TokenLogprobs]]] | None = None
-        self._is_telling = False  # sinks are being called: what they abort waits until they were
+        self._updates: tuple[list[TokenUpdate], dict[int, list[TokenLogprobs]]] | None = None
+        self._is_emitting = False  # sinks are being called: what they abort waits until they were
         self._deferred: list[tuple[str, AbortCause]] = []
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
@@ -87,36 +87,36 @@ class LiveRequests:
     # --- what a step brings ------------------------------------------------------------------
 
     def take(self, plan: StepPlan, result: StepResult) -> None:
-        """A finished step's tokens: what ends by them ends. `tell` before the next plan."""
-        assert self._news is None, "a step was taken that nobody was told of"
-        self._news = self.scheduler.finish_step(plan, result), result.prompt_logprobs
+        """A finished step's tokens: what ends by them ends. `emit` before the next plan."""
+        assert self._updates is None, "a step was taken that was not emitted"
+        self._updates = self.scheduler.finish_step(plan, result), result.prompt_logprobs
 
-    def tell(self) -> None:
-        """Tell the clients of the step that was taken, and end what ends by its text."""
-        if self._news is not None:
-            news, self._news = self._news, None
-            self._tell(*news)
+    def emit(self) -> None:
+        """Give clients the tokens of the step that was taken, and end what ends by its text."""
+        if self._updates is not None:
+            updates, self._updates = self._updates, None
+            self._emit(*updates)
 
-    def tell_whole(self, updates: list[TokenUpdate], now: float) -> None:
-        """Tell a client of tokens that were complete before, and that no scheduler knows."""
+    def emit_whole(self, updates: list[TokenUpdate], now: float) -> None:
+        """Give a client tokens that were complete before, and that no scheduler knows."""
         self.outputs.process_whole(updates, now)
         self._forget_ended()
 
-    def jump(self, jumps: list[tuple[Sequence, list[int]]]) -> None:
-        """Tokens that must come, unsampled; not for a sequence that ended meanwhile."""
+    def jump_forward(self, forced: list[tuple[Sequence, list[int]]]) -> None:
+        """Append tokens that must come, unsampled; not to a sequence that ended meanwhile."""
         updates: list[TokenUpdate] = []
-        for seq, token_ids in jumps:
+        for seq, token_ids in forced:
             if seq.status is SequenceStatus.RUNNING:
-                updates += self.scheduler.jump(seq, token_ids)
+                updates += self.scheduler.jump_forward(seq, token_ids)
         if updates:
-            self._tell(updates, {})
+            self._emit(updates, {})
 
-    def _tell(
+    def _emit(
         self, updates: list[TokenUpdate], prompt_logprobs: dict[int, list[TokenLogprobs]]
     ) -> None:
-        self._is_telling = True
+        self._is_emitting = True
         stops = self.outputs.process(updates, prompt_logprobs, time.monotonic())
-        self._is_telling = False
+        self._is_emitting = False
         for stop in stops:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
         self._abort_deferred()
@@ -126,7 +126,7 @@ class LiveRequests:
 
     def abort(self, request_id: str, cause: AbortCause) -> bool:
         """By its client. Whether it ended here: not if it is not live, and later if a sink asks."""
-        if self._is_telling:
+        if self._is_emitting:
             self._deferred.append((request_id, cause))
             return False
         self.scheduler.abort(request_id)
@@ -157,7 +157,7 @@ class LiveRequests:
             self.end(request, RequestFailedError(f"request {name}: {message}"))
 
     def end(self, request: Request, error: Exception) -> None:
-        """With an error that is told as it is; nothing where it is not live."""
+        """End a request with this error; nothing where it is not live."""
         self.scheduler.abort(request.request_id, FinishReason.ERROR)
         self.admission.leave(request)
         self.outputs.fail(request, error, time.monotonic())
@@ -181,9 +181,9 @@ class LiveRequests:
         """Begin anew with an empty `scheduler`, after a step that may have left anything.
 
         Whoever still waits for a first step goes on waiting, if `keep_queued`; the others end with
-        an error, those too that ended in the step before they could be told.
+        an error, those too that ended in the step and were not emitted.
         """
-        self._is_telling, self._news = False, None
+        self._is_emitting, self._updates = False, None
         self.scheduler = scheduler
         for request in self.outputs.requests():
             if keep_queued and self.admission.holds(request.parent or request):

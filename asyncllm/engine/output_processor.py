@@ -1,11 +1,11 @@
 """From sampled tokens to what clients get: text, stop strings, log-probabilities, delta outputs.
 
-One state per live sequence. Each step's news become one delta `RequestOutput` per request, given to
+One state per live sequence. Each step's tokens become one delta `RequestOutput` per request, for
 the request's sink. Most steps bring one sequence's text and nothing else: a request may have a text
 sink for those, which gets the text as it is and costs half. Sinks are called on the loop's thread
 and must not block. What a request brings with it fails alone: its detokeniser and stop strings end
 its sequence with "error", a sink that raises ends the request. It schedules nothing: sequences that
-end by their text are returned, for the engine to tell the scheduler.
+end by their text are returned, for the engine to end them in the scheduler.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class OutputProcessor:
         return owner.request
 
     def fail(self, request: Request, error: Exception, now: float | None = None) -> None:
-        """End a request with `error`, to be told as it is; nothing where it is not live."""
+        """End a request with `error`; nothing where it is not live."""
         owner = self._requests.get(request.request_id)
         if owner is not None:
             owner.error = error
@@ -131,7 +131,7 @@ class OutputProcessor:
         return taken
 
     def take_iteration_stats(self) -> IterationStats:
-        """What came since the last call."""
+        """The stats since the last call."""
         taken, self._iteration = self._iteration, IterationStats()
         return taken
 
@@ -145,7 +145,7 @@ class OutputProcessor:
     def _take_all(
         self, updates: list[TokenUpdate], now: float, stops: list[Stop]
     ) -> tuple[list[SequenceState], dict[RequestState, None]]:
-        """Note all news: in sequences that have text for their text sink, and in other requests."""
+        """Note all tokens: in sequences with text for their text sink, and in other requests."""
         sequences, latencies = self._sequences, self._iteration.inter_token_latencies
         with_text: list[SequenceState] = []
         touched: dict[RequestState, None] = {}  # an ordered set
@@ -174,14 +174,14 @@ class OutputProcessor:
                 touched[state.owner] = None
                 continue
             try:
-                state.text_news += push_plain(token_id)
+                state.new_text += push_plain(token_id)
             except Exception as error:  # as in _take
                 self._fail(state, error, stops)
                 touched[state.owner] = None
                 continue
-            if not state.num_news:
+            if not state.num_new_tokens:
                 with_text.append(state)
-            state.num_news += 1
+            state.num_new_tokens += 1
         latencies += [now - last_step] * num_since_last_step
         return with_text, touched
 
@@ -198,32 +198,32 @@ class OutputProcessor:
             self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
 
     def _take(self, state: SequenceState, update: TokenUpdate, stops: list[Stop]) -> None:
-        """Add one token to its request's news, and end the sequence if it is over."""
+        """Add one token to its request's delta, and end the sequence if it is over."""
         seq, token_id, _ = update
         finished = seq.status is SequenceStatus.FINISHED
         is_last = finished and state.num_tokens == seq.num_output_tokens
         try:
             repeats = state.repetition is not None and state.repetition.push(token_id)
             if state.push_plain is not None and not is_last and not repeats:
-                state.add_news(state.push_plain(token_id), update)
+                state.add_token(state.push_plain(token_id), update)
                 return
             shown = None if is_last and hides_last_token(seq) else token_id
             text, stop_reason = state.text.push(shown, is_last or repeats)
-            news = state.add_news(text, update)
+            delta = state.add_token(text, update)
         except Exception as error:  # one request's own hooks: it may only hurt itself
             self._fail(state, error, stops)
             return
         if repeats and not is_last:
             stop_reason = stop_reason or REPETITION_STOP_REASON
         if stop_reason is not None:
-            news.finish_reason, news.stop_reason = "stop", stop_reason
-            self._finish(state, news)
+            delta.finish_reason, delta.stop_reason = "stop", stop_reason
+            self._finish(state, delta)
             if not finished:
                 stops.append(Stop(seq, stop_reason))
         elif is_last:
             assert seq.finish_reason is not None, f"sequence {seq.seq_id} ended for no reason"
-            news.finish_reason, news.stop_reason = seq.finish_reason.value, seq.stop_reason
-            self._finish(state, news)
+            delta.finish_reason, delta.stop_reason = seq.finish_reason.value, seq.stop_reason
+            self._finish(state, delta)
 
     def _fail(self, state: SequenceState, error: Exception, stops: list[Stop]) -> None:
         seq = state.seq
@@ -235,8 +235,8 @@ class OutputProcessor:
 
     # --- the end of a sequence, the end of a request ------------------------------------------
 
-    def _finish(self, state: SequenceState, news: CompletionOutput) -> None:
-        """Forget a sequence; `news`, its last, has the reason."""
+    def _finish(self, state: SequenceState, delta: CompletionOutput) -> None:
+        """Forget a sequence; `delta`, its last, has the reason."""
         owner, seq = state.owner, state.seq
         del self._sequences[seq.seq_id]
         owner.num_live -= 1
@@ -244,8 +244,8 @@ class OutputProcessor:
         if state.text_sink is not None:
             owner.request.metrics.last_token_time = state.last_token_time
         if seq.index == 0:
-            assert news.finish_reason is not None
-            owner.first_reason, owner.num_first_generated = news.finish_reason, state.num_tokens
+            assert delta.finish_reason is not None
+            owner.first_reason, owner.num_first_generated = delta.finish_reason, state.num_tokens
 
     def _end(self, owner: RequestState, reason: FinishReasonText, now: float | None) -> None:
         """End what still goes on in a request, from outside."""
@@ -266,8 +266,8 @@ class OutputProcessor:
         stops: list[Stop],
     ) -> None:
         for state in with_text:
-            text, num_tokens = state.text_news, state.num_news
-            state.text_news, state.num_news = "", 0
+            text, num_tokens = state.new_text, state.num_new_tokens
+            state.new_text, state.num_new_tokens = "", 0
             if state.text_sink is not None:
                 try:
                     state.text_sink(text, num_tokens)
@@ -281,7 +281,7 @@ class OutputProcessor:
                 self._lose(owner, error, now, stops)
 
     def _lose(self, owner: RequestState, error: Exception, now: float, stops: list[Stop]) -> None:
-        """End a request that could not be told its news."""
+        """End a request whose sink failed."""
         logger.error("request %s: its sink failed", owner.request.request_id, exc_info=error)
         if owner.request.request_id in self._requests:  # else it was its last output
             live = [seq for seq in owner.request.sequences if seq.seq_id in self._sequences]
@@ -290,7 +290,7 @@ class OutputProcessor:
             self._end(owner, "error", now)
 
     def _emit(self, owner: RequestState, now: float) -> None:
-        if owner.news and owner.news[0].token_ids:
+        if owner.deltas and owner.deltas[0].token_ids:
             owner.request.metrics.last_token_time = now
         output = owner.take_output(now)
         if output.finished:

@@ -24,9 +24,9 @@ class RunningSet:
 
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
-        self.forked: set[Sequence] = set()  # members that may share the page they write to
-        self.rewritten: set[Sequence] = set()  # members that are not as their slots say
-        self.jumped: list[Sequence] = []  # members that jumped since the last plan
+        self.jumped: list[Sequence] = []  # members that got forced tokens since the last plan
+        self._forked: set[Sequence] = set()  # members that may share the page they write to
+        self._rewritten: set[Sequence] = set()  # members that are not as their slots say
         self._left: set[Sequence] = set()  # who decodes no more, and may be in the batch
         self._joining: set[Sequence] = set()  # who may decode, and is not in the batch
         self._key = key
@@ -53,8 +53,8 @@ class RunningSet:
     def remove(self, seq: Sequence) -> None:
         """`seq` gives its slot back; its new status is the caller's to set."""
         del self.seqs[bisect_left(self.seqs, self._key(seq), key=self._key)]
-        self.forked.discard(seq)
-        self.rewritten.discard(seq)
+        self._forked.discard(seq)
+        self._rewritten.discard(seq)
         self._leave(seq)
         if seq in self.jumped:
             self.jumped.remove(seq)
@@ -69,17 +69,31 @@ class RunningSet:
         self._joining.discard(seq)
         self._left.add(seq)
 
-    def jump(self, seq: Sequence) -> None:
+    def jump_forward(self, seq: Sequence) -> None:
         """A member that decodes knows more tokens than it has computed: they are a prefill."""
         seq.num_prefill = len(seq.token_ids)
         self.jumped.append(seq)
         if seq.request.sampling_params.penalises:  # its slot counts what it decodes from
-            self.rewritten.add(seq)
+            self._rewritten.add(seq)
         self._leave(seq)
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
         """These members, each once, in order of service."""
         return sorted(set(seqs), key=self._key)
+
+    @property
+    def has_forks(self) -> bool:
+        """Whether a page may be shared that a member writes to next."""
+        return bool(self._forked)
+
+    def note_fork(self, parent: Sequence, child: Sequence) -> None:
+        """Two members share all pages, until each has decoded once."""
+        self._forked |= {parent, child}
+
+    def take_rewritten(self) -> list[Sequence]:
+        """Members whose slots must be written anew, in order of service."""
+        taken, self._rewritten = self._rewritten, set()
+        return sorted(taken, key=self._key)
 
     def take_jumped(self) -> list[Sequence]:
         """Once for each jump; in order of service."""
@@ -105,6 +119,8 @@ class RunningSet:
         for seq in batch.seqs:
             seq.num_computed += 1
             seq.num_in_flight += 1
+        if self._forked:
+            self._forked.difference_update(batch.seqs)
         self._batch = batch.next()
         self._num_steps_left -= 1
         return batch
@@ -137,7 +153,7 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        remembered = self.forked | self.rewritten | set(self.jumped) | self._joining
+        remembered = self._forked | self._rewritten | set(self.jumped) | self._joining
         assert remembered <= set(self.seqs), "a fork or jump is remembered that does not run"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not (self._left or self._joining) and self._num_steps_left > 0:

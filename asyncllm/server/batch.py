@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from asyncllm.engine.logprob_limits import check_output_logprobs
+from asyncllm.engine.request_limits import check_output_logprobs
 from asyncllm.errors import InvalidRequestError
 from asyncllm.server.answer_events import MessageCollector
 from asyncllm.server.bodies import read_body

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from asyncllm.engine import chunk_policy as policy_module
-from asyncllm.engine import step_planner as planner_module
+from asyncllm.engine import scheduler as scheduler_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
@@ -79,7 +79,7 @@ class World:
             num_host_pages,
             enable_prefix_caching=rng.random() < 0.8,
         )
-        planner_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
+        scheduler_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
@@ -97,7 +97,7 @@ class World:
             rng=random.Random(self.seed + 1),
             lazy=rng.random() < 0.7,
         )
-        self._untold: list[TokenUpdate] = []
+        self._pending_emit: list[TokenUpdate] = []
         self.num_to_come = rng.randint(4, 16)
         self.rush = rng.choice([0, 0, 1, 6])  # most event loop turns between two arrivals
         self.abort_rate = rng.choice([0.0, 0.02, 0.1, 0.2])
@@ -152,17 +152,17 @@ class World:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
         assert isinstance(launched, FakeLaunched)
-        moments = [self.tell, lambda: None]  # the thread works beside the loop
+        moments = [self.emit, lambda: None]  # the thread works beside the loop
         self.rng.shuffle(moments)
         constrained = constrain(plan, self, launched.sample, moments[0])
         moments[1]()
         assert not constrained.failures
         for _ in range(self.rng.randint(0, 2)):
             await asyncio.sleep(0)
-        for seq, token_ids in constrained.jumps:
+        for seq, token_ids in constrained.forced:
             if seq.status is SequenceStatus.RUNNING:
                 self.seen["jump"] += 1
-                self._take(self.scheduler.jump(seq, token_ids))
+                self._take(self.scheduler.jump_forward(seq, token_ids))
         self.scheduler.check_integrity()
 
     def host(self) -> np.ndarray:
@@ -174,15 +174,15 @@ class World:
             s.status is SequenceStatus.FINISHED and s.finish_reason is not FinishReason.ABORT
             for s in plan.sampled
         )
-        self._untold = self.scheduler.finish_step(plan, result)
+        self._pending_emit = self.scheduler.finish_step(plan, result)
         self._check_sequences()
         work = sum(self._work(request) for request in self.requests)
         for request in scheduled_requests(self.scheduler).values():
             age = self.num_steps - self.steps_at_add[request.request_id]
             assert age <= 4 * work, f"{request.request_id} has waited for {age} steps"
 
-    def tell(self) -> None:
-        updates, self._untold = self._untold, []
+    def emit(self) -> None:
+        updates, self._pending_emit = self._pending_emit, []
         self._take([u for u in updates if u[0].finish_reason is not FinishReason.ABORT])
 
     def _take(self, updates: list[TokenUpdate]) -> None:
@@ -215,7 +215,7 @@ class World:
             assert seq.slot == PADDING_SLOT
             assert seq.status is SequenceStatus.SWAPPED or seq.num_computed == 0
 
-    async def linger(self) -> None:
+    async def wait_to_plan(self) -> None:
         pass
 
     async def idle(self) -> None:

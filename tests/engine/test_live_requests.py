@@ -285,7 +285,7 @@ def test_the_last_moment_before_a_plan_is_no_turns_that_keep_the_gil_from_a_step
                 patch.setattr(engine_steps, "TIMER_SECONDS", 1.0)
                 patch.setattr(engine_steps, "time", SimpleNamespace(monotonic=lambda: now[0]))
                 patch.setattr(engine_steps, "asyncio", SimpleNamespace(sleep=sleep))
-                await steps.linger()
+                await steps.wait_to_plan()
 
     run(test())
     assert slept == [2.5, *([] if runs_on_host else [0] * 8)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from asyncllm.engine.text.tokenizer_steps import steps_of
+from asyncllm.engine.text.split_pattern import steps_of
 
 REPLACEMENT_CHARACTER = "\ufffd"
 REPLACE_EACH_BYTE = "asyncllm.replace_each_byte"  # a codec error handler
