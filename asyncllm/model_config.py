@@ -36,7 +36,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What `config.json` says. `hf_config` is for the model itself."""
+    """The fields of `config.json`. `hf_config` is for the model itself."""
 
     path: Path
     architecture: str

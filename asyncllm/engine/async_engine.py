@@ -121,7 +121,7 @@ class AsyncLLMEngine:
         *,
         cache_salt: str | None = None,
     ) -> Generation:
-        """Await the result for the final output, or iterate over it for the outputs on the way.
+        """Await the result for the final output, or iterate over it for the outputs until then.
 
         prompt: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or chat messages.
         Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
@@ -187,7 +187,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
+        """Validate, tokenise and queue a request; its deltas go to `sink`, at most one per step.
 
         The sink is called on the loop and must not block; one that raises ends its request with an
         error. The last delta is `finished`. A step between the first and the last that brings text
@@ -231,7 +231,7 @@ class AsyncLLMEngine:
             record = partial(core.steps.record, None)
             search = BeamSearchClient(request, seq_ids, core.live, sink, record)
             core.live.add(request, search.receive, None)
-            search.start()
+            search.ask()
         else:
             core.live.add(request, sink, text_sink)
         core.steps.wake()
@@ -268,7 +268,7 @@ class AsyncLLMEngine:
 
     @property
     def startup(self) -> dict[str, Any]:
-        """What the start found and took; phases in seconds."""
+        """The settings that the start found, and its phases in seconds."""
         core = self._running()
         worker = core.worker
         return {
@@ -303,7 +303,7 @@ class AsyncLLMEngine:
         return self._running().live.scheduler.stats()
 
     def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
-        """What a live view shows: queues, pages, rates, latencies, the last steps. Cheap; no HTTP.
+        """Queues, pages, rates, latencies and the last steps, for a live view. Cheap; no HTTP.
 
         Call it on the loop. Raises `EngineDeadError` before the start and after the end.
         """

@@ -27,7 +27,7 @@ TOKENS_PER_TURN = 32  # of the loop, of those that are detokenised at the end: 0
 
 
 class BeamSearchClient:
-    """`receive` is the sink of `request`, and `start` is for when it is live.
+    """`receive` is the sink of `request`, and `ask` begins the search, once it is live.
 
     `seq_ids`: one per beam, used in each step again, so that beams keep their place in the queue.
     `on_end` is called after the last output.
@@ -55,15 +55,18 @@ class BeamSearchClient:
             early_stopping=params.early_stopping,
             num_top_logprobs=request.num_shown_logprobs or 0,
         )
-        self._num_logprobs = params.num_sequences + len(request.stop_token_ids)
+        num_logprobs = params.num_sequences + len(request.stop_token_ids)
+        self._params = SamplingParams(temperature=0, logprobs=num_logprobs, detokenize=False)
+        self._first_params = self._params  # the first step reports the prompt's logprobs, with text
+        if params.prompt_logprobs is not None:
+            self._first_params = replace(
+                self._params, prompt_logprobs=params.prompt_logprobs, detokenize=params.detokenize
+            )
         self._beams: list[Request] = []  # of `_search.live`, in its order
         self._rows: dict[int, TokenLogprobs] = {}  # what may follow each, by its place
         self._prompt_logprobs: PromptLogprobs | None = None
         self._is_over = False
         self._delivery: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._ask()
 
     def receive(self, delta: RequestOutput) -> None:
         if delta.prompt_logprobs is not None:
@@ -76,7 +79,7 @@ class BeamSearchClient:
 
     # --- a step ------------------------------------------------------------------------------
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Ask for one token after each live beam."""
         self._beams = [self._beam_request(*beam) for beam in enumerate(self._search.live)]
         for place, request in enumerate(self._beams):
@@ -88,7 +91,7 @@ class BeamSearchClient:
             request_id=f"{search.request_id}\0beam {place}",  # no client's id
             prompt=None,
             prompt_token_ids=search.prompt_token_ids,
-            sampling_params=self._beam_params(is_first=beam.num_tokens == 0),
+            sampling_params=self._params if beam.num_tokens else self._first_params,
             max_tokens=beam.num_tokens + 1,
             stop_token_ids=frozenset(),
             metrics=RequestMetrics(arrival_time=search.metrics.arrival_time),
@@ -99,16 +102,6 @@ class BeamSearchClient:
         token_ids = search.prompt_token_ids + [step.token_id for step in beam.path()]
         request.sequences = [Sequence(self._seq_ids[place], request, 0, 0, token_ids)]
         return request
-
-    def _beam_params(self, is_first: bool) -> SamplingParams:
-        """The first step alone reports the prompt's log-probabilities, which have texts."""
-        params = SamplingParams(temperature=0, logprobs=self._num_logprobs, detokenize=False)
-        wanted = self._request.sampling_params
-        if is_first and wanted.prompt_logprobs is not None:
-            return replace(
-                params, prompt_logprobs=wanted.prompt_logprobs, detokenize=wanted.detokenize
-            )
-        return params
 
     def _take(self, place: int, output: RequestOutput) -> None:
         """Take a beam's token; after the last beam's all go one token on."""
@@ -135,7 +128,7 @@ class BeamSearchClient:
         if self._search.is_over:
             self._delivery = asyncio.create_task(self._deliver(), name="asyncllm beam search")
         else:
-            self._ask()
+            self.ask()
 
     # --- the end -----------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ class InputProcessor:
             seq.forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
-        """What requests must share, beside tokens, to share KV; b"" for most.
+        """The key that requests must have in common, beside tokens, to share KV; b"" for most.
 
         With dynamic RoPE the KV of a prompt longer than the window depends on its whole length.
         """
@@ -234,7 +234,7 @@ def _num_chars_to_encode(parsed: ParsedPrompt, text: str | None, params: Samplin
 
 
 def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """What ends a text, by all that speak of it; ids that the model has not are left out."""
+    """The tokens that end a text, by every file that names some; unknown ids are left out."""
     of_tokenizer = tokenizer.eos_token_ids if tokenizer is not None else ()
     of_defaults = config.generation_defaults.eos_token_ids
     ids = {*config.model.eos_token_ids, *of_defaults, *of_tokenizer}

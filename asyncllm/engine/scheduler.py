@@ -163,7 +163,7 @@ class Scheduler:
         draft.decodes = running.take_batch()
 
     def _next_positions(self, seq: Sequence) -> list[int]:
-        """Of what comes next, the first and whichever begin a block."""
+        """The next position to compute, and those after it that begin a block."""
         first, size = seq.num_computed, self.blocks.block_size
         if seq.num_prefill <= first + 1:
             return [first]

@@ -31,7 +31,7 @@ class WaitingQueue:
         self.num_prompt_tokens += len(seq.request.prompt_token_ids)
 
     def remove(self, seq: Sequence) -> None:
-        """Of the queue, or of those held back."""
+        """Take `seq` out of the queue, or out of those held back."""
         siblings = self._siblings.get(seq.request.request_id, [])
         if seq in siblings:
             siblings.remove(seq)

@@ -36,7 +36,7 @@ VOCAB_SIZE = 64
 
 
 def first_cell(cache_key: bytes) -> int:
-    """What stands before position 0: an adapter or a salt changes all KV after it."""
+    """The cell before position 0: an adapter or a salt changes all KV after it."""
     return crc32(cache_key)
 
 
@@ -64,7 +64,7 @@ def banned_tokens(request: Request, output_ids: list[int]) -> frozenset[int]:
 
 
 def masked_tokens(banned: frozenset[int], masked: Iterable[int]) -> frozenset[int]:
-    """What must not come where a grammar forbids `masked`: it wins over other bans."""
+    """The tokens that must not come where a grammar forbids `masked`: it wins over other bans."""
     masked = frozenset(masked)
     together = banned | masked
     return masked if len(together) == VOCAB_SIZE else together

@@ -1,4 +1,4 @@
-"""What a sequence must say, from its tokens alone: no pages, slots, steps or neighbours."""
+"""The right answer of a sequence, from its tokens alone: no pages, slots, steps or neighbours."""
 
 from __future__ import annotations
 

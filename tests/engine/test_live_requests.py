@@ -89,6 +89,77 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParam
     run(main())
 
 
+async def behind_an_endless_one(engine: AsyncLLMEngine) -> tuple[Any, Any]:
+    """(A request that runs, a search that waits for it)."""
+    running = asyncio.create_task(outcome(engine, "running", ENDLESS))
+    await until(lambda: engine.stats().num_running == 1)
+    searching = asyncio.create_task(outcome(engine, "search", SEARCH))
+    await until(lambda: engine.stats().num_waiting >= 1)
+    return running, searching
+
+
+def test_a_search_that_waits_outlives_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            expected = (await outcome(engine, "search", SEARCH)).outputs
+            running, searching = await behind_an_endless_one(engine)
+            core = core_of(engine)
+            launch = core.worker.launch
+
+            def fail_once(*_: Any) -> Any:
+                monkeypatch.setattr(core.worker, "launch", launch)
+                raise ArithmeticError("planted")
+
+            monkeypatch.setattr(core.worker, "launch", fail_once)
+            with pytest.raises(RequestFailedError, match="planted"):
+                await running
+            assert (await searching).outputs == expected
+            await settle(engine)
+            monkeypatch.undo()
+
+    run(main())
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "too long a wait"])
+def test_a_search_that_waits_ends_with_its_beams(
+    monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            running, searching = await behind_an_endless_one(engine)
+            if ends_by == "abort":
+                engine.abort("search", "disconnect")
+                assert not is_scheduled(core_of(engine), "search")
+                assert engine.recorder.aborts == {"disconnect": 1}  # none of them a beam's
+                reasons = [answer.finish_reason for answer in (await searching).outputs]
+                assert reasons == ["abort"] * 2
+            else:
+                set_queue_clock_forward(monkeypatch, 601)
+                with pytest.raises(QueueFullError, match=r"^request search: waited"):
+                    await searching
+                monkeypatch.undo()
+            engine.abort("running")
+            assert (await running).finished
+            await settle(engine)
+
+    run(main())
+
+
+def test_a_search_of_which_a_beam_fails_does_so_under_its_own_name() -> None:
+    async def main() -> None:
+        async with small_engine() as engine:
+            core = core_of(engine)
+            searching = asyncio.create_task(outcome(engine, "search", SEARCH))
+            await until(lambda: is_scheduled(core, "search"))
+            beams = [r for r in core.live.outputs.requests() if r.parent is not None]
+            core.live.fail(beams[:1], "its logits are not finite")
+            with pytest.raises(RequestFailedError, match=r"^request search: its logits are not"):
+                await searching
+            await settle(engine)
+
+    run(main())
+
+
 @pytest.mark.parametrize("failing", [0, 1, -1], ids=["first", "text", "last"])
 def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
     """failing: which call raises; with -1 that of the last output."""

@@ -1,4 +1,4 @@
-"""What is remembered of steps and requests, and for how long."""
+"""The recorder's totals of steps and requests, and its last minute."""
 
 from __future__ import annotations
 

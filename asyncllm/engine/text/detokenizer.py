@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What was held back. Nothing may be pushed after it."""
+        """The text held back. Nothing may be pushed after it."""
         ...
 
 

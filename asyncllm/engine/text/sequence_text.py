@@ -40,7 +40,7 @@ class SequenceText:
         return text, stop
 
     def close(self) -> str:
-        """What was held back, for a sequence that ends between tokens."""
+        """The text held back, for a sequence that ends between tokens."""
         held = self._stops.flush() if self._stops is not None else ""
         return held + self._detokenizer.flush()
 

@@ -1,4 +1,4 @@
-"""What each token id contributes to the text: a table, for the decoders that only concatenate.
+"""A table of the text that each token id gives, for the decoders that only concatenate.
 
 Two families of decoders join their tokens' bytes and decode the whole as UTF-8: byte-level ones
 (Llama 3, Qwen) and those of sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For them a

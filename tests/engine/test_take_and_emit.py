@@ -1,4 +1,4 @@
-"""What clients hear where something comes between a step's books (`take`) and its news (`emit`)."""
+"""Clients get the right outputs where something comes between a step's `take` and its `emit`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rig:
         if request.sampling_params.use_beam_search:
             search = BeamSearchClient(request, [2], self.live, self.heard.append, lambda: None)
             self.live.add(request, search.receive, None)
-            search.start()
+            search.ask()
         else:
             self.live.add(request, self.heard.append, None)
 
