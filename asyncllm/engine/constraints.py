@@ -29,7 +29,7 @@ JUMP_FORWARD_COST = 1 / 6
 Errors = list[Exception | None]  # by row
 
 # What forces a token allows it alone: all words of its mask but one are 0. So many of a row's first
-# words tell nearly all other rows.
+# words rule out nearly all other rows.
 FIRST_WORDS = 64
 
 

@@ -24,7 +24,7 @@ class RunningSet:
 
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
-        self.jumped: list[Sequence] = []  # members that got forced tokens since the last plan
+        self.forced: list[Sequence] = []  # members that got forced tokens since the last plan
         self._forked: set[Sequence] = set()  # members that may share the page they write to
         self._rewritten: set[Sequence] = set()  # members that are not as their slots say
         self._left: set[Sequence] = set()  # who decodes no more, and may be in the batch
@@ -56,8 +56,8 @@ class RunningSet:
         self._forked.discard(seq)
         self._rewritten.discard(seq)
         self._leave(seq)
-        if seq in self.jumped:
-            self.jumped.remove(seq)
+        if seq in self.forced:
+            self.forced.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = PADDING_SLOT
 
@@ -72,7 +72,7 @@ class RunningSet:
     def jump_forward(self, seq: Sequence) -> None:
         """A member that decodes knows more tokens than it has computed: they are a prefill."""
         seq.num_prefill = len(seq.token_ids)
-        self.jumped.append(seq)
+        self.forced.append(seq)
         if seq.request.sampling_params.penalises:  # its slot counts what it decodes from
             self._rewritten.add(seq)
         self._leave(seq)
@@ -95,9 +95,9 @@ class RunningSet:
         taken, self._rewritten = self._rewritten, set()
         return sorted(taken, key=self._key)
 
-    def take_jumped(self) -> list[Sequence]:
-        """Once for each jump; in order of service."""
-        taken, self.jumped = self.in_order(self.jumped), []
+    def take_forced(self) -> list[Sequence]:
+        """Members that got forced tokens since the last call; in order of service."""
+        taken, self.forced = self.in_order(self.forced), []
         return taken
 
     def prefilling(self) -> list[Sequence]:
@@ -153,8 +153,10 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        remembered = self._forked | self._rewritten | set(self.jumped) | self._joining
-        assert remembered <= set(self.seqs), "a fork or jump is remembered that does not run"
+        remembered = self._forked | self._rewritten | set(self.forced) | self._joining
+        assert remembered <= set(self.seqs), (
+            "a fork or forced tokens are remembered that do not run"
+        )
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
         if not (self._left or self._joining) and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]

@@ -149,8 +149,8 @@ class Scheduler:
         blocks, running, batch = self.blocks, self.running, self.running.next_batch()
         # A page is full, or (right after a fork) shared: the rest of the rows need no look.
         seqs = batch.seqs if running.has_forks else batch.at_block_start(blocks.block_size)
-        if running.has_forks or running.jumped or blocks.device.num_free < len(seqs):
-            for seq in running.in_order([*seqs, *running.jumped]):
+        if running.has_forks or running.forced or blocks.device.num_free < len(seqs):
+            for seq in running.in_order([*seqs, *running.forced]):
                 if seq.status is SequenceStatus.RUNNING:
                     self._take_pages(seq, self._next_positions(seq), draft)
         else:
@@ -192,7 +192,7 @@ class Scheduler:
     def _plan_forced(self, draft: StepDraft) -> None:
         """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
         draft.budget -= len(draft.decodes)
-        for seq in self.running.take_jumped():
+        for seq in self.running.take_forced():
             if draft.budget > 0:
                 self._prefill_chunk(seq, draft)
 
@@ -364,7 +364,7 @@ class Scheduler:
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take a finished step's tokens. Sequences that are over are finished and freed here.
 
-        Rows of sequences that ended or jumped while the step was in flight are dropped.
+        Rows of sequences that ended or got forced tokens while the step was in flight are dropped.
         """
         for seq in plan.decodes.at_block_end(PUBLISHED_BLOCKS * self.blocks.block_size):
             if seq.status is SequenceStatus.RUNNING:

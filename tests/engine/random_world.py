@@ -111,11 +111,11 @@ class World:
         on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
         running = list(self.scheduler.running.seqs)
         prefilling = [seq for seq in running if seq.num_computed < seq.num_prefill]
-        self.jumped = {id(seq) for seq in self.scheduler.running.jumped}
+        self.forced = {id(seq) for seq in self.scheduler.running.forced}
         plan = self.scheduler.plan()
         self._check_sequences()
         self.seen["preemption of a jump"] += sum(
-            id(seq) in self.jumped and seq.status is not SequenceStatus.RUNNING
+            id(seq) in self.forced and seq.status is not SequenceStatus.RUNNING
             for seq in self.scheduler.waiting
         )
         self.seen["preemption of a prefill"] += sum(
@@ -131,9 +131,9 @@ class World:
 
     def _check_chunk(self, plan: StepPlan) -> None:
         """Prompt tokens beside decodes are few; those of who just came back do not count."""
-        back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.jumped}
+        back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.forced}
         num_decodes = sum(id(row.seq) not in back for row in plan.decodes)
-        jumped = [row for row in plan.prefills if id(row.seq) in self.jumped]
+        jumped = [row for row in plan.prefills if id(row.seq) in self.forced]
         if (num_decodes or jumped) and self.chunk.chunk_tokens is not None:
             num_prompt_tokens = plan.num_tokens - len(plan.decodes)
             num_jumped = sum(len(row.token_ids) for row in jumped)
