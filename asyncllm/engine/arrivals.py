@@ -18,29 +18,6 @@ class RequestAbortedError(Exception):
     """The request was aborted before it was queued. It never leaves the engine."""
 
 
-class Arrivals:
-    """All of one engine."""
-
-    def __init__(self) -> None:
-        self._by_id: WeakValueDictionary[str, Arrival] = WeakValueDictionary()
-
-    def expect(self, request_id: str) -> Arrival:
-        return self._by_id.setdefault(request_id, Arrival(request_id, self))
-
-    def forget(self, request_id: str) -> Arrival | None:
-        return self._by_id.pop(request_id, None)
-
-    def abort(self, request_id: str) -> bool:
-        """Whether there was one."""
-        arrival = self.forget(request_id)
-        if arrival is not None:
-            arrival.abort()
-        return arrival is not None
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-
 class Arrival:
     """One id on its way, whoever shares it: of two with one id the second to be queued is refused.
 
@@ -50,6 +27,7 @@ class Arrival:
     __slots__ = ("__weakref__", "_arrivals", "_request_id", "_scopes", "is_aborted")
 
     def __init__(self, request_id: str, arrivals: Arrivals) -> None:
+        """`arrivals` has it, and has it no more when it is queued, refused or aborted."""
         self.is_aborted = False
         self._request_id = request_id
         self._arrivals = arrivals
@@ -75,14 +53,13 @@ class Arrival:
         finally:
             self._scopes.remove(scope)
             if not (self._scopes or self.is_aborted):
-                self._arrivals.forget(self._request_id)
-
-    def check(self) -> None:
-        """Raises `RequestAbortedError`: an abort may come in the turn in which the work ends."""
-        if self.is_aborted:
-            raise RequestAbortedError
+                self._arrivals.pop(self._request_id, None)
 
     def abort(self) -> None:
+        """What it runs must look at `is_aborted` at its end, which may come in this very turn."""
         self.is_aborted = True
         for scope in self._scopes:
             scope.reschedule(0.0)
+
+
+Arrivals = WeakValueDictionary[str, Arrival]  # of one engine

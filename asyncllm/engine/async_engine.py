@@ -63,7 +63,7 @@ class AsyncLLMEngine:
         self.stat_loggers: list[StatLogger] = []
         self.show_progress = False
         self._request_ids = itertools.count()
-        self._arrivals = Arrivals()
+        self._arrivals: Arrivals = Arrivals()
         self._starting = asyncio.Lock()
         self._loader = CoreLoader(self.config)
         self._core: EngineCore | None = None
@@ -132,7 +132,7 @@ class AsyncLLMEngine:
         if sampling_params is not None:
             check_sampling_params(sampling_params)
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
-        arrival = self._arrivals.expect(name)
+        arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
         submitted = False
 
         async def start_and_queue(sink: Sink) -> None:
@@ -194,7 +194,7 @@ class AsyncLLMEngine:
         and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
         Raises as `generate`; a refused request owns nothing.
         """
-        arrival = self._arrivals.expect(request_id)
+        arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
         try:
             await arrival.run(
                 self._queue(
@@ -217,15 +217,16 @@ class AsyncLLMEngine:
         priority: int,
         cache_salt: str | None,
     ) -> None:
-        core = self._running()
-        core.check_open(request_id)
+        core = self._open(request_id)
         request = await core.input_processor.process(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
-        arrival.check()
+        if arrival.is_aborted:
+            raise RequestAbortedError
         # Things may have changed while a long prompt was tokenised.
-        core.check_open(request_id, len(request.prompt_token_ids))
-        request.batch_processors = core.processors_for(params)
+        core = self._open(request_id, len(request.prompt_token_ids))
+        if self.config.logits_processors:
+            request.batch_processors = core.processors_for(params)
         if params.use_beam_search:
             seq_ids = list(islice(core.input_processor.seq_ids, params.num_sequences))
             record = partial(core.steps.record, None)
@@ -239,7 +240,8 @@ class AsyncLLMEngine:
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            if self._arrivals.abort(name):
+            if (arrival := self._arrivals.pop(name, None)) is not None:
+                arrival.abort()
                 self.recorder.aborts[cause] += 1
             if self._core is not None and self._core.live.abort(name, cause):
                 self._core.steps.record(None)
@@ -333,6 +335,16 @@ class AsyncLLMEngine:
 
     def reset_prefix_cache(self) -> None:
         self._running().live.scheduler.blocks.reset_prefix_cache()
+
+    def _open(self, request_id: str, num_tokens: int = 0) -> EngineCore:
+        """Raises `EngineDeadError`, `EngineNotStartedError`, `QueueFullError`."""
+        core = self._core
+        if core is None:
+            return self._running()
+        if core.dead is not None:
+            raise EngineDeadError(core.dead)
+        core.live.admission.check_room(request_id, num_tokens)
+        return core
 
     def _running(self) -> EngineCore:
         if self._core is None:

@@ -25,7 +25,7 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.worker.worker import Worker
 
@@ -78,8 +78,6 @@ class EngineCore:
 
     def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Raises `InvalidRequestError` where one of the engine's refuses the request."""
-        if not self._config.logits_processors:
-            return ()
         try:
             found = self.worker.processors_for(params)
         except ValueError as error:
@@ -91,12 +89,6 @@ class EngineCore:
                 "this server's logits processors do not work with beam search", "use_beam_search"
             )
         return found
-
-    def check_open(self, request_id: str, num_tokens: int = 0) -> None:
-        """Raises `EngineDeadError`, `QueueFullError`."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        self.live.admission.check_room(request_id, num_tokens)
 
     # --- its task ----------------------------------------------------------------------------
 

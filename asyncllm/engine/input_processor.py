@@ -146,18 +146,19 @@ class InputProcessor:
         salt = parsed.cache_salt if cache_salt is None else cache_salt
         has_key = salt is not None or self._rope_window is not None
         stop_token_ids = self._stop_token_ids(params)
+        chooses = params.best_of is not None or params.use_beam_search
         return Request(
             request_id=request_id,
             prompt=encoded.text,
             prompt_token_ids=ids,
-            sampling_params=self._with_scores(params, len(stop_token_ids)),
+            sampling_params=self._with_scores(params, len(stop_token_ids)) if chooses else params,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
             bad_words_ids=encoded.bad_words,
             cache_key=self._cache_key(salt, len(ids)) if has_key else b"",
-            num_shown_logprobs=params.num_logprobs,
+            num_shown_logprobs=params.logprobs,
         )
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:

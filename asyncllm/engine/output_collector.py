@@ -113,7 +113,7 @@ class BestAnswers:
         best, rest = answers[: params.n], answers[params.n :]
         for index, answer in enumerate(best):
             answer.index = index
-            if self._request.num_shown_logprobs is None:
+            if self._request.num_shown_logprobs is None and not params.logprob_token_ids:
                 answer.logprobs = None
         num_rest = output.num_unreturned_tokens + sum(len(answer.token_ids) for answer in rest)
         return replace(output, outputs=best, num_unreturned_tokens=num_rest)

@@ -204,7 +204,7 @@ def _new_state(
         text.push_plain,
         num_logprobs,
         cumulative_logprob=None if num_logprobs is None else 0.0,
-        num_tokens=seq.num_output_tokens,  # 0, but for a beam's
+        num_tokens=len(seq.token_ids) - len(seq.request.prompt_token_ids),  # 0, but for a beam's
         repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
     )
 

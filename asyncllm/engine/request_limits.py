@@ -111,7 +111,7 @@ def check_output_logprobs(params: SamplingParams, max_tokens: int, num_requests:
 
 def _entries_per_token(params: SamplingParams) -> int:
     """Counts all answers together. To choose among several, each token's own is kept unasked."""
-    chooses = params.use_beam_search or params.num_sequences > params.n
+    chooses = params.use_beam_search or (params.best_of or 0) > params.n
     if params.num_logprobs is None and not chooses:
         return 0
     return params.num_sequences * (1 + (params.num_logprobs or 0))
