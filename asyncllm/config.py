@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What one engine obeys, validated. Byte sizes are bytes, lengths are tokens."""
+    """One engine's settings, validated. Byte sizes are bytes, lengths are tokens."""
 
     model: ModelConfig
     tokenizer_path: Path | None  # None: prompts and outputs are token ids

@@ -46,7 +46,7 @@ class ModelLoadError(RuntimeError):
 
 
 def output_failed(request_id: str, error: Exception) -> RequestFailedError:
-    """What the request is told whose own text, scores or sink raised."""
+    """The error of a request whose own text, scores or sink raised."""
     what = f"{type(error).__name__}: {error}"
     return RequestFailedError(f"request {request_id}: output failed: {what}")
 

@@ -1,4 +1,4 @@
-"""What a model's `generation_config.json` says: sampling values, and ids that end a text.
+"""A model's `generation_config.json`: sampling values, and ids that end a text.
 
 As in vLLM: `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default of
 max_tokens, and the ending ids count even where the sampling values are not wanted. Read once, with

@@ -1,4 +1,4 @@
-"""What a request gives back: vLLM's `RequestOutput`, `CompletionOutput` and their parts.
+"""The results of a request: vLLM's `RequestOutput`, `CompletionOutput` and their parts.
 
 Plain records: no reference into the engine, safe to keep for ever.
 """
@@ -40,7 +40,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` answers. In deltas `text`, `token_ids`, `logprobs` are the news only."""
+    """One of the `n` answers. In deltas `text`, `token_ids`, `logprobs` are the new ones only."""
 
     index: int
     text: str
@@ -84,6 +84,6 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What `LLM.beam_search` returns for a prompt: its beams, the best first."""
+    """The result of `LLM.beam_search` for a prompt: its beams, the best first."""
 
     sequences: list[BeamSearchSequence]

@@ -40,7 +40,7 @@ class RepetitionDetectionParams:
 
 
 def checked_repetition(given: Any) -> RepetitionDetectionParams | None:
-    """Of a request's field, which may be a dict; None where it is off."""
+    """Checks a request's field, which may be a dict; None where it is off."""
     if isinstance(given, dict):
         try:
             given = RepetitionDetectionParams(**given)

@@ -1,4 +1,4 @@
-"""What one field of `SamplingParams` may hold, whatever the others do: its type, and its limits.
+"""The type and the limits of each field of `SamplingParams`, whatever the others hold.
 
 They have names where something else has to know them: the notes of the API, and tests.
 """

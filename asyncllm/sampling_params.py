@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler: vLLM's names, defaults and ranges, checked once.
+"""The sampling parameters of a request: vLLM's names, defaults and ranges, checked once.
 
 This is the one validator: HTTP and Python both end here; what one field may hold is in
 `sampling_limits.py`. It knows no model, so limits that depend on the vocabulary or the context
@@ -35,7 +35,7 @@ EarlyStopping = bool | Literal["never"]
 
 
 class RequestOutputKind(Enum):
-    """What each yielded `RequestOutput` holds: all so far, the news only, or only the end."""
+    """Each yielded `RequestOutput` holds all so far, the new part only, or only the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -128,7 +128,7 @@ class SamplingParams:
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     def _check_together(self) -> None:
-        """What hangs on several fields, each of them good; -1 and dicts become what they mean."""
+        """Check fields, each of them good, together; -1 and dicts become what they mean."""
         if self.seed == -1:
             self.seed = None
         if self.thinking_token_budget == -1:

@@ -1,4 +1,4 @@
-"""What a request may ask its text to be: JSON by a schema, a regex, a choice, a grammar.
+"""Forms that a request may ask its text to have: JSON by a schema, a regex, a choice, a grammar.
 
 vLLM's names. Checked when made for what needs no model: types, sizes, that one thing is asked.
 Whether it compiles, and whether all of it can be enforced, the engine says when the request
@@ -98,7 +98,7 @@ class StructuredOutputsParams:
 
     @property
     def param(self) -> str:
-        """What errors name."""
+        """The name of the field, for errors."""
         return f"{PARAM}.{self.kind}"
 
     def _check_text(self) -> None:

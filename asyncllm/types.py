@@ -12,7 +12,7 @@ No torch and nothing of ours but the public records. The words, used one way eve
   host row      a row whose sampling needs the tokens before it on the host: grammars, processors
 
 A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by the scheduler, except
-`token_ids` and `num_in_flight`, which move only in `Scheduler.finish_step` and `Scheduler.jump`.
+`token_ids` and `num_in_flight`, which move only in its `finish_step` and `jump_forward`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Request:
     `cache_key` separates prefix caches: by salt, and by the prompt's length where KV depends on it
     (dynamic RoPE past its window). `batch_processors`: which of the engine's logits processors it
     needs. Where answers are chosen by score (`best_of`, beam search) `sampling_params.logprobs` is
-    what the choice needs, and `num_shown_logprobs` what the client asked for.
+    what the choice needs, and `num_shown_logprobs` what the client asked for. `parent`: the beam
+    search for which this is one token of a beam; its times and tokens are counted there.
     """
 
     request_id: str
@@ -102,6 +103,7 @@ class Request:
     cache_key: bytes = b""
     num_shown_logprobs: int | None = None
     batch_processors: tuple[int, ...] = ()
+    parent: Request | None = None
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
@@ -130,7 +132,6 @@ class Sequence:
                    reached them
     num_to_drop    of the samples in flight, those whose token is known already
     num_accepted   output tokens that the constraint has been told; its thread's own
-    held           a beam that waits for its request's other beams: it neither decodes nor queues
     """
 
     seq_id: int
@@ -144,7 +145,6 @@ class Sequence:
     num_computed: int = 0
     num_prefill: int = 0
     num_cached_tokens: int = 0  # of the prompt, served by the prefix cache at first admission
-    held: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     constraint: TokenConstraint | None = None

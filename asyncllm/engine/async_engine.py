@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable
+from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, Self
 
 from asyncllm.beam_search_params import BeamSearchParams
 from asyncllm.config import EngineConfig
+from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
+from asyncllm.engine.beam_client import BeamSearchClient
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.generation import Generation
@@ -26,8 +31,8 @@ from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
+from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -58,6 +63,7 @@ class AsyncLLMEngine:
         self.stat_loggers: list[StatLogger] = []
         self.show_progress = False
         self._request_ids = itertools.count()
+        self._arrivals: Arrivals = Arrivals()
         self._starting = asyncio.Lock()
         self._loader = CoreLoader(self.config)
         self._core: EngineCore | None = None
@@ -115,7 +121,7 @@ class AsyncLLMEngine:
         *,
         cache_salt: str | None = None,
     ) -> Generation:
-        """Await the result for the final output, or iterate over it for the outputs on the way.
+        """Await the result for the final output, or iterate over it for the outputs until then.
 
         prompt: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or chat messages.
         Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
@@ -126,19 +132,26 @@ class AsyncLLMEngine:
         if sampling_params is not None:
             check_sampling_params(sampling_params)
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
+        arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
         submitted = False
 
-        async def submit(sink: Sink) -> None:
+        async def start_and_queue(sink: Sink) -> None:
             nonlocal submitted
             await self.start()
             params = sampling_params or self.input_processor.default_params({})
-            await self.add_request(
-                name, prompt, params, sink, priority=priority, cache_salt=cache_salt
+            await self._queue(
+                arrival, name, prompt, params, sink, None, priority=priority, cache_salt=cache_salt
             )
             submitted = True
 
+        async def submit(sink: Sink) -> None:
+            try:
+                await arrival.run(start_and_queue(sink))
+            except RequestAbortedError:
+                sink(_aborted_output(name, prompt, sampling_params or SamplingParams()))
+
         def abort() -> None:
-            if submitted and self._core is not None:
+            if submitted:
                 self.abort(name)
 
         kind = (sampling_params or SamplingParams()).output_kind
@@ -173,24 +186,65 @@ class AsyncLLMEngine:
         text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Request:
-        """Validate, tokenise and queue a request; its deltas go to `sink`, once per step with news.
+    ) -> None:
+        """Validate, tokenise and queue a request; its deltas go to `sink`, at most one per step.
 
         The sink is called on the loop and must not block; one that raises ends its request with an
         error. The last delta is `finished`. A step between the first and the last that brings text
         and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
         Raises as `generate`; a refused request owns nothing.
         """
-        return await self._running().add_request(
-            request_id, prompt, params, sink, priority, cache_salt, text_sink
+        arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
+        try:
+            await arrival.run(
+                self._queue(
+                    arrival, request_id, prompt, params, sink, text_sink,
+                    priority=priority, cache_salt=cache_salt,
+                )
+            )  # fmt: skip
+        except RequestAbortedError:
+            sink(_aborted_output(request_id, prompt, params))
+
+    async def _queue(
+        self,
+        arrival: Arrival,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        sink: Sink,
+        text_sink: TextSink | None,
+        *,
+        priority: int,
+        cache_salt: str | None,
+    ) -> None:
+        core = self._open(request_id)
+        request = await core.input_processor.process(
+            request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
+        if arrival.is_aborted:
+            raise RequestAbortedError
+        # Things may have changed while a long prompt was tokenised.
+        core = self._open(request_id, len(request.prompt_token_ids))
+        if self.config.logits_processors:
+            request.batch_processors = core.processors_for(params)
+        if params.use_beam_search:
+            seq_ids = list(islice(core.input_processor.seq_ids, params.num_sequences))
+            record = partial(core.steps.record, None)
+            search = BeamSearchClient(request, seq_ids, core.live, sink, record)
+            core.live.add(request, search.receive, None)
+            search.ask()
+        else:
+            core.live.add(request, sink, text_sink)
+        core.steps.wake()
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
-        if self._core is not None:
-            for name in names:
-                self._core.abort(name, cause)
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            if (arrival := self._arrivals.pop(name, None)) is not None:
+                arrival.abort()
+                self.recorder.aborts[cause] += 1
+            if self._core is not None and self._core.live.abort(name, cause):
+                self._core.steps.record(None)
 
     async def encode(self, prompt: PromptInput) -> NoReturn:
         """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""
@@ -216,7 +270,7 @@ class AsyncLLMEngine:
 
     @property
     def startup(self) -> dict[str, Any]:
-        """What the start found and took; phases in seconds."""
+        """The settings that the start found, and its phases in seconds."""
         core = self._running()
         worker = core.worker
         return {
@@ -251,7 +305,7 @@ class AsyncLLMEngine:
         return self._running().live.scheduler.stats()
 
     def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
-        """What a live view shows: queues, pages, rates, latencies, the last steps. Cheap; no HTTP.
+        """Queues, pages, rates, latencies and the last steps, for a live view. Cheap; no HTTP.
 
         Call it on the loop. Raises `EngineDeadError` before the start and after the end.
         """
@@ -276,10 +330,21 @@ class AsyncLLMEngine:
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request."""
+        assert not self._arrivals, "a request is on its way"
         self._running().live.check_empty()
 
     def reset_prefix_cache(self) -> None:
         self._running().live.scheduler.blocks.reset_prefix_cache()
+
+    def _open(self, request_id: str, num_tokens: int = 0) -> EngineCore:
+        """Raises `EngineDeadError`, `EngineNotStartedError`, `QueueFullError`."""
+        core = self._core
+        if core is None:
+            return self._running()
+        if core.dead is not None:
+            raise EngineDeadError(core.dead)
+        core.live.admission.check_room(request_id, num_tokens)
+        return core
 
     def _running(self) -> EngineCore:
         if self._core is None:
@@ -293,3 +358,12 @@ def check_sampling_params(params: object) -> None:
     """Raises `TypeError` for what is none: a dict of its fields, say."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+
+
+def _aborted_output(request_id: str, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
+    """The end of a request that was aborted before anybody knew its token ids."""
+    text = prompt if isinstance(prompt, str) else None
+    now = time.monotonic()
+    answers = [CompletionOutput(i, "", [], finish_reason="abort") for i in range(params.n)]
+    metrics = RequestMetrics(arrival_time=now, finished_time=now)
+    return RequestOutput(request_id, text, [], None, answers, True, metrics)

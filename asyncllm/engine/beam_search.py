@@ -15,10 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from asyncllm.sampling_params import EarlyStopping
-from asyncllm.types import Request, TokenLogprobs
+from asyncllm.types import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,13 +41,6 @@ class Beam:
 
 
 PROMPT = Beam(None, -1, None, 0.0, 0)
-
-
-class EndedSearch(NamedTuple):
-    """`beams`, the best first, ended as the request's sequences say, in their order."""
-
-    request: Request
-    beams: list[Beam]
 
 
 class BeamSearch:

@@ -17,7 +17,7 @@ HASH_BYTES = 16
 
 
 class BlockHashes:
-    """Of sequences, from their first question until `forget`."""
+    """Keeps the hashes of sequences, from their first use until `forget`."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -29,7 +29,7 @@ class BlockHashes:
         return self._known.get(seq.seq_id, [])
 
     def first(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Of at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
+        """Hashes at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
         hashes = self._known.setdefault(seq.seq_id, [])
         first, size = len(hashes), self._block_size
         if first >= num_blocks:

@@ -190,8 +190,8 @@ class BlockManager:
         num_full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not table.may_publish or num_full <= table.num_published:
             return
-        news = slice(table.num_published, num_full)
-        self.device.publish_many(table.pages[news], self._hashes.first(seq, num_full)[news])
+        new = slice(table.num_published, num_full)
+        self.device.publish_many(table.pages[new], self._hashes.first(seq, num_full)[new])
         table.num_published = num_full
 
     def free(self, seq: Sequence) -> None:

@@ -1,12 +1,12 @@
 """How many prompt tokens a step takes, beside running decodes and on an idle device.
 
-Up to the *knee* a step's matrix products last as long as reading the weights, so its first prompt
+Up to the *knee* a step's GEMMs last as long as reading the weights, so its first prompt
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
 the gap between two tokens near two bare steps and is computed at full speed. The knee is measured,
 so the rule holds for every model and card; one that is below what cards have is not believed. On a
 small model two knees are over in a moment and prompts take many steps, each of which costs the host
 a launch: there the chunk is what LEAST_SECONDS compute, as far as captured sizes reach. Chunk and
-decodes together fill a captured size, the nearest of those that products compute without a
+decodes together fill a captured size, the nearest of those that GEMMs compute without a
 remainder: 656 tokens cost nearly what 768 do. `ChunkPolicy.room` has the exceptions.
 Chosen with `scripts/simulate_schedule.py`; docs/log/scheduling.md has the alternatives.
 """
@@ -31,7 +31,7 @@ SLACK = 0.1  # of a CHUNK_MULTIPLE: so little above one is not worth the next
 DRAIN_STEPS = 128
 BACKLOG_CHUNKS = 8  # that wait, what is left of begun prompts among them
 END_SHARE = 32  # of a chunk, beyond it, for a prompt's last tokens
-TILE_TOKENS = 128  # that products compute at once
+TILE_TOKENS = 128  # that GEMMs compute at once
 
 
 class Room(NamedTuple):
@@ -56,7 +56,7 @@ class ChunkPolicy:
     def choose(
         cls, asked: int | None, cost: StepCost | None, step_sizes: tuple[int, ...] = ()
     ) -> ChunkPolicy:
-        """What the user asked for, exactly, else what the device measured, else no bound.
+        """The user's number exactly, else the device's by measurement, else no bound.
 
         step_sizes: tokens of all captured steps.
         """
@@ -76,7 +76,7 @@ class ChunkPolicy:
         return cls(max(1, ceil(num_tokens / CHUNK_MULTIPLE - SLACK)) * CHUNK_MULTIPLE)
 
     def room(self, num_decodes: int, num_startable: int, begun: list[int]) -> Room:
-        """Of one step.
+        """The prompt tokens that one step takes.
 
         num_decodes: its tokens of sequences that are being answered. num_startable: prompt tokens
         that wait and have room. begun: tokens that are left of each prompt that has begun, oldest

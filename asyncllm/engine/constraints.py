@@ -1,6 +1,6 @@
-"""What the constraints of a step's rows say: masks, and tokens that must come whatever is sampled.
+"""Masks and forced tokens for a step's rows, from their grammars: the engine's jump-forward.
 
-    loop     finish N |  ....   | tell of N  ............................. | jump, plan N+2 ...
+    loop     finish N |  ....   | emit N    .............................. | jump_forward, plan ...
     thread            | accept  |   fill   | launch the sampling of N+1 | forced |
     device    ... N+1's forward pass ...       | its sampling
 
@@ -23,21 +23,21 @@ from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, TokenConstraint, 
 
 # Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
 # That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
-# step for each token but the first, for which it is in flight anyway. A stream alone jumps for two.
-JUMP_COST = 1 / 6
+# step for each token but the first, for which it is in flight anyway. A stream alone gains by two.
+JUMP_FORWARD_COST = 1 / 6
 
 Errors = list[Exception | None]  # by row
 
 # What forces a token allows it alone: all words of its mask but one are 0. So many of a row's first
-# words tell nearly all other rows.
+# words rule out nearly all other rows.
 FIRST_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """`jumps`: tokens that follow the known ones of a sequence, to be appended unsampled."""
+    """`forced`: tokens that follow the known ones of a sequence, to be appended unsampled."""
 
-    jumps: list[tuple[Sequence, list[int]]]
+    forced: list[tuple[Sequence, list[int]]]
     failures: list[tuple[Sequence, Exception]]
     seconds: float  # that it took
 
@@ -72,8 +72,8 @@ def constrain(
     bits = buffer.host()[: len(rows)]
     failures = _advance(seqs, bits, filling)
     sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
-    jumps, unanswered = _jumps(seqs, bits, len(plan.sampled))
-    return Constrained(jumps, failures + unanswered, time.monotonic() - start)
+    forced, unanswered = _forced_tokens(seqs, bits, len(plan.sampled))
+    return Constrained(forced, failures + unanswered, time.monotonic() - start)
 
 
 def _advance(
@@ -143,14 +143,14 @@ def _raised(call: Callable[..., None], *args: Any) -> Exception | None:
     return None
 
 
-def _jumps(
+def _forced_tokens(
     seqs: list[Sequence], bits: np.ndarray, num_rows: int
 ) -> tuple[list[tuple[Sequence, list[int]]], list[tuple[Sequence, Exception]]]:
-    """Jumps, none where together they save less than a mixed step costs; and what was raised."""
-    jumps: list[tuple[Sequence, list[int]]] = []
+    """Forced tokens, none where all save less than a mixed step costs; and what was raised."""
+    found: list[tuple[Sequence, list[int]]] = []
     failures: list[tuple[Sequence, Exception]] = []
     for seq in (seqs[i] for i in _single_words(bits)):
-        if may_jump(seq):
+        if may_jump_forward(seq):
             assert seq.constraint is not None
             try:
                 forced = seq.constraint.forced_tokens()[: _num_tokens_left(seq)]
@@ -158,9 +158,9 @@ def _jumps(
                 failures.append((seq, error))
                 continue
             if len(forced) > 1:
-                jumps.append((seq, forced))
-    num_saved = sum(len(forced) - 1 for _, forced in jumps)
-    return jumps if num_saved >= JUMP_COST * num_rows else [], failures
+                found.append((seq, forced))
+    num_saved = sum(len(forced) - 1 for _, forced in found)
+    return found if num_saved >= JUMP_FORWARD_COST * num_rows else [], failures
 
 
 def _single_words(bits: np.ndarray) -> list[int]:
@@ -169,7 +169,7 @@ def _single_words(bits: np.ndarray) -> list[int]:
     return [row for row in few.tolist() if np.count_nonzero(bits[row] != 0) == 1]
 
 
-def may_jump(seq: Sequence) -> bool:
+def may_jump_forward(seq: Sequence) -> bool:
     """Not whose logits somebody wants to see, or to change, at each position."""
     params = seq.request.sampling_params
     wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None

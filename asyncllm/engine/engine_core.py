@@ -1,6 +1,6 @@
-"""A started engine: the parts, the way in for requests, and the task that runs the steps.
+"""A started engine: its parts, and the task that runs the steps.
 
-    add_request -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
+    AsyncLLMEngine -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
 Who is live, and how each request ends, is in `LiveRequests`. A step that fails ends the requests
 that had begun, each with an error, and the engine goes on; if the device is lost with it, the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.admission import Admission
@@ -20,17 +19,14 @@ from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
-from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
-from asyncllm.engine.text.prompt import PromptInput
+from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import Request
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -80,29 +76,7 @@ class EngineCore:
 
     # --- requests ----------------------------------------------------------------------------
 
-    async def add_request(
-        self,
-        request_id: str,
-        prompt: PromptInput,
-        params: SamplingParams,
-        sink: Sink,
-        priority: int,
-        cache_salt: str | None,
-        text_sink: TextSink | None = None,
-    ) -> Request:
-        self._check_open(request_id)
-        request = await self.input_processor.process(
-            request_id, prompt, params, time.monotonic(), priority, cache_salt
-        )
-        # Things may have changed while a long prompt was tokenised.
-        self._check_open(request_id, len(request.prompt_token_ids))
-        if self._config.logits_processors:
-            request.batch_processors = self._processors_for(params)
-        self.live.add(request, sink, text_sink)
-        self.steps.wake()
-        return request
-
-    def _processors_for(self, params: SamplingParams) -> tuple[int, ...]:
+    def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Raises `InvalidRequestError` where one of the engine's refuses the request."""
         try:
             found = self.worker.processors_for(params)
@@ -115,15 +89,6 @@ class EngineCore:
                 "this server's logits processors do not work with beam search", "use_beam_search"
             )
         return found
-
-    def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        self.live.admission.check_room(request_id, num_tokens)
-
-    def abort(self, request_id: str, cause: AbortCause = "application") -> None:
-        if self.live.abort(request_id, cause):
-            self.steps.record(None)
 
     # --- its task ----------------------------------------------------------------------------
 
@@ -177,7 +142,6 @@ class EngineCore:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self.live.rendered()
         self.live.fail_all(self.dead)
         self.steps.record(None)
         self.input_processor.close()

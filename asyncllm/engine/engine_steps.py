@@ -17,14 +17,13 @@ from functools import partial
 
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.live_requests import LiveRequests
-from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.non_finite import end_without_token
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched
 from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger, StepRecord
-from asyncllm.engine.step_clock import StepClock
+from asyncllm.engine.step_clock import LoopLag, StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
@@ -66,8 +65,8 @@ class EngineSteps:
         self._plan_time = PlanTime()
         self._plan_started = 0.0
         self.is_planning = False  # left true by a plan that raised
-        self._untold: StepPlan | None = None  # finished, and no client was told of it yet
-        self._told: deque[StepPlan] = deque()  # and the observers not yet
+        self._pending_emit: StepPlan | None = None  # finished, and not emitted
+        self._pending_observe: deque[StepPlan] = deque()  # emitted, and not observed
         self._work = asyncio.Event()
         self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
 
@@ -76,11 +75,11 @@ class EngineSteps:
         self._work.set()
 
     def reset(self) -> None:
-        """Forget the steps that were under way, which failed. What clients were told stays told."""
+        """Forget the steps under way, which failed. What was emitted is observed."""
         self.observe()
         self.clock.reset()
         self._plan_time.idle()
-        self._untold = None
+        self._pending_emit = None
 
     async def close(self) -> None:
         """No step runs any more."""
@@ -89,7 +88,7 @@ class EngineSteps:
 
     # --- the verbs -----------------------------------------------------------------------------
 
-    async def linger(self) -> None:
+    async def wait_to_plan(self) -> None:
         """Let requests that arrive now be in the next plan, as long as the device is busy.
 
         Turns of the loop would keep the GIL from steps that need it: there it is rather too early.
@@ -124,7 +123,7 @@ class EngineSteps:
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         """Let grammars and processors speak, off the loop, and launch the sampling with it.
 
-        Clients are told while masks are filled: that needs no GIL, so the two do not wait for each
+        Clients get their tokens while masks are filled, which needs no GIL: neither waits for the
         other.
         """
         assert isinstance(launched, HostStep)
@@ -136,46 +135,46 @@ class EngineSteps:
         work.add_done_callback(lambda _: filling.set())  # also where it raised before
         await filling.wait()
         try:
-            self.tell()
+            self.emit()
         finally:
             constrained = await work
         start = time.monotonic()
         for seq, error in constrained.failures:
             self._live.fail_sequence(seq, "its grammar failed", error)
-        self._live.jump(constrained.jumps)
+        self._live.jump_forward(constrained.forced)
         self.clock.host.finish += time.monotonic() - start
         self.clock.host.constrain += constrained.seconds
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         start = time.monotonic()
         self._watchdog.step_done()
-        self._untold = plan
+        self._pending_emit = plan
         end_without_token(plan, result, self._live, self._worker)
         for row, error in result.failures.items():
             self._live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self._live.take(plan, result)
         self.clock.host.finish += time.monotonic() - start
 
-    def tell(self) -> None:
-        """Tell clients of the step that was finished, if they were not told yet.
+    def emit(self) -> None:
+        """Give clients the tokens of the step that was finished, if they have not got them yet.
 
         Observers hear of it in the loop's next turn: first come the bytes that clients wait for.
         """
         start = time.monotonic()
-        self._live.tell()
-        if self._untold is not None:
-            self._told.append(self._untold)
-            self._untold = None
+        self._live.emit()
+        if self._pending_emit is not None:
+            self._pending_observe.append(self._pending_emit)
+            self._pending_emit = None
             asyncio.get_running_loop().call_soon(self.observe)
         self.clock.host.finish += time.monotonic() - start
 
     def observe(self) -> None:
-        """Tell the observers now of the steps that they would hear of in the loop's next turn."""
-        if not self._told:
+        """Record now the steps that would be recorded in the loop's next turn."""
+        if not self._pending_observe:
             return
         start = time.monotonic()
-        while self._told:
-            self.record(self._timed(self._told.popleft()))
+        while self._pending_observe:
+            self.record(self._timed(self._pending_observe.popleft()))
         self._lag.watch()
         self.clock.host.finish += time.monotonic() - start
 
@@ -191,7 +190,7 @@ class EngineSteps:
         return step
 
     def record(self, step: StepRecord | None) -> None:
-        """Tell the observers what came since the last time."""
+        """Give the observers what came since the last time."""
         iteration = self._live.outputs.take_iteration_stats()
         iteration.step = step
         stats = self._live.scheduler.stats()
@@ -200,7 +199,7 @@ class EngineSteps:
             try:
                 stat_logger.record(stats, iteration)
             except Exception:  # it only watches: no request may end for it
-                logger.exception("%r failed, and is told no more", stat_logger)
+                logger.exception("%r failed, and gets no more records", stat_logger)
                 self._stat_loggers.remove(stat_logger)
 
     async def idle(self) -> None:

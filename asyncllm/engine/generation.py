@@ -1,4 +1,4 @@
-"""What `engine.generate()` returns: to be awaited for the end, or iterated for the way there.
+"""The result of `engine.generate()`: to be awaited for the end, or iterated until there.
 
 It is both because an application wants either, and it aborts its request when it is dropped:
 leaving an `async for` early, or losing the last reference, frees its pages within a step.
@@ -31,7 +31,7 @@ class _Mailbox:
         self._collector = OutputCollector()
 
     def receive(self, delta: RequestOutput) -> None:
-        """The sink: called by the engine on the loop, once per step with news."""
+        """The sink: called by the engine on the loop, once per step that brings some."""
         self.finished = delta.finished
         if self.kind is RequestOutputKind.DELTA:
             self.ready.append(delta)
@@ -50,7 +50,7 @@ class Generation:
     """One request's outputs. The request is submitted when first awaited or iterated.
 
     Awaiting gives the final `RequestOutput`, with everything in it. Iterating gives an output per
-    step with news, cumulative, deltas or only the last by the request's `output_kind`.
+    step, cumulative, deltas or only the last by the request's `output_kind`.
     Raises what submitting raises, and where the request fails later: `InvalidRequestError` if its
     grammar led nowhere, `QueueFullError` if it waited too long, else `RequestFailedError`.
     """

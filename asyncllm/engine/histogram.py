@@ -49,7 +49,7 @@ class Histogram:
 
     @property
     def counts(self) -> Counts:
-        """Of each bin; not to be changed."""
+        """The count of each bin; not to be changed."""
         if self._unbinned:
             self._bin()
         return self._counts

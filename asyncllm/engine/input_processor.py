@@ -21,7 +21,6 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.request_limits import RequestLimits
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
-from asyncllm.engine.text.bad_words import bad_words_ids
 from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput, parse_prompt
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
@@ -56,7 +55,7 @@ class InputProcessor:
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
         )
         self._reasoning = reasoning_tokens(config, tokenizer)
-        self._seq_ids = itertools.count(1)
+        self.seq_ids = itertools.count(1)  # by age: the order of service
         self._seeds = random.Random(config.seed)
         self._threads: ThreadPoolExecutor | None = None
 
@@ -121,7 +120,7 @@ class InputProcessor:
 
     def _encode(self, parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> _Encoded:
         ids = self._encoder.token_ids(parsed, text, params)
-        bad_words = bad_words_ids(params, self._encoder) if params.bad_words else ()
+        bad_words = self._encoder.bad_words_ids(params.bad_words or ())
         return _Encoded(parsed, text, ids, bad_words)
 
     def _executor(self) -> ThreadPoolExecutor:
@@ -165,7 +164,7 @@ class InputProcessor:
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
         params, seed = request.sampling_params, request.sampling_params.seed
         return Sequence(
-            seq_id=next(self._seq_ids),
+            seq_id=next(self.seq_ids),
             request=request,
             index=index,
             seed=self._seeds.getrandbits(63) if seed is None else (seed + index) & MAX_SEED,
@@ -185,7 +184,7 @@ class InputProcessor:
             seq.forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
-        """What requests must share, beside tokens, to share KV; b"" for most.
+        """The key that requests must have in common, beside tokens, to share KV; b"" for most.
 
         With dynamic RoPE the KV of a prompt longer than the window depends on its whole length.
         """
@@ -203,19 +202,16 @@ class InputProcessor:
 
     def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
         """With the log-probabilities that the choice among several answers needs."""
-        if params.use_beam_search:
-            needed = params.num_sequences + num_stop_tokens
-            if needed > self._vocab_size:
-                raise InvalidRequestError(
-                    f"a beam search of width {params.num_sequences} needs more than the "
-                    f"{self._vocab_size} tokens of this model",
-                    "n" if params.best_of is None else "best_of",
-                )
-        elif params.num_sequences > params.n:
-            needed = 0
-        else:
-            return params
-        return replace(params, logprobs=max(params.logprobs or 0, needed))
+        width = params.num_sequences
+        if params.use_beam_search and width + num_stop_tokens > self._vocab_size:
+            raise InvalidRequestError(
+                f"a beam search of width {width} needs more than the {self._vocab_size} tokens of "
+                "this model",
+                "n" if params.best_of is None else "best_of",
+            )
+        if width > params.n or params.use_beam_search:
+            return replace(params, logprobs=params.logprobs or 0)
+        return params
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""
@@ -239,7 +235,7 @@ def _num_chars_to_encode(parsed: ParsedPrompt, text: str | None, params: Samplin
 
 
 def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """What ends a text, by all that speak of it; ids that the model has not are left out."""
+    """The tokens that end a text, by every file that names some; unknown ids are left out."""
     of_tokenizer = tokenizer.eos_token_ids if tokenizer is not None else ()
     of_defaults = config.generation_defaults.eos_token_ids
     ids = {*config.model.eos_token_ids, *of_defaults, *of_tokenizer}

@@ -1,32 +1,27 @@
 """The live requests, in all the places that know them: admission, scheduler and outputs.
 
     begins   add
-    ends     by its tokens, its text or its search   take, then tell; jump
+    ends     by its tokens or its text               take, then emit; jump_forward
              by its client                           abort
              by waiting too long                     expire
              by an error, its own or the engine's    end, fail, fail_sequence, restart
 
 Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither,
-but that the outputs have what ended in `take` until `tell`; admission knows those that wait for
-their first step. A request that has ended has told its sink so, but for a beam search, whose words
-follow. It runs no step and knows no device.
+but that the outputs have what ended in `take` until `emit`, and that a beam search is in the
+outputs alone: its beams have requests of their own. Admission knows those that wait for their first
+step. A request that has ended has had its last output. It runs no step and knows no device.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
-from dataclasses import replace
 
 from asyncllm.engine.admission import Admission
-from asyncllm.engine.beam_output import render
-from asyncllm.engine.beam_search import EndedSearch
-from asyncllm.engine.best_answers import BestAnswers
+from asyncllm.engine.output_collector import BestAnswers
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
-from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
 from asyncllm.engine.text.tokenizer import Tokenizer
@@ -34,7 +29,6 @@ from asyncllm.errors import (
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
-    output_failed,
 )
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
@@ -63,29 +57,29 @@ class LiveRequests:
         self.scheduler = scheduler  # another one after `restart`
         self.admission = admission
         self.outputs = OutputProcessor(tokenizer)
-        self._tokenizer = tokenizer
         self._aborts = aborts
-        self._news: tuple[list[TokenUpdate], dict[int, list[TokenLogprobs]]] | None = None
-        self._is_telling = False  # sinks are being called: what they abort waits until they were
+        self._updates: tuple[list[TokenUpdate], dict[int, list[TokenLogprobs]]] | None = None
+        self._is_emitting = False  # sinks are being called: what they abort waits until they were
         self._deferred: list[tuple[str, AbortCause]] = []
-        self._rendering: set[asyncio.Task[None]] = set()  # beams, on their way to their sinks
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
         """Raises `InvalidRequestError` for the id of one that is live."""
         name = request.request_id
         if self.outputs.has_request(name):
             raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
-        self.admission.enter(request)
+        if request.parent is None:
+            self.admission.enter(request)
         params = request.sampling_params
-        if len(request.sequences) > params.n:
-            sink, text_sink = BestAnswers(params, sink).receive, None
+        if len(request.sequences) > params.n and not params.use_beam_search:
+            sink, text_sink = BestAnswers(request, sink).receive, None
         self.outputs.add(request, sink, text_sink)
-        self.scheduler.add(request)
+        if not params.use_beam_search:
+            self.scheduler.add(request)
 
     def planned(self, plan: StepPlan) -> None:
         """Those whose first step this is wait no more."""
         for init in plan.slot_inits:
-            request = init.seq.request
+            request = init.seq.request.parent or init.seq.request
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.monotonic()
                 self.admission.leave(request)
@@ -93,66 +87,46 @@ class LiveRequests:
     # --- what a step brings ------------------------------------------------------------------
 
     def take(self, plan: StepPlan, result: StepResult) -> None:
-        """A finished step's tokens: what ends by them ends. `tell` before the next plan."""
-        assert self._news is None, "a step was taken that nobody was told of"
-        self._news = self.scheduler.finish_step(plan, result), result.prompt_logprobs
+        """A finished step's tokens: what ends by them ends. `emit` before the next plan."""
+        assert self._updates is None, "a step was taken that was not emitted"
+        self._updates = self.scheduler.finish_step(plan, result), result.prompt_logprobs
 
-    def tell(self) -> None:
-        """Tell the clients of the step that was taken, and end what ends by its text."""
-        if self._news is not None:
-            news, self._news = self._news, None
-            self._tell(*news)
-            for search in self.scheduler.take_ended_searches():
-                if self.outputs.has_request(search.request.request_id):  # nobody left meanwhile
-                    self._end_search(search)
+    def emit(self) -> None:
+        """Give clients the tokens of the step that was taken, and end what ends by its text."""
+        if self._updates is not None:
+            updates, self._updates = self._updates, None
+            self._emit(*updates)
 
-    def jump(self, jumps: list[tuple[Sequence, list[int]]]) -> None:
-        """Tokens that must come, unsampled; not for a sequence that ended meanwhile."""
+    def emit_whole(self, updates: list[TokenUpdate], now: float) -> None:
+        """Give a client tokens that were complete before, and that no scheduler knows."""
+        self.outputs.process_whole(updates, now)
+        self._forget_ended()
+
+    def jump_forward(self, forced: list[tuple[Sequence, list[int]]]) -> None:
+        """Append tokens that must come, unsampled; not to a sequence that ended meanwhile."""
         updates: list[TokenUpdate] = []
-        for seq, token_ids in jumps:
+        for seq, token_ids in forced:
             if seq.status is SequenceStatus.RUNNING:
-                updates += self.scheduler.jump(seq, token_ids)
+                updates += self.scheduler.jump_forward(seq, token_ids)
         if updates:
-            self._tell(updates, {})
+            self._emit(updates, {})
 
-    def _tell(
+    def _emit(
         self, updates: list[TokenUpdate], prompt_logprobs: dict[int, list[TokenLogprobs]]
     ) -> None:
-        self._is_telling = True
+        self._is_emitting = True
         stops = self.outputs.process(updates, prompt_logprobs, time.monotonic())
-        self._is_telling = False
+        self._is_emitting = False
         for stop in stops:
             self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
         self._abort_deferred()
         self._forget_ended()
 
-    def _end_search(self, search: EndedSearch) -> None:
-        """Its pages are free; its words follow, when a thread has put them together."""
-        output, sink = self.outputs.end_search(search, time.monotonic())
-
-        async def tell() -> None:
-            try:
-                whole = await in_own_thread(render, search, output, self._tokenizer)
-            except RuntimeError as error:  # no thread can be started
-                logger.exception("request %s: output failed", output.request_id)
-                whole = replace(output, error=output_failed(output.request_id, error))
-            sink(whole)
-            search.request.sequences.clear()  # as in `_forget_ended`
-
-        task = asyncio.create_task(tell())
-        self._rendering.add(task)
-        task.add_done_callback(self._rendering.discard)
-
-    async def rendered(self) -> None:
-        """Until the searches that have ended have told their sinks."""
-        if self._rendering:
-            await asyncio.wait(self._rendering)
-
     # --- what ends a request from outside ----------------------------------------------------
 
     def abort(self, request_id: str, cause: AbortCause) -> bool:
         """By its client. Whether it ended here: not if it is not live, and later if a sink asks."""
-        if self._is_telling:
+        if self._is_emitting:
             self._deferred.append((request_id, cause))
             return False
         self.scheduler.abort(request_id)
@@ -160,7 +134,8 @@ class LiveRequests:
         if request is None:
             return False
         self.admission.leave(request)
-        self._aborts[cause] += 1
+        if request.parent is None:
+            self._aborts[cause] += 1
         self._forget_ended()
         return True
 
@@ -178,10 +153,11 @@ class LiveRequests:
     def fail(self, requests: list[Request], message: str) -> None:
         """End those that are live with an error of the engine's."""
         for request in requests:
-            self.end(request, RequestFailedError(f"request {request.request_id}: {message}"))
+            name = (request.parent or request).request_id
+            self.end(request, RequestFailedError(f"request {name}: {message}"))
 
     def end(self, request: Request, error: Exception) -> None:
-        """With an error that is told as it is; nothing where it is not live."""
+        """End a request with this error; nothing where it is not live."""
         self.scheduler.abort(request.request_id, FinishReason.ERROR)
         self.admission.leave(request)
         self.outputs.fail(request, error, time.monotonic())
@@ -205,13 +181,14 @@ class LiveRequests:
         """Begin anew with an empty `scheduler`, after a step that may have left anything.
 
         Whoever still waits for a first step goes on waiting, if `keep_queued`; the others end with
-        an error, those too that ended in the step before they could be told.
+        an error, those too that ended in the step and were not emitted.
         """
-        self._is_telling, self._news = False, None
+        self._is_emitting, self._updates = False, None
         self.scheduler = scheduler
         for request in self.outputs.requests():
-            if keep_queued and self.admission.holds(request):
-                scheduler.add(request)
+            if keep_queued and self.admission.holds(request.parent or request):
+                if not request.sampling_params.use_beam_search:
+                    scheduler.add(request)
             else:
                 self.fail([request], message)
         self._abort_deferred()

@@ -1,4 +1,4 @@
-"""Joins a request's delta outputs into what it has produced so far.
+"""Joins a request's delta outputs into what it has produced so far, and chooses its best answers.
 
 Serves callers that want the whole (CUMULATIVE, FINAL_ONLY), and readers slower than the engine,
 whose waiting deltas become one. What it hands out is a copy: later deltas never change it.
@@ -6,9 +6,11 @@ whose waiting deltas become one. What it hands out is a copy: later deltas never
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from asyncllm.outputs import CompletionOutput, RequestOutput
+from asyncllm.types import Request
 
 
 class OutputCollector:
@@ -85,3 +87,40 @@ def _copy(completion: CompletionOutput, text: str) -> CompletionOutput:
         completion.finish_reason,
         completion.stop_reason,
     )
+
+
+class BestAnswers:
+    """A sink before the client's `sink`, which gets one output: the best `n` of `best_of` answers.
+
+    The best have the highest mean log-probability per token, as in OpenAI's `best_of`; a beam
+    search has ranked its own. Log-probabilities that the client did not ask for are left out.
+    """
+
+    def __init__(self, request: Request, sink: Callable[[RequestOutput], None]) -> None:
+        self._request = request
+        self._sink = sink
+        self._collector = OutputCollector()
+
+    def receive(self, delta: RequestOutput) -> None:
+        self._collector.add(delta)
+        if delta.finished and (output := self._collector.output) is not None:
+            self._sink(self._choose(output))
+
+    def _choose(self, output: RequestOutput) -> RequestOutput:
+        answers, params = output.outputs, self._request.sampling_params
+        if not params.use_beam_search:
+            answers = sorted(answers, key=_mean_logprob, reverse=True)
+        best, rest = answers[: params.n], answers[params.n :]
+        for index, answer in enumerate(best):
+            answer.index = index
+            if self._request.num_shown_logprobs is None and not params.logprob_token_ids:
+                answer.logprobs = None
+        num_rest = output.num_unreturned_tokens + sum(len(answer.token_ids) for answer in rest)
+        return replace(output, outputs=best, num_unreturned_tokens=num_rest)
+
+
+def _mean_logprob(answer: CompletionOutput) -> float:
+    """An answer without a token is below every other."""
+    if answer.cumulative_logprob is None or not answer.token_ids:
+        return float("-inf")
+    return answer.cumulative_logprob / len(answer.token_ids)

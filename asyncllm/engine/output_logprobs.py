@@ -55,7 +55,7 @@ class LazyPromptLogprobs(Sequence[dict[int, Logprob] | None]):
         num_top: int,
         text_of: TokenText,
     ) -> None:
-        """Of `chunks` the last count: a prompt that is computed again reports all of it again."""
+        """The last of `chunks` count: a prompt that is computed again reports all of it again."""
         self._prompt_ids = prompt_ids
         self._known = chunks[max(len(chunks) - (len(prompt_ids) - 1), 0) :]
         self._num_unknown = len(prompt_ids) - len(self._known)

@@ -1,11 +1,11 @@
 """From sampled tokens to what clients get: text, stop strings, log-probabilities, delta outputs.
 
-One state per live sequence. Each step's news become one delta `RequestOutput` per request, given to
+One state per live sequence. Each step's tokens become one delta `RequestOutput` per request, for
 the request's sink. Most steps bring one sequence's text and nothing else: a request may have a text
 sink for those, which gets the text as it is and costs half. Sinks are called on the loop's thread
 and must not block. What a request brings with it fails alone: its detokeniser and stop strings end
 its sequence with "error", a sink that raises ends the request. It schedules nothing: sequences that
-end by their text are returned, for the engine to tell the scheduler.
+end by their text are returned, for the engine to end them in the scheduler.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
-from asyncllm.engine.beam_search import EndedSearch
 from asyncllm.engine.output_state import (
     RequestState,
     SequenceState,
@@ -29,7 +27,7 @@ from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.text.sequence_text import hides_last_token
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import output_failed
-from asyncllm.outputs import CompletionOutput, FinishReasonText, RequestOutput
+from asyncllm.outputs import CompletionOutput, FinishReasonText
 from asyncllm.types import (
     FinishReason,
     Request,
@@ -105,25 +103,12 @@ class OutputProcessor:
         self._iteration.num_generation_tokens += len(updates)
         return stops
 
-    def end_search(self, search: EndedSearch, now: float) -> tuple[RequestOutput, Sink]:
-        """Forget a request whose beam search has ended: its output, completions to be added.
-
-        They go to the sink by themselves: to render them takes longer than a step may.
-        """
-        request = search.request
-        owner = self._requests[request.request_id]
-        self._count_first_token(owner, now)
-        for seq, beam in zip(request.sequences, search.beams, strict=True):
-            state = self._sequences[seq.seq_id]
-            state.num_tokens = beam.num_tokens
-            assert seq.finish_reason is not None
-            self._finish(state, state.add_end("", seq.finish_reason.value))
-        request.metrics.last_token_time = now
-        self._iteration.num_generation_tokens += owner.num_generated
-        output = owner.take_output(now)
-        self._iteration.finished.append(owner.stats())
-        del self._requests[request.request_id]
-        return replace(output, outputs=[]), owner.sink
+    def process_whole(self, updates: list[TokenUpdate], now: float) -> None:
+        """As `process`, for tokens that were complete before: no time passed between them."""
+        latencies = self._iteration.inter_token_latencies
+        num_known = len(latencies)
+        self.process(updates, {}, now)
+        del latencies[num_known:]
 
     def abort(self, request_id: str, now: float | None = None) -> Request | None:
         """End a request with "abort", its last output out; None where it is not live."""
@@ -134,19 +119,19 @@ class OutputProcessor:
         return owner.request
 
     def fail(self, request: Request, error: Exception, now: float | None = None) -> None:
-        """End a request with `error`, to be told as it is; nothing where it is not live."""
+        """End a request with `error`; nothing where it is not live."""
         owner = self._requests.get(request.request_id)
         if owner is not None:
             owner.error = error
             self._end(owner, "error", now)
 
     def take_ended(self) -> list[Request]:
-        """Those whose last output went out since the last call; not those of `end_search`."""
+        """Those whose last output went out since the last call."""
         taken, self._ended = self._ended, []
         return taken
 
     def take_iteration_stats(self) -> IterationStats:
-        """What came since the last call."""
+        """The stats since the last call."""
         taken, self._iteration = self._iteration, IterationStats()
         return taken
 
@@ -160,7 +145,7 @@ class OutputProcessor:
     def _take_all(
         self, updates: list[TokenUpdate], now: float, stops: list[Stop]
     ) -> tuple[list[SequenceState], dict[RequestState, None]]:
-        """Note all news: in sequences that have text for their text sink, and in other requests."""
+        """Note all tokens: in sequences with text for their text sink, and in other requests."""
         sequences, latencies = self._sequences, self._iteration.inter_token_latencies
         with_text: list[SequenceState] = []
         touched: dict[RequestState, None] = {}  # an ordered set
@@ -189,14 +174,14 @@ class OutputProcessor:
                 touched[state.owner] = None
                 continue
             try:
-                state.text_news += push_plain(token_id)
+                state.new_text += push_plain(token_id)
             except Exception as error:  # as in _take
                 self._fail(state, error, stops)
                 touched[state.owner] = None
                 continue
-            if not state.num_news:
+            if not state.num_new_tokens:
                 with_text.append(state)
-            state.num_news += 1
+            state.num_new_tokens += 1
         latencies += [now - last_step] * num_since_last_step
         return with_text, touched
 
@@ -205,37 +190,40 @@ class OutputProcessor:
         metrics = owner.request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+            if owner.request.parent is not None:  # its search's tokens are counted at its end
+                self._iteration.num_generation_tokens -= 1
+                return
             self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
             self._iteration.num_prompt_tokens += len(owner.request.prompt_token_ids)
             self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
 
     def _take(self, state: SequenceState, update: TokenUpdate, stops: list[Stop]) -> None:
-        """Add one token to its request's news, and end the sequence if it is over."""
+        """Add one token to its request's delta, and end the sequence if it is over."""
         seq, token_id, _ = update
         finished = seq.status is SequenceStatus.FINISHED
         is_last = finished and state.num_tokens == seq.num_output_tokens
         try:
             repeats = state.repetition is not None and state.repetition.push(token_id)
             if state.push_plain is not None and not is_last and not repeats:
-                state.add_news(state.push_plain(token_id), update)
+                state.add_token(state.push_plain(token_id), update)
                 return
             shown = None if is_last and hides_last_token(seq) else token_id
             text, stop_reason = state.text.push(shown, is_last or repeats)
-            news = state.add_news(text, update)
+            delta = state.add_token(text, update)
         except Exception as error:  # one request's own hooks: it may only hurt itself
             self._fail(state, error, stops)
             return
         if repeats and not is_last:
             stop_reason = stop_reason or REPETITION_STOP_REASON
         if stop_reason is not None:
-            news.finish_reason, news.stop_reason = "stop", stop_reason
-            self._finish(state, news)
+            delta.finish_reason, delta.stop_reason = "stop", stop_reason
+            self._finish(state, delta)
             if not finished:
                 stops.append(Stop(seq, stop_reason))
         elif is_last:
             assert seq.finish_reason is not None, f"sequence {seq.seq_id} ended for no reason"
-            news.finish_reason, news.stop_reason = seq.finish_reason.value, seq.stop_reason
-            self._finish(state, news)
+            delta.finish_reason, delta.stop_reason = seq.finish_reason.value, seq.stop_reason
+            self._finish(state, delta)
 
     def _fail(self, state: SequenceState, error: Exception, stops: list[Stop]) -> None:
         seq = state.seq
@@ -247,8 +235,8 @@ class OutputProcessor:
 
     # --- the end of a sequence, the end of a request ------------------------------------------
 
-    def _finish(self, state: SequenceState, news: CompletionOutput) -> None:
-        """Forget a sequence; `news`, its last, has the reason."""
+    def _finish(self, state: SequenceState, delta: CompletionOutput) -> None:
+        """Forget a sequence; `delta`, its last, has the reason."""
         owner, seq = state.owner, state.seq
         del self._sequences[seq.seq_id]
         owner.num_live -= 1
@@ -256,8 +244,8 @@ class OutputProcessor:
         if state.text_sink is not None:
             owner.request.metrics.last_token_time = state.last_token_time
         if seq.index == 0:
-            assert news.finish_reason is not None
-            owner.first_reason, owner.num_first_generated = news.finish_reason, state.num_tokens
+            assert delta.finish_reason is not None
+            owner.first_reason, owner.num_first_generated = delta.finish_reason, state.num_tokens
 
     def _end(self, owner: RequestState, reason: FinishReasonText, now: float | None) -> None:
         """End what still goes on in a request, from outside."""
@@ -278,8 +266,8 @@ class OutputProcessor:
         stops: list[Stop],
     ) -> None:
         for state in with_text:
-            text, num_tokens = state.text_news, state.num_news
-            state.text_news, state.num_news = "", 0
+            text, num_tokens = state.new_text, state.num_new_tokens
+            state.new_text, state.num_new_tokens = "", 0
             if state.text_sink is not None:
                 try:
                     state.text_sink(text, num_tokens)
@@ -293,7 +281,7 @@ class OutputProcessor:
                 self._lose(owner, error, now, stops)
 
     def _lose(self, owner: RequestState, error: Exception, now: float, stops: list[Stop]) -> None:
-        """End a request that could not be told its news."""
+        """End a request whose sink failed."""
         logger.error("request %s: its sink failed", owner.request.request_id, exc_info=error)
         if owner.request.request_id in self._requests:  # else it was its last output
             live = [seq for seq in owner.request.sequences if seq.seq_id in self._sequences]
@@ -302,12 +290,13 @@ class OutputProcessor:
             self._end(owner, "error", now)
 
     def _emit(self, owner: RequestState, now: float) -> None:
-        if owner.news and owner.news[0].token_ids:
+        if owner.deltas and owner.deltas[0].token_ids:
             owner.request.metrics.last_token_time = now
         output = owner.take_output(now)
         if output.finished:
             del self._requests[output.request_id]
-            self._iteration.finished.append(owner.stats())
+            if owner.request.parent is None:
+                self._iteration.finished.append(owner.stats())
             self._ended.append(owner.request)
         elif owner.text_sink is not None:  # the first token is out: from now on, text alone
             (seq,) = owner.request.sequences

@@ -1,6 +1,6 @@
-"""What the output processor remembers of a live request and of each of its sequences.
+"""The output processor's state of a live request and of each of its sequences.
 
-States say nothing to anybody: they gather news, and give them away as one delta.
+States gather a step's tokens and give them away as one delta.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TextSink = Callable[[str, int], None]  # text, and how many tokens it is of
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """`news`: this step's completions, until they are emitted."""
+    """`deltas`: this step's completions, until they are emitted."""
 
     request: Request
     sink: Sink
@@ -44,16 +44,16 @@ class RequestState:
     num_live: int  # sequences that go on
     owes_prompt_logprobs: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as they came
-    news: list[CompletionOutput] = field(default_factory=list)
+    deltas: list[CompletionOutput] = field(default_factory=list)
     num_generated: int = 0  # by sequences that ended
     num_first_generated: int = 0  # by sequence 0
     first_reason: FinishReasonText = "abort"  # of sequence 0
     error: Exception | None = None
 
     def take_output(self, now: float) -> RequestOutput:
-        """The news as one delta."""
+        """This step's tokens as one delta."""
         request = self.request
-        news, self.news = self.news, []
+        deltas, self.deltas = self.deltas, []
         finished = self.num_live == 0
         if finished:
             request.metrics.finished_time = now
@@ -62,7 +62,7 @@ class RequestState:
             request.prompt,
             request.prompt_token_ids,
             self._take_prompt_logprobs() if self.owes_prompt_logprobs else None,
-            news,
+            deltas,
             finished,
             request.metrics,
             request.sequences[0].num_cached_tokens,
@@ -116,7 +116,7 @@ def _difference(end: float | None, start: float | None) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """`text_news`, `num_news`: this step's, where they go to the text sink."""
+    """`new_text`, `num_new_tokens`: this step's, where they go to the text sink."""
 
     seq: Sequence
     owner: RequestState
@@ -128,11 +128,11 @@ class SequenceState:
     last_token_time: float | None = None
     text_sink: TextSink | None = None  # from the second step on, where text is all there is to say
     repetition: RepetitionDetector | None = None
-    text_news: str = ""
-    num_news: int = 0
+    new_text: str = ""
+    num_new_tokens: int = 0
 
-    def add_news(self, text: str, update: TokenUpdate) -> CompletionOutput:
-        """This sequence's share of its request's news, made or extended by one token."""
+    def add_token(self, text: str, update: TokenUpdate) -> CompletionOutput:
+        """Add one token to this sequence's part of its request's delta."""
         _, token_id, reported = update
         logprobs = None
         if self.num_logprobs is not None:
@@ -148,36 +148,36 @@ class SequenceState:
                     are_ranked=not self.owner.request.sampling_params.logprob_token_ids,
                 )
             ]
-        news = self._own_news()
-        news.text += text
-        news.token_ids.append(token_id)
-        news.cumulative_logprob = self.cumulative_logprob
-        if logprobs is not None and news.logprobs is not None:
-            news.logprobs += logprobs
-        return news
+        delta = self._own_delta()
+        delta.text += text
+        delta.token_ids.append(token_id)
+        delta.cumulative_logprob = self.cumulative_logprob
+        if logprobs is not None and delta.logprobs is not None:
+            delta.logprobs += logprobs
+        return delta
 
     def add_end(self, text: str, reason: FinishReasonText) -> CompletionOutput:
-        """News without a token: the end of a sequence that was ended from outside."""
-        news = self._own_news()
-        news.text += text
-        news.finish_reason = reason
-        return news
+        """End a sequence without a token: it was ended from outside."""
+        delta = self._own_delta()
+        delta.text += text
+        delta.finish_reason = reason
+        return delta
 
-    def _own_news(self) -> CompletionOutput:
-        index, all_news = self.seq.index, self.owner.news
-        for news in all_news:  # empty, but for n > 1 and for several tokens in one step
-            if news.index == index:
-                return news
+    def _own_delta(self) -> CompletionOutput:
+        index, deltas = self.seq.index, self.owner.deltas
+        for delta in deltas:  # empty, but for n > 1 and for several tokens in one step
+            if delta.index == index:
+                return delta
         logprobs: SampleLogprobs | None = None if self.num_logprobs is None else []
-        news = CompletionOutput(index, "", [], self.cumulative_logprob, logprobs)
-        all_news.append(news)
-        return news
+        delta = CompletionOutput(index, "", [], self.cumulative_logprob, logprobs)
+        deltas.append(delta)
+        return delta
 
 
 def new_states(
     request: Request, sink: Sink, text_sink: TextSink | None, tokenizer: Tokenizer | None
 ) -> tuple[RequestState, list[SequenceState]]:
-    """Of a request before its first token, and of its sequences."""
+    """The states of a request before its first token, and of its sequences."""
     params = request.sampling_params
     owner = RequestState(
         request,
@@ -204,6 +204,7 @@ def _new_state(
         text.push_plain,
         num_logprobs,
         cumulative_logprob=None if num_logprobs is None else 0.0,
+        num_tokens=len(seq.token_ids) - len(seq.request.prompt_token_ids),  # 0, but for a beam's
         repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
     )
 

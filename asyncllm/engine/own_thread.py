@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
-    """What `work` returns or raises. Cancelled, the call goes on, and its result is dropped."""
+    """Returns or raises as `work`. Cancelled, the call goes on, and its result is dropped."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm")
     try:
         result = await asyncio.get_running_loop().run_in_executor(thread, work, *args)

@@ -1,16 +1,16 @@
 """The time structure of the engine: when each verb of a step is called, and not what it does.
 
-    one ahead     host   | plan N+1 | launch N+1 | wait N | finish N | linger, HTTP | plan N+2 | ...
+    one ahead     host   | plan N+1 | launch N+1 | wait N | finish N | wait, HTTP   | plan N+2 | ...
                   device |             step N             |          step N+1                  | N+2
 
 `run_ahead` launches step N+1 before step N's tokens are known on the host, so the device never
 waits for Python. Where rows of step N+1 need those tokens to be sampled (`plan.needs_host`), only
 its forward pass is launched ahead; its sampling follows, prepared while the forward runs:
 
-    host   | plan N+1 | forward N+1 | wait N | finish N | constrain N+1 | linger | plan N+2 | ...
-    device |       step N           |      forward N+1                  | sample |  forward N+2
+    host   | plan N+1 | forward N+1 | wait N | finish N | constrain N+1 | wait | plan N+2 | ...
+    device |       step N           |      forward N+1              | sample |   forward N+2
 
-Clients are told of a finished step at once, or, where the next one must be constrained, meanwhile.
+Clients get a finished step's tokens at once, or, where the next one must be constrained, meanwhile.
 
 `run_synchronous`, its twin, finishes each step before it plans the next. They must give the same
 tokens. Both are tested with a fake device.
@@ -36,7 +36,7 @@ class Launched(Protocol):
 class Steps(Protocol):
     """The verbs of one step, in the order of their use."""
 
-    async def linger(self) -> None:
+    async def wait_to_plan(self) -> None:
         """Return when the step in flight leaves just the time to plan and launch the next."""
         ...
 
@@ -48,7 +48,7 @@ class Steps(Protocol):
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         """Launch the sampling of a step that `needs_host`; all steps before are finished.
 
-        It calls `tell` when nothing more can be done for the device.
+        It calls `emit` when nothing more can be done for the device.
         """
         ...
 
@@ -56,8 +56,8 @@ class Steps(Protocol):
         """Take its tokens."""
         ...
 
-    def tell(self) -> None:
-        """Tell the clients of what was finished, if they were not told yet."""
+    def emit(self) -> None:
+        """Give the clients what was finished, if they have not got it yet."""
         ...
 
     async def idle(self) -> None:
@@ -70,7 +70,7 @@ async def run_ahead(steps: Steps) -> None:
     in_flight: tuple[StepPlan, Launched] | None = None
     while True:
         if in_flight is not None:
-            await steps.linger()
+            await steps.wait_to_plan()
         plan = steps.plan()
         launched = (plan, steps.launch(plan)) if plan is not None else None
         if in_flight is not None:
@@ -80,7 +80,7 @@ async def run_ahead(steps: Steps) -> None:
             await steps.idle()
         if launched is not None and launched[0].needs_host:
             await steps.constrain(*launched)
-        steps.tell()
+        steps.emit()
         in_flight = launched
         await asyncio.sleep(0)  # even where the device is never behind, HTTP gets its turn
 
@@ -94,7 +94,7 @@ async def run_synchronous(steps: Steps) -> None:
             if plan.needs_host:
                 await steps.constrain(plan, launched)
             steps.finish(plan, await launched.wait())
-            steps.tell()
+            steps.emit()
         else:
             await steps.idle()
         await asyncio.sleep(0)

@@ -111,7 +111,7 @@ class Recorder:
         self.timeline: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)
         self._marks: deque[Mark] = deque()
 
-    # --- a step's news -----------------------------------------------------------------------
+    # --- a step --------------------------------------------------------------------------------
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
         now = time.monotonic()

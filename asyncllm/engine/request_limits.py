@@ -3,17 +3,26 @@
 The part of validation that needs the prompt's length or knows the model; `SamplingParams` has
 checked the rest by itself. Each refusal is an `InvalidRequestError` that names the parameter, the
 limit and the value.
+
+Log-probabilities are kept until the request ends, and rendered in one piece. An entry is a token
+with its log-probability: the sampled one of each position and the `logprobs` beside it. Kept it
+takes 140 bytes with 20 beside it, 340 alone, and about as much again while it is written: so the
+entries of MAX_OUTPUT_LOGPROB_ENTRIES take up to 0.3 to 0.8 GB. With 20 beside it that is 49,932
+tokens, with 5 more than the windows of most models. Who names no max_tokens gets no more than these
+have room for.
 """
 
 from __future__ import annotations
 
+import sys
+
 from asyncllm.config import EngineConfig
-from asyncllm.engine.logprob_limits import check_output_logprobs, most_output_tokens
 from asyncllm.engine.text.prompt import ParsedPrompt
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 
+MAX_OUTPUT_LOGPROB_ENTRIES = 2**20
 MAX_PROMPT_LOGPROB_ENTRIES = 2**19  # of one answer, which is rendered in one piece
 
 
@@ -77,3 +86,38 @@ class RequestLimits:
                     f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",
                     "prompt_logprobs",
                 )
+
+
+def most_output_tokens(params: SamplingParams, num_requests: int = 1) -> int:
+    """Limits each answer of so many requests; `sys.maxsize` where no logprobs are kept."""
+    entries = _entries_per_token(params) * num_requests
+    return MAX_OUTPUT_LOGPROB_ENTRIES // entries if entries else sys.maxsize
+
+
+def check_output_logprobs(params: SamplingParams, max_tokens: int, num_requests: int = 1) -> None:
+    """Raises `InvalidRequestError` where answers of `max_tokens` could have too many."""
+    if max_tokens <= most_output_tokens(params, num_requests):
+        return
+    num_answers = params.num_sequences * num_requests
+    num_entries = _entries_per_token(params) * num_requests * max_tokens
+    answers = f"{num_answers} answers" if num_answers > 1 else "an answer"
+    name = _param(params)
+    raise InvalidRequestError(
+        f"{name}: the log-probabilities of {answers} of {max_tokens} tokens are {num_entries} "
+        f"entries, at most {MAX_OUTPUT_LOGPROB_ENTRIES}: ask for fewer, or set max_tokens lower",
+        name,
+    )
+
+
+def _entries_per_token(params: SamplingParams) -> int:
+    """Counts all answers together. To choose among several, each token's own is kept unasked."""
+    chooses = params.use_beam_search or (params.best_of or 0) > params.n
+    if params.num_logprobs is None and not chooses:
+        return 0
+    return params.num_sequences * (1 + (params.num_logprobs or 0))
+
+
+def _param(params: SamplingParams) -> str:
+    if params.num_logprobs is not None:
+        return "logprob_token_ids" if params.logprob_token_ids else "logprobs"
+    return "n" if params.best_of is None else "best_of"

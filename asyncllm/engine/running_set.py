@@ -24,10 +24,9 @@ class RunningSet:
 
     def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.seqs: list[Sequence] = []
-        self.forked: set[Sequence] = set()  # members that may share the page they write to
-        self.rewritten: set[Sequence] = set()  # members that are not as their slots say
-        self.jumped: list[Sequence] = []  # members that jumped since the last plan
-        self._beams: set[Sequence] = set()  # members that search
+        self.forced: list[Sequence] = []  # members that got forced tokens since the last plan
+        self._forked: set[Sequence] = set()  # members that may share the page they write to
+        self._rewritten: set[Sequence] = set()  # members that are not as their slots say
         self._left: set[Sequence] = set()  # who decodes no more, and may be in the batch
         self._joining: set[Sequence] = set()  # who may decode, and is not in the batch
         self._key = key
@@ -49,19 +48,16 @@ class RunningSet:
         seq.slot = self._free_slots.popleft()
         seq.status = SequenceStatus.RUNNING
         insort(self.seqs, seq, key=self._key)
-        if seq.request.sampling_params.use_beam_search:
-            self._beams.add(seq)
         self._joining.add(seq)
 
     def remove(self, seq: Sequence) -> None:
         """`seq` gives its slot back; its new status is the caller's to set."""
         del self.seqs[bisect_left(self.seqs, self._key(seq), key=self._key)]
-        self.forked.discard(seq)
-        self.rewritten.discard(seq)
-        self._beams.discard(seq)
+        self._forked.discard(seq)
+        self._rewritten.discard(seq)
         self._leave(seq)
-        if seq in self.jumped:
-            self.jumped.remove(seq)
+        if seq in self.forced:
+            self.forced.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = PADDING_SLOT
 
@@ -73,21 +69,35 @@ class RunningSet:
         self._joining.discard(seq)
         self._left.add(seq)
 
-    def jump(self, seq: Sequence) -> None:
+    def jump_forward(self, seq: Sequence) -> None:
         """A member that decodes knows more tokens than it has computed: they are a prefill."""
         seq.num_prefill = len(seq.token_ids)
-        self.jumped.append(seq)
+        self.forced.append(seq)
         if seq.request.sampling_params.penalises:  # its slot counts what it decodes from
-            self.rewritten.add(seq)
+            self._rewritten.add(seq)
         self._leave(seq)
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
         """These members, each once, in order of service."""
         return sorted(set(seqs), key=self._key)
 
-    def take_jumped(self) -> list[Sequence]:
-        """Once for each jump; in order of service."""
-        taken, self.jumped = self.in_order(self.jumped), []
+    @property
+    def has_forks(self) -> bool:
+        """Whether a page may be shared that a member writes to next."""
+        return bool(self._forked)
+
+    def note_fork(self, parent: Sequence, child: Sequence) -> None:
+        """Two members share all pages, until each has decoded once."""
+        self._forked |= {parent, child}
+
+    def take_rewritten(self) -> list[Sequence]:
+        """Members whose slots must be written anew, in order of service."""
+        taken, self._rewritten = self._rewritten, set()
+        return sorted(taken, key=self._key)
+
+    def take_forced(self) -> list[Sequence]:
+        """Members that got forced tokens since the last call; in order of service."""
+        taken, self.forced = self.in_order(self.forced), []
         return taken
 
     def prefilling(self) -> list[Sequence]:
@@ -99,7 +109,7 @@ class RunningSet:
 
     def next_batch(self) -> DecodeBatch:
         """One token of each that may decode, in order of service; the same until it is taken."""
-        if self._left or self._joining or self._beams or self._num_steps_left == 0:
+        if self._left or self._joining or self._num_steps_left == 0:
             self._update()
         return self._batch
 
@@ -109,6 +119,8 @@ class RunningSet:
         for seq in batch.seqs:
             seq.num_computed += 1
             seq.num_in_flight += 1
+        if self._forked:
+            self._forked.difference_update(batch.seqs)
         self._batch = batch.next()
         self._num_steps_left -= 1
         return batch
@@ -117,7 +129,7 @@ class RunningSet:
         """Rows that have left, or are at their end, go; whoever may decode joins."""
         batch, joining = self._batch, sorted(self._joining, key=self._key)
         overtakes = joining and batch.seqs and self._key(joining[0]) < self._key(batch.seqs[-1])
-        if overtakes or self._beams:  # a beam is in every second batch, or waits longer
+        if overtakes:
             batch, joining = NO_DECODES, self.seqs
         if batch.seqs:
             batch = batch.keep(self._staying(batch))
@@ -141,10 +153,12 @@ class RunningSet:
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
-        remembered = self.forked | self.rewritten | set(self.jumped) | self._beams | self._joining
-        assert remembered <= set(self.seqs), "a fork, beam or jump is remembered that does not run"
+        remembered = self._forked | self._rewritten | set(self.forced) | self._joining
+        assert remembered <= set(self.seqs), (
+            "a fork or forced tokens are remembered that do not run"
+        )
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.seqs)
-        if not (self._left or self._joining or self._beams) and self._num_steps_left > 0:
+        if not (self._left or self._joining) and self._num_steps_left > 0:
             members = [seq for seq in self.seqs if may_decode(seq)]
             assert list(self._batch.seqs) == members, "the batch is out of date"
             needs_host = any(seq.needs_host for seq in members)
@@ -156,7 +170,5 @@ class RunningSet:
 
 
 def may_decode(seq: Sequence) -> bool:
-    """False for a prefill, and for a beam that waits for its token or for other beams."""
-    if seq.held or not seq.num_prefill <= seq.num_computed < seq.num_to_compute:
-        return False
-    return seq.num_in_flight == 0 or not seq.request.sampling_params.use_beam_search
+    """Whether its prefill is planned to its end, and its last token is not."""
+    return seq.num_prefill <= seq.num_computed < seq.num_to_compute

@@ -1,9 +1,19 @@
-"""Every live request, from its arrival to its last token. No torch, no clock.
+"""Who runs in the next step: continuous batching, chunked prefill, preemption. No torch, no clock.
 
 The protocol: `add` requests; `plan` a step and launch it; when its tokens are known, `finish_step`.
-Steps are planned by a `StepPlanner`, one ahead of those that are finished. A sequence that
-finished is freed at once although a step in flight may still write for it: steps run in the
-order of their launch, so no later step sees those writes.
+A plan may be made while the step before is in flight: a decode needs only the length of its
+sequence, which is known without the token. `plan` decides, in this order:
+
+  1. one token for each running sequence that decodes, by priority and age; where no page is left,
+     the youngest is preempted: swapped out, or computed again later
+  2. the forced tokens of running sequences: known, to be computed in one go
+  3. prompts, as far as the step's budget goes: those that have begun, then, if nobody was
+     preempted, those that wait, as long as slots and pages last
+
+Beside decodes the budget is a chunk (chunk_policy.py), so that no token waits long for a
+neighbour's prompt. A step's prompt blocks are found by the plans after it, before it is done, and a
+sequence that finished is freed at once although a step in flight may still write for it: steps run
+in the order of their launch.
 Invariant: `check_integrity()`; with no live request `check_empty()`.
 """
 
@@ -12,16 +22,13 @@ from __future__ import annotations
 from itertools import repeat
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
-from asyncllm.engine.beam_group import BeamGroup
-from asyncllm.engine.beam_search import EndedSearch
-from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.block_manager import BlockManager, PrefixMatch
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
-from asyncllm.engine.preemption import Preemption
-from asyncllm.engine.running_set import RunningSet
+from asyncllm.engine.running_set import RunningSet, may_decode
 from asyncllm.engine.stats import SchedulerStats
-from asyncllm.engine.step_planner import StepPlanner
+from asyncllm.engine.step_draft import StepDraft
 from asyncllm.engine.waiting_queue import WaitingQueue
-from asyncllm.step_plan import StepPlan
+from asyncllm.step_plan import PrefillRow, StepPlan
 from asyncllm.types import (
     FinishReason,
     Request,
@@ -29,10 +36,10 @@ from asyncllm.types import (
     SequenceStatus,
     StepResult,
     SwapCost,
-    TokenLogprobs,
     TokenUpdate,
 )
 
+FREE_PAGES_WATERMARK = 0.01  # fraction of pages kept free at admission, so that decodes can grow
 PUBLISHED_BLOCKS = 16  # of an answer at a time, and the rest at its end
 
 
@@ -51,7 +58,9 @@ class Scheduler:
         swap_cost: SwapCost | None = None,
         totals: SchedulerStats | None = None,
     ) -> None:
-        """`totals`: those of a scheduler that this one replaces, to count on from."""
+        """`totals`: those of a scheduler that this one replaces, to count on from.
+        `swap_cost`: None swaps whatever can be swapped, in mode "auto".
+        """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
@@ -61,17 +70,15 @@ class Scheduler:
         self.waiting = WaitingQueue(self._key)
         self.running = RunningSet(max_num_seqs, self._key)
         self._requests: dict[str, Request] = {}
-        self._beams: dict[str, BeamGroup] = {}  # of requests that search
-        self._ended_searches: list[EndedSearch] = []
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
-        parts = blocks, self.waiting, self.running, self._stats
-        self._planner = StepPlanner(
-            *parts,
-            max_num_batched_tokens=max_num_batched_tokens,
-            chunk_policy=chunk_policy,
-            preemption=Preemption(*parts, preemption_mode, swap_cost),
-        )
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._chunk_policy = chunk_policy
+        self._preemption_mode = preemption_mode
+        self._swap_cost = swap_cost
+        self._next_step_id = 0
+        self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan
+        self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -83,10 +90,6 @@ class Scheduler:
         """Queue a request. With n > 1 its first sequence computes the prompt for all."""
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         self._requests[request.request_id] = request
-        if request.sampling_params.use_beam_search:
-            self._beams[request.request_id] = BeamGroup(
-                request, self.blocks, self.waiting, self.running
-            )
         first, *siblings = request.sequences
         if siblings:
             self.waiting.hold_back(siblings)
@@ -116,42 +119,267 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.request.finished:
             del self._requests[seq.request.request_id]
-            self._beams.pop(seq.request.request_id, None)
 
-    # --- steps -------------------------------------------------------------------------------
+    # --- a step's plan ------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """The next step, its sequences advanced as if it were done; None where there is nothing."""
-        return self._planner.plan()
+        self.publish_planned()
+        draft = StepDraft(self._max_num_batched_tokens)
+        if not self.running.is_idle:  # a first prompt waits for nothing that is not its own
+            self._plan_decodes(draft)
+            self._plan_forced(draft)
+        self._plan_prefills(draft)
+        if draft.empty:
+            return None
+        self._next_step_id += 1
+        plan = draft.finish(self._next_step_id)
+        self._unpublished = plan.prefills
+        return plan
 
     def publish_planned(self) -> None:
-        """What the next `plan` does first, for whoever has the time sooner: it hashes prompts."""
-        self._planner.publish_planned()
+        """Have the next plans find what the last one computes of prompts."""
+        rows, self._unpublished = self._unpublished, ()
+        for row in rows:
+            if row.seq.status is SequenceStatus.RUNNING:  # who ends is published then
+                self.blocks.publish(row.seq)
+
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        """One token of each that decodes; the youngest are preempted while pages are short."""
+        blocks, running, batch = self.blocks, self.running, self.running.next_batch()
+        # A page is full, or (right after a fork) shared: the rest of the rows need no look.
+        seqs = batch.seqs if running.has_forks else batch.at_block_start(blocks.block_size)
+        if running.has_forks or running.forced or blocks.device.num_free < len(seqs):
+            for seq in running.in_order([*seqs, *running.forced]):
+                if seq.status is SequenceStatus.RUNNING:
+                    self._take_pages(seq, self._next_positions(seq), draft)
+        else:
+            draft.page_appends += blocks.extend(seqs)
+        if rewritten := running.take_rewritten():
+            slots = {seq.slot for seq in rewritten}
+            draft.page_appends = [a for a in draft.page_appends if a.slot not in slots]
+            for seq in rewritten:
+                draft.init_slot(seq, blocks.pages_of(seq))
+        draft.decodes = running.take_batch()
+
+    def _next_positions(self, seq: Sequence) -> list[int]:
+        """The next position to compute, and those after it that begin a block."""
+        first, size = seq.num_computed, self.blocks.block_size
+        if seq.num_prefill <= first + 1:
+            return [first]
+        return [first, *range((first // size + 1) * size, seq.num_prefill, size)]
+
+    def _take_pages(self, seq: Sequence, positions: list[int], draft: StepDraft) -> None:
+        """Pages for these positions of `seq`, or its own preemption where it is the youngest.
+
+        All or none: what was taken in a step cannot be swapped out by the same step.
+        """
+        blocks = self.blocks
+        needing = [position for position in positions if blocks.needs_page(seq, position)]
+        while blocks.device.num_free < len(needing):
+            victim = self.running.seqs[-1]
+            self._preempt(victim, draft)
+            if victim is seq:
+                return
+            # The victim may have shared the page and left it.
+            needing = [position for position in needing if blocks.needs_page(seq, position)]
+        for position in needing:
+            append, copy = blocks.reserve(seq, position)
+            draft.page_appends.append(append)
+            if copy is not None:
+                draft.page_copies.append(copy)
+
+    def _plan_forced(self, draft: StepDraft) -> None:
+        """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
+        draft.budget -= len(draft.decodes)
+        for seq in self.running.take_forced():
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
+
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        started = self.running.prefilling()
+        if not started and not self.waiting:
+            return
+        begun = [seq.num_prefill - seq.num_computed for seq in started]
+        num_beside = self._max_num_batched_tokens - draft.budget  # decodes and jumps
+        room = self._chunk_policy.room(num_beside, self._num_startable_tokens(), begun)
+        draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
+        draft.budget, draft.shared = min(draft.budget, room.num_tokens), room.shared
+        if started and not draft.preempted:
+            self._admit_short(draft, started[0])
+        for seq in started:
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
+        if not draft.preempted:
+            self._admit_waiting(draft)
+
+    def _num_startable_tokens(self) -> int:
+        """Prompt tokens that wait only for their turn, not for a slot or for pages."""
+        blocks, waiting = self.blocks, self.waiting
+        num_startable = min(len(waiting), self.running.num_free_slots)
+        num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
+        return min(num_tokens, blocks.device.num_free * blocks.block_size)
+
+    def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
+        """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
+        start, left = seq.num_computed, seq.num_prefill - seq.num_computed
+        if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
+            draft.budget = left
+        end = min(seq.num_prefill, start + draft.budget)
+        samples: tuple[Sequence, ...] = ()
+        if end == seq.num_prefill:
+            samples = (seq, *self._fork(seq, draft))
+        draft.prefills.append(
+            PrefillRow(
+                seq=seq,
+                slot=seq.slot,
+                start=start,
+                token_ids=seq.token_ids[start:end],
+                block_ids=self.blocks.pages_of(seq)[: self.blocks.num_blocks(end)],
+                samples=samples,
+            )
+        )
+        draft.take(end - start)
+        seq.num_computed = end
+        for sampled in samples:
+            self.running.join(sampled)
+            sampled.num_computed = end
+            sampled.num_in_flight += 1
+
+    def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
+        """Siblings that share this prompt from here on; those without a slot queue on their own."""
+        siblings = self.waiting.take_siblings(seq)
+        forks = siblings[: self.running.num_free_slots]
+        for child in forks:
+            self.blocks.fork(seq, child)
+            child.num_prefill = child.num_computed = seq.num_prefill
+            child.num_cached_tokens = seq.num_cached_tokens
+            self._take_slot(child, draft)
+            self.running.note_fork(seq, child)
+        for child in siblings[len(forks) :]:
+            self.waiting.add(child)
+        return forks
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def _admit_short(self, draft: StepDraft, oldest: Sequence) -> None:
+        """Where a long prompt takes many steps, half of each is for prompts that it finishes."""
+        kept = draft.budget - draft.budget // 2
+        if oldest.num_prefill - oldest.num_computed > draft.budget:
+            draft.budget -= kept
+            self._admit_waiting(draft, to_the_end=True)
+            draft.budget = max(draft.budget, 0) + kept  # what they share is no debt of the oldest's
+
+    def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
+        """From the head of the queue. `to_the_end`: only prefills that end in this step."""
+        while self.waiting and draft.budget > 0 and self.running.num_free_slots:
+            seq = self.waiting.head
+            if seq.num_in_flight > 0:
+                return  # preempted a moment ago: its last token is known after the step in flight
+            if seq.status is SequenceStatus.SWAPPED:
+                admitted = self._swap_in(seq, draft)
+            else:
+                admitted = self._admit(seq, draft, to_the_end)
+            if not admitted:
+                return
+            self.waiting.remove(seq)
+
+    def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
+        """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
+        # Logprobs of a position need its hidden state, which no page holds.
+        match = PrefixMatch(()) if seq.owes_prompt_logprobs else self.blocks.match_prefix(seq)
+        num_left = len(seq.token_ids) - len(match) * self.blocks.block_size
+        if to_the_end and num_left > draft.budget:
+            return False
+        if not self._fits(self.blocks.num_pages_to_admit(seq, match)):
+            return False
+        draft.swap_in += self.blocks.admit(seq, match)
+        num_cached = len(match) * self.blocks.block_size
+        if seq.num_prefill == 0 and seq.num_output_tokens == 0:  # its first admission
+            seq.num_cached_tokens = num_cached
+            self._stats.prefix_cache_queries += seq.num_prompt_tokens
+            self._stats.prefix_cache_hits += num_cached
+        seq.num_computed = num_cached
+        seq.num_prefill = len(seq.token_ids)
+        self._take_slot(seq, draft)
+        self._prefill_chunk(seq, draft)
+        return True
+
+    def _swap_in(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Bring a swapped sequence back, if it fits with its next token; False where not."""
+        if not self._fits(self.blocks.num_pages_to_swap_in(seq)):
+            return False
+        draft.swap_in += self.blocks.swap_in(seq)
+        self._take_slot(seq, draft)
+        if seq.num_computed < seq.num_prefill:
+            self._prefill_chunk(seq, draft)
+        elif may_decode(seq):
+            self._take_pages(seq, [seq.num_computed], draft)
+            draft.decodes = draft.decodes.plus([seq])
+            draft.budget -= 1
+            seq.num_computed += 1
+            seq.num_in_flight += 1
+        return True
+
+    def _fits(self, num_pages: int) -> bool:
+        watermark = self._watermark if self.running.seqs else 0
+        return self.blocks.device.num_free - num_pages >= watermark
+
+    def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
+        self.running.add(seq)
+        draft.init_slot(seq, self.blocks.pages_of(seq))
+
+    # --- preemption --------------------------------------------------------------------------
+
+    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
+        """Take slot and pages from a running sequence and put it back into the queue."""
+        draft.preempted = True
+        seq.request.metrics.num_preemptions += 1
+        self.running.remove(seq)
+        self.blocks.publish(seq)  # what is recomputed may find it
+        if self._should_swap(seq):
+            draft.swap_out += self.blocks.swap_out(seq)
+            seq.status = SequenceStatus.SWAPPED
+            self._stats.num_preemptions_swap += 1
+        else:
+            self.blocks.free(seq)
+            seq.num_computed = 0
+            seq.status = SequenceStatus.WAITING
+            self._stats.num_preemptions_recompute += 1
+        self.waiting.add(seq)
+
+    def _should_swap(self, seq: Sequence) -> bool:
+        """Whether it can be, and is asked for or costs less time, there and back."""
+        if self._preemption_mode == "recompute" or not self.blocks.can_swap_out(seq):
+            return False
+        if self._preemption_mode == "swap" or self._swap_cost is None:
+            return True
+        cost = self._swap_cost
+        num_pages = self.blocks.num_blocks(seq.num_computed)
+        recompute = self.blocks.num_uncached_tokens(seq) * cost.seconds_per_token
+        return 2 * num_pages * cost.seconds_per_page < recompute
+
+    # --- a step's tokens ---------------------------------------------------------------------
 
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take a finished step's tokens. Sequences that are over are finished and freed here.
 
-        Rows of sequences that ended or jumped while the step was in flight are dropped. Beams bring
-        no news before their search has ended: `take_ended_searches`.
+        Rows of sequences that ended or got forced tokens while the step was in flight are dropped.
         """
         for seq in plan.decodes.at_block_end(PUBLISHED_BLOCKS * self.blocks.block_size):
             if seq.status is SequenceStatus.RUNNING:
                 self.blocks.publish(seq)
         updates: list[TokenUpdate] = []
-        beams, finished = self._beams, SequenceStatus.FINISHED
+        finished = SequenceStatus.FINISHED
         logprobs_of = result.logprobs or repeat(None, len(result.token_ids))
         for update in zip(plan.sampled, result.token_ids, logprobs_of, strict=True):
-            seq, token_id, logprobs = update
+            seq, token_id, _ = update
             if seq.status is finished:
                 continue
             if seq.num_to_drop:
                 seq.num_to_drop -= 1
                 continue
             seq.num_in_flight -= 1
-            if beams and seq.request.request_id in beams:
-                assert logprobs is not None, f"sequence {seq.seq_id}: a beam without logprobs"
-                self._take_beam(seq, logprobs)
-                continue
             token_ids = seq.token_ids
             token_ids.append(token_id)
             if len(token_ids) > seq.num_to_compute or token_id in seq.request.stop_token_ids:
@@ -159,7 +387,7 @@ class Scheduler:
             updates.append(update)
         return updates
 
-    def jump(self, seq: Sequence, token_ids: list[int]) -> list[TokenUpdate]:
+    def jump_forward(self, seq: Sequence, token_ids: list[int]) -> list[TokenUpdate]:
         """Append tokens that must come, the first of them for the one sample in flight.
 
         That sample will be dropped; the tokens are computed as a prefill of the next plans. Fewer
@@ -174,24 +402,8 @@ class Scheduler:
             updates.append((seq, token_id, None))
             if seq.status is SequenceStatus.FINISHED:
                 return updates
-        self.running.jump(seq)
+        self.running.jump_forward(seq)
         return updates
-
-    def take_ended_searches(self) -> list[EndedSearch]:
-        """Those that ended since the last call: their requests are finished."""
-        taken, self._ended_searches = self._ended_searches, []
-        return taken
-
-    def _take_beam(self, seq: Sequence, logprobs: TokenLogprobs) -> None:
-        """What may follow a beam; the end of its request, where that ends the search."""
-        request = seq.request
-        group = self._beams[request.request_id]
-        group.take(seq, logprobs)
-        if group.search.is_over:
-            beams = [beam for _, beam in group.search.ended]
-            for best, beam in zip(request.sequences, beams, strict=True):
-                self._finish_by_token(best, beam.token_id)
-            self._ended_searches.append(EndedSearch(request, beams))
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
         """End it where its last token, or its length, says so."""
@@ -199,17 +411,10 @@ class Scheduler:
         num_output = len(seq.token_ids) - len(request.prompt_token_ids)
         may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None
         if may_stop and token_id in request.stop_token_ids:
-            self._finish_by_token(seq, token_id)
+            asked_for = token_id in (request.sampling_params.stop_token_ids or ())
+            self.finish(seq, FinishReason.STOP, token_id if asked_for else None)
         elif num_output >= request.max_tokens:
             self.finish(seq, FinishReason.LENGTH)
-
-    def _finish_by_token(self, seq: Sequence, token_id: int) -> None:
-        """By its last token, or, where that is no stop token, by its length."""
-        if token_id not in seq.request.stop_token_ids:
-            self.finish(seq, FinishReason.LENGTH)
-        else:
-            is_eos = token_id not in (seq.request.sampling_params.stop_token_ids or ())
-            self.finish(seq, FinishReason.STOP, None if is_eos else token_id)
 
     # --- books -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the engine tells its observers, once per finished step and never per token.
+"""The records that observers get, once per finished step and never per token.
 
 The records carry vLLM's meanings; `recorder.py` adds them up, /metrics publishes them.
 """
@@ -74,7 +74,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class IterationStats:
-    """What one step brought."""
+    """Tokens, latencies and ends of requests that one step brought."""
 
     num_prompt_tokens: int = 0  # of the requests whose first token this step gave
     num_cached_tokens: int = 0  # of these, taken from the prefix cache
@@ -86,6 +86,6 @@ class IterationStats:
 
 
 class StatLogger(Protocol):
-    """An observer; it must not block. One that raises is told no more."""
+    """An observer; it must not block. One that raises gets no more."""
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None: ...

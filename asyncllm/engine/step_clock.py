@@ -6,18 +6,23 @@
 The device's begin and end of a step come from the executor (CUDA events, or the CPU thread's own
 clock), never from a synchronisation. The launch lead is what is left of step N when step N+1 has
 been launched; below zero the device had to wait. Steps end in the order of their launch, so a queue
-joins the two. Idleness (nothing to plan) ends the comparison between neighbours.
+joins the two. Idleness (nothing to plan) ends the comparison between neighbours. `LoopLag` measures
+what holds the loop itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncllm.engine.stats import StepKind, StepRecord
 from asyncllm.step_plan import StepPlan
 from asyncllm.worker.executor import LaunchedStep
+
+LAG_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -74,3 +79,31 @@ def kind_of(plan: StepPlan) -> StepKind:
     if not plan.prefills:
         return "decode" if plan.decodes else "swap"
     return "mixed" if plan.decodes else "prefill"
+
+
+class LoopLag:
+    """Calls `observe` with each lag in seconds, by a timer while steps run, and none when idle.
+
+    A callback that holds the loop for long delays every stream at once; this shows it whoever did
+    it, HTTP handlers and the embedding application included. uvloop's timers tick in milliseconds
+    and may fire up to one early, so lags under a millisecond read as zero. Made on its loop.
+    """
+
+    def __init__(self, observe: Callable[[float], None]) -> None:
+        self._observe = observe
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Sample once more; called once per step."""
+        if self._timer is None:
+            due = time.monotonic() + LAG_INTERVAL_S
+            self._timer = self._loop.call_later(LAG_INTERVAL_S, self._fire, due)
+
+    def _fire(self, due: float) -> None:
+        self._timer = None
+        self._observe(max(time.monotonic() - due, 0.0))
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 from asyncllm.step_plan import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, SlotInit, StepPlan
+from asyncllm.types import Sequence
 
 
 @dataclass(slots=True)
@@ -30,6 +31,12 @@ class StepDraft:
     @property
     def empty(self) -> bool:
         return not (self.decodes or self.prefills or self.swap_out)
+
+    def init_slot(self, seq: Sequence, block_ids: list[int]) -> None:
+        """All that the device must know of `seq`, which owns a slot and these pages."""
+        self.slot_inits.append(
+            SlotInit(seq, seq.slot, block_ids, seq.num_computed, list(seq.token_ids))
+        )
 
     def take(self, num_tokens: int) -> None:
         """The next tokens of a prompt."""

@@ -64,7 +64,7 @@ def reasoning_tokens(config: EngineConfig, tokenizer: Tokenizer | None) -> Reaso
 
 
 class ThinkingBudget:
-    """What must come next in one sequence, because it has thought enough. Linear in its tokens."""
+    """Forces the end of reasoning in one sequence that has thought enough. Linear in its tokens."""
 
     __slots__ = ("_end", "_is_open", "_num_left", "_num_matched", "_num_read", "_start")
 

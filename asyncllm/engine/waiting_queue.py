@@ -2,8 +2,7 @@
 
 In order of service, which is the scheduler's `key`: a preempted sequence keeps its place. It counts
 the prompt tokens that wait, because the step's chunk depends on them. Beside the queue it holds
-back the siblings (n > 1) of a prompt whose first sequence computes it for all, and of a beam search
-the sequences that carry no beam, or one that waits for the others.
+back the siblings (n > 1) of a prompt whose first sequence computes it for all.
 """
 
 from __future__ import annotations
@@ -28,14 +27,11 @@ class WaitingQueue:
         return self._seqs[0]
 
     def add(self, seq: Sequence) -> None:
-        if seq.held:
-            self.hold_back([seq])
-            return
         insort(self._seqs, seq, key=self._key)
         self.num_prompt_tokens += len(seq.request.prompt_token_ids)
 
     def remove(self, seq: Sequence) -> None:
-        """Of the queue, or of those held back."""
+        """Take `seq` out of the queue, or out of those held back."""
         siblings = self._siblings.get(seq.request.request_id, [])
         if seq in siblings:
             siblings.remove(seq)

@@ -29,7 +29,6 @@ from asyncllm.types import (
     Sequence,
     SequenceStatus,
     StepResult,
-    TokenLogprobs,
     TokenMasks,
 )
 
@@ -37,7 +36,7 @@ VOCAB_SIZE = 64
 
 
 def first_cell(cache_key: bytes) -> int:
-    """What stands before position 0: an adapter or a salt changes all KV after it."""
+    """The cell before position 0: an adapter or a salt changes all KV after it."""
     return crc32(cache_key)
 
 
@@ -54,13 +53,6 @@ def next_token(cells: list[int], seed: int, banned: frozenset[int]) -> int:
     return token_id
 
 
-def continuations(cells: list[int]) -> TokenLogprobs:
-    """Every token that may follow `cells` in a beam search, the most likely first."""
-    logprobs = {token: -(hash((token, *cells)) % 10_007) / 1000 for token in range(VOCAB_SIZE)}
-    top_ids = sorted(logprobs, key=lambda token: -logprobs[token])
-    return TokenLogprobs(logprobs[top_ids[0]], 1, top_ids, [logprobs[token] for token in top_ids])
-
-
 def banned_tokens(request: Request, output_ids: list[int]) -> frozenset[int]:
     """The last tokens of those bad words that `output_ids` is about to complete."""
     end = len(output_ids)
@@ -72,7 +64,7 @@ def banned_tokens(request: Request, output_ids: list[int]) -> frozenset[int]:
 
 
 def masked_tokens(banned: frozenset[int], masked: Iterable[int]) -> frozenset[int]:
-    """What must not come where a grammar forbids `masked`: it wins over other bans."""
+    """The tokens that must not come where a grammar forbids `masked`: it wins over other bans."""
     masked = frozenset(masked)
     together = banned | masked
     return masked if len(together) == VOCAB_SIZE else together
@@ -189,11 +181,7 @@ class FakeDevice:
             assert index <= len(table), f"slot {slot}: entry {index} skips one"
             table[index : index + 1] = [page]
         contexts = self._forward(plan)
-        logprobs = [
-            continuations(context) if seq.request.sampling_params.use_beam_search else None
-            for seq, context in zip(plan.sampled, contexts, strict=True)
-        ]
-        return StepResult(self._sample(step, contexts), logprobs)
+        return StepResult(self._sample(step, contexts))
 
     def _forward(self, plan: StepPlan) -> list[list[int]]:
         """The whole context of each sample, read back from the pages after all writes.

@@ -1,15 +1,13 @@
-"""What a sequence must say, from its tokens alone: no pages, slots, steps or neighbours."""
+"""The right answer of a sequence, from its tokens alone: no pages, slots, steps or neighbours."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncllm.engine.beam_search import Beam, BeamSearch
 from asyncllm.types import FinishReason, Request, Sequence
 from tests.engine.automaton import Automaton
 from tests.engine.fake_device import (
     banned_tokens,
-    continuations,
     first_cell,
     kv_cell,
     masked_tokens,
@@ -54,33 +52,6 @@ def cells_of(request: Request, output_ids: list[int]) -> list[int]:
     for token_id in [*request.prompt_token_ids, *output_ids]:
         cells.append(kv_cell(token_id, cells))
     return cells
-
-
-def search_alone(request: Request) -> list[Answer]:
-    """The beams of `request`, each computed from its own text alone."""
-    params = request.sampling_params
-    search = BeamSearch(
-        width=params.num_sequences,
-        max_tokens=request.max_tokens,
-        stop_token_ids=request.stop_token_ids,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-    )
-    while not search.is_over:
-        search.advance([continuations(cells_of(request, _tokens(beam))) for beam in search.live])
-    return [_beam_answer(request, _tokens(beam)) for _, beam in search.ended]
-
-
-def _tokens(beam: Beam) -> list[int]:
-    return [step.token_id for step in beam.path()]
-
-
-def _beam_answer(request: Request, output_ids: list[int]) -> Answer:
-    last = output_ids[-1]
-    if last not in request.stop_token_ids:
-        return Answer(output_ids, FinishReason.LENGTH, None)
-    asked_for = last in (request.sampling_params.stop_token_ids or ())
-    return Answer(output_ids, FinishReason.STOP, last if asked_for else None)
 
 
 def ends_with_stop_string(output_ids: list[int]) -> bool:

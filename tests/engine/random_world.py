@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from asyncllm.engine import chunk_policy as policy_module
-from asyncllm.engine import step_planner as planner_module
+from asyncllm.engine import scheduler as scheduler_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
@@ -37,7 +37,7 @@ from asyncllm.types import (
 from tests.engine.automaton import Automaton
 from tests.engine.builders import make_request, scheduled_requests
 from tests.engine.fake_device import VOCAB_SIZE, FakeDevice, FakeLaunched
-from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone, search_alone
+from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone
 
 MAX_LEN = 40  # tokens of prompt and answer
 MAX_REQUESTS = 24
@@ -60,7 +60,6 @@ class World:
     steps_at_add: dict[str, int] = field(default_factory=dict)
     finished_texts: list[tuple[list[int], int]] = field(default_factory=list)  # and prompt lengths
     cut: dict[int, int] = field(default_factory=dict)  # seq_id -> tokens up to its stop string
-    beams: dict[str, list[list[int]]] = field(default_factory=dict)  # of searches that ended
     followed: dict[str, int] = field(default_factory=dict)  # request -> prompt length before it
 
     def __post_init__(self) -> None:
@@ -80,7 +79,7 @@ class World:
             num_host_pages,
             enable_prefix_caching=rng.random() < 0.8,
         )
-        planner_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
+        scheduler_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
@@ -98,7 +97,7 @@ class World:
             rng=random.Random(self.seed + 1),
             lazy=rng.random() < 0.7,
         )
-        self._untold: list[TokenUpdate] = []
+        self._pending_emit: list[TokenUpdate] = []
         self.num_to_come = rng.randint(4, 16)
         self.rush = rng.choice([0, 0, 1, 6])  # most event loop turns between two arrivals
         self.abort_rate = rng.choice([0.0, 0.02, 0.1, 0.2])
@@ -112,19 +111,15 @@ class World:
         on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
         running = list(self.scheduler.running.seqs)
         prefilling = [seq for seq in running if seq.num_computed < seq.num_prefill]
-        held = [seq for seq in running if seq.held]
-        self.jumped = {id(seq) for seq in self.scheduler.running.jumped}
+        self.forced = {id(seq) for seq in self.scheduler.running.forced}
         plan = self.scheduler.plan()
         self._check_sequences()
         self.seen["preemption of a jump"] += sum(
-            id(seq) in self.jumped and seq.status is not SequenceStatus.RUNNING
+            id(seq) in self.forced and seq.status is not SequenceStatus.RUNNING
             for seq in self.scheduler.waiting
         )
         self.seen["preemption of a prefill"] += sum(
             seq.status is not SequenceStatus.RUNNING for seq in prefilling
-        )
-        self.seen["preemption of a held beam"] += sum(
-            seq.status is not SequenceStatus.RUNNING for seq in held
         )
         if plan is not None:
             self.num_steps += 1
@@ -136,9 +131,9 @@ class World:
 
     def _check_chunk(self, plan: StepPlan) -> None:
         """Prompt tokens beside decodes are few; those of who just came back do not count."""
-        back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.jumped}
+        back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.forced}
         num_decodes = sum(id(row.seq) not in back for row in plan.decodes)
-        jumped = [row for row in plan.prefills if id(row.seq) in self.jumped]
+        jumped = [row for row in plan.prefills if id(row.seq) in self.forced]
         if (num_decodes or jumped) and self.chunk.chunk_tokens is not None:
             num_prompt_tokens = plan.num_tokens - len(plan.decodes)
             num_jumped = sum(len(row.token_ids) for row in jumped)
@@ -157,17 +152,17 @@ class World:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
         assert isinstance(launched, FakeLaunched)
-        moments = [self.tell, lambda: None]  # the thread works beside the loop
+        moments = [self.emit, lambda: None]  # the thread works beside the loop
         self.rng.shuffle(moments)
         constrained = constrain(plan, self, launched.sample, moments[0])
         moments[1]()
         assert not constrained.failures
         for _ in range(self.rng.randint(0, 2)):
             await asyncio.sleep(0)
-        for seq, token_ids in constrained.jumps:
+        for seq, token_ids in constrained.forced:
             if seq.status is SequenceStatus.RUNNING:
                 self.seen["jump"] += 1
-                self._take(self.scheduler.jump(seq, token_ids))
+                self._take(self.scheduler.jump_forward(seq, token_ids))
         self.scheduler.check_integrity()
 
     def host(self) -> np.ndarray:
@@ -179,21 +174,15 @@ class World:
             s.status is SequenceStatus.FINISHED and s.finish_reason is not FinishReason.ABORT
             for s in plan.sampled
         )
-        self._untold = self.scheduler.finish_step(plan, result)
-        for request, beams in self.scheduler.take_ended_searches():
-            self.beams[request.request_id] = [
-                [step.token_id for step in beam.path()] for beam in beams
-            ]
-            for seq in request.sequences:
-                self._note_finish(seq)
+        self._pending_emit = self.scheduler.finish_step(plan, result)
         self._check_sequences()
         work = sum(self._work(request) for request in self.requests)
         for request in scheduled_requests(self.scheduler).values():
             age = self.num_steps - self.steps_at_add[request.request_id]
             assert age <= 4 * work, f"{request.request_id} has waited for {age} steps"
 
-    def tell(self) -> None:
-        updates, self._untold = self._untold, []
+    def emit(self) -> None:
+        updates, self._pending_emit = self._pending_emit, []
         self._take([u for u in updates if u[0].finish_reason is not FinishReason.ABORT])
 
     def _take(self, updates: list[TokenUpdate]) -> None:
@@ -225,11 +214,8 @@ class World:
         for seq in self.scheduler.waiting:
             assert seq.slot == PADDING_SLOT
             assert seq.status is SequenceStatus.SWAPPED or seq.num_computed == 0
-            assert not seq.held
-        for seq in self.scheduler.waiting.held_back():
-            self.seen["held beam without a slot"] += seq.held
 
-    async def linger(self) -> None:
+    async def wait_to_plan(self) -> None:
         pass
 
     async def idle(self) -> None:
@@ -257,27 +243,6 @@ class World:
             await asyncio.sleep(0)
 
     def _random_request(self) -> Request:
-        return self._random_search() if self.rng.random() < 0.2 else self._random_sampling()
-
-    def _random_search(self) -> Request:
-        rng, number = self.rng, len(self.requests)
-        most = min(self.num_pages * self.block_size, MAX_LEN)
-        prompt = self._random_prompt(f"r{number}")[: max(1, most - rng.randint(1, 9))]
-        max_tokens = rng.randint(1, max(1, most - len(prompt)))
-        return make_request(
-            number,
-            prompt,
-            max_tokens=max_tokens,
-            priority=rng.randint(-1, 1),
-            stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 5, 30])),
-            cache_key=rng.choice([b"", b"adapter"]),
-            n=rng.choice([1, 2, 3, 5]),
-            use_beam_search=True,
-            length_penalty=rng.choice([1.0, 1.0, 0.0, 2.0]),
-            early_stopping=rng.choice([False, True, "never"]),
-        )
-
-    def _random_sampling(self) -> Request:
         rng = self.rng
         most = min(self.num_pages * self.block_size, MAX_LEN)  # what admission lets in
         request_id = f"r{len(self.requests)}"
@@ -341,9 +306,8 @@ class World:
 
     @staticmethod
     def _work(request: Request) -> int:
-        """Steps of one token each, at most; a beam may be computed again for each of its tokens."""
-        times = request.max_tokens if request.sampling_params.use_beam_search else 1
-        return times * len(request.sequences) * (len(request.prompt_token_ids) + request.max_tokens)
+        """Steps of one token each, at most."""
+        return len(request.sequences) * (len(request.prompt_token_ids) + request.max_tokens)
 
     # --- what happened ---
 
@@ -352,11 +316,6 @@ class World:
         seen["copy on write"] += len(plan.page_copies)
         begun = [row.start > row.seq.num_cached_tokens for row in plan.prefills]
         seen["short prompt before a long one"] += (False, True) in pairwise(begun)
-        decoding = {id(seq) for seq in plan.decodes.seqs}
-        seen["beam rewritten"] += sum(
-            id(init.seq) in decoding and init.seq.request.sampling_params.use_beam_search
-            for init in plan.slot_inits
-        )
         for row in plan.prefills:
             seen["chunked prefill"] += not row.samples
             seen["fork"] += len(row.samples[1:])
@@ -382,8 +341,6 @@ class World:
     def _state(self, seq: Sequence) -> str:
         if seq.status is SequenceStatus.FINISHED:
             return "finished"
-        if seq.held:
-            return "held"
         if seq.status is SequenceStatus.RUNNING:
             state = "prefilling" if seq.num_computed < seq.num_prefill else "decoding"
         elif seq.status is SequenceStatus.SWAPPED:
@@ -403,28 +360,14 @@ class World:
         await self.clients
         self.scheduler.check_empty()
         for request in self.requests:
-            if request.sampling_params.use_beam_search:
-                self._check_beams(request)
-            else:
-                for seq in request.sequences:
-                    self._check_answer(seq)
+            for seq in request.sequences:
+                self._check_answer(seq)
             before = self.followed.get(request.request_id, 1 << 30)
             self.seen["prefix hit of an output"] += request.sequences[0].num_cached_tokens > before
         stats = self.scheduler.stats()
         self.seen["swap preemption"] += stats.num_preemptions_swap
         self.seen["recompute preemption"] += stats.num_preemptions_recompute
         self.seen["prefix hit"] += stats.prefix_cache_hits
-
-    def _check_beams(self, request: Request) -> None:
-        if request.sequences[0].finish_reason is FinishReason.ABORT:
-            return
-        beams = [
-            Answer(token_ids, seq.finish_reason, seq.stop_reason)  # type: ignore[arg-type]
-            for seq, token_ids in zip(
-                request.sequences, self.beams[request.request_id], strict=True
-            )
-        ]
-        assert beams == search_alone(request), request.request_id
 
     def _check_answer(self, seq: Sequence) -> None:
         right = generate_alone(seq, seq.request.request_id in self.stop_strings)

@@ -42,13 +42,13 @@ def small_engine(**changes: Any) -> AsyncLLMEngine:
 
 
 async def settle(engine: AsyncLLMEngine) -> None:
-    """What was in flight ends before a request that comes after it; then nothing may be left."""
+    """All in flight ends before a request that comes after it; then nothing may be left."""
     await engine.generate("the last", GREEDY)
     engine.check_idle()
 
 
 def set_queue_clock_forward(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """What waits for its first step has waited so much longer."""
+    """Requests that wait for their first step have waited so much longer."""
     late = Admission.late
     monkeypatch.setattr(Admission, "late", lambda self, now: late(self, now + seconds))
 

@@ -133,23 +133,24 @@ def check(output: RequestOutput, search: str, expected: list[tuple[list[int], fl
 
 
 async def run_engine(reference: Reference, regime: dict[str, Any], searches: list[str]) -> Any:
-    """All searches of all prompts at once, beside a greedy answer; outputs and final stats."""
+    """All searches of all prompts at once, beside greedy answers; outputs and final stats."""
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, detokenize=False)
     engine = AsyncLLMEngine(str(reference.folder), skip_tokenizer_init=True, **regime)
     async with engine:
-        alone = await engine.generate(reference.prompts[0], greedy)
+        alone = [await engine.generate(prompt, greedy) for prompt in reference.prompts]
         outputs = await asyncio.gather(
-            engine.generate(reference.prompts[0], greedy),
+            *(engine.generate(prompt, greedy) for prompt in reference.prompts),
             *(
                 engine.generate(prompt, params_of(search))
                 for search in searches
                 for prompt in reference.prompts
             ),
         )
-        assert outputs[0].outputs[0].token_ids == alone.outputs[0].token_ids
+        for output, expected in zip(outputs, alone, strict=False):
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         engine.check_integrity()
         engine.check_idle()
-        return outputs[1:], engine.stats()
+        return outputs[len(alone) :], engine.stats()
 
 
 @pytest.mark.parametrize("regime", REGIMES)

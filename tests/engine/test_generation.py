@@ -1,4 +1,4 @@
-"""What awaiting costs, and what happens to a generation that nobody holds any more."""
+"""Awaiting costs no turn per token, and a generation that nobody holds is aborted."""
 
 from __future__ import annotations
 

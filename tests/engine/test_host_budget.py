@@ -1,4 +1,4 @@
-"""What a token costs the host, counted in function calls: the same on every machine.
+"""The host's cost of a token in function calls: the same on every machine.
 
 The path is the real one from plan to transport: scheduler, step builder, output processor, server,
 SSE frames. Calls per token have a ceiling, and grow neither with the batch nor with the length of
@@ -241,7 +241,7 @@ def test_cost_does_not_grow_with_the_history() -> None:
 
 
 async def bytes_per_step(host: Host) -> int:
-    """What a step takes at its peak; the least of STEPS, in which no list happened to grow."""
+    """A step's memory at its peak; the least of STEPS, in which no list happened to grow."""
     tracemalloc.start()
     try:
         peaks = []

@@ -96,19 +96,19 @@ def generate(
 def jumps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the jumps that engines make."""
     lengths: list[int] = []
-    plain = constraints._jumps
+    plain = constraints._forced_tokens
 
     def counted(*args: Any) -> Any:
         found = plain(*args)
         lengths.extend(len(forced) for _, forced in found[0])
         return found
 
-    monkeypatch.setattr(constraints, "_jumps", counted)
+    monkeypatch.setattr(constraints, "_forced_tokens", counted)
     return lengths
 
 
 def no_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "may_jump", lambda seq: False)
+    monkeypatch.setattr(constraints, "may_jump_forward", lambda seq: False)
 
 
 # --- grammars ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from asyncllm import (
     RequestOutput,
     SamplingParams,
 )
-from asyncllm.engine import engine_steps, live_requests
+from asyncllm.engine import engine_steps
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.stats import IterationStats, SchedulerStats
@@ -44,12 +44,17 @@ def core_of(engine: AsyncLLMEngine) -> EngineCore:
     return engine._core
 
 
+def is_scheduled(core: EngineCore, name: str) -> bool:
+    """Whether the scheduler has a request of that name, or beams of it."""
+    return any(key.split("\0")[0] == name for key in scheduled_requests(core.live.scheduler))
+
+
 async def outcome(engine: AsyncLLMEngine, prompt: str, params: SamplingParams) -> RequestOutput:
     return await engine.generate(prompt, params, request_id=prompt)
 
 
 class FailingOutputs:
-    """`process` raises once, at the step after which the scheduler has nothing left of `name`."""
+    """`process` raises once, at a step after which the scheduler has nothing left of `name`."""
 
     def __init__(self, core: EngineCore, name: str) -> None:
         self.core, self.name = core, name
@@ -57,7 +62,7 @@ class FailingOutputs:
         core.live.outputs.process = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, updates: list[TokenUpdate], *rest: Any) -> Any:
-        if self.name not in scheduled_requests(self.core.live.scheduler):
+        if not is_scheduled(self.core, self.name):
             self.core.live.outputs.process = self.process  # type: ignore[method-assign]
             raise ArithmeticError("planted")
         return self.process(updates, *rest)
@@ -65,7 +70,7 @@ class FailingOutputs:
 
 @pytest.mark.parametrize("params", [SEARCH, SHORT], ids=["beam search", "by its length"])
 def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParams) -> None:
-    """With the error, a search too: its words follow only where it is told."""
+    """With the error, a search too, of which all beams' requests have ended."""
 
     async def main() -> None:
         async with small_engine() as engine:
@@ -73,7 +78,7 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParam
             longer = asyncio.create_task(outcome(engine, "longer", ENDLESS))
             await until(lambda: engine.stats().num_running)
             ending = asyncio.create_task(outcome(engine, "ends", params))
-            await until(lambda: "ends" in scheduled_requests(core_of(engine).live.scheduler))
+            await until(lambda: is_scheduled(core_of(engine), "ends"))
             FailingOutputs(core_of(engine), "ends")
             for request in (longer, ending):
                 with pytest.raises(RequestFailedError, match="planted"):
@@ -84,19 +89,73 @@ def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParam
     run(main())
 
 
-def test_a_search_whose_words_find_no_thread_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def no_thread(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
+async def behind_an_endless_one(engine: AsyncLLMEngine) -> tuple[Any, Any]:
+    """(A request that runs, a search that waits for it)."""
+    running = asyncio.create_task(outcome(engine, "running", ENDLESS))
+    await until(lambda: engine.stats().num_running == 1)
+    searching = asyncio.create_task(outcome(engine, "search", SEARCH))
+    await until(lambda: engine.stats().num_waiting >= 1)
+    return running, searching
 
+
+def test_a_search_that_waits_outlives_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            expected = (await outcome(engine, "search", SEARCH)).outputs
+            running, searching = await behind_an_endless_one(engine)
+            core = core_of(engine)
+            launch = core.worker.launch
+
+            def fail_once(*_: Any) -> Any:
+                monkeypatch.setattr(core.worker, "launch", launch)
+                raise ArithmeticError("planted")
+
+            monkeypatch.setattr(core.worker, "launch", fail_once)
+            with pytest.raises(RequestFailedError, match="planted"):
+                await running
+            assert (await searching).outputs == expected
+            await settle(engine)
+            monkeypatch.undo()
+
+    run(main())
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "too long a wait"])
+def test_a_search_that_waits_ends_with_its_beams(
+    monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    async def main() -> None:
+        async with small_engine(max_num_seqs=1) as engine:
+            running, searching = await behind_an_endless_one(engine)
+            if ends_by == "abort":
+                engine.abort("search", "disconnect")
+                assert not is_scheduled(core_of(engine), "search")
+                assert engine.recorder.aborts == {"disconnect": 1}  # none of them a beam's
+                reasons = [answer.finish_reason for answer in (await searching).outputs]
+                assert reasons == ["abort"] * 2
+            else:
+                set_queue_clock_forward(monkeypatch, 601)
+                with pytest.raises(QueueFullError, match=r"^request search: waited"):
+                    await searching
+                monkeypatch.undo()
+            engine.abort("running")
+            assert (await running).finished
+            await settle(engine)
+
+    run(main())
+
+
+def test_a_search_of_which_a_beam_fails_does_so_under_its_own_name() -> None:
     async def main() -> None:
         async with small_engine() as engine:
-            monkeypatch.setattr(live_requests, "in_own_thread", no_thread)
-            with pytest.raises(RequestFailedError, match="can't start new thread"):
-                await outcome(engine, "hello", SEARCH)
-            engine.check_idle()
-            monkeypatch.undo()
+            core = core_of(engine)
+            searching = asyncio.create_task(outcome(engine, "search", SEARCH))
+            await until(lambda: is_scheduled(core, "search"))
+            beams = [r for r in core.live.outputs.requests() if r.parent is not None]
+            core.live.fail(beams[:1], "its logits are not finite")
+            with pytest.raises(RequestFailedError, match=r"^request search: its logits are not"):
+                await searching
+            await settle(engine)
 
     run(main())
 
@@ -297,7 +356,7 @@ def test_the_last_moment_before_a_plan_is_no_turns_that_keep_the_gil_from_a_step
                 patch.setattr(engine_steps, "TIMER_SECONDS", 1.0)
                 patch.setattr(engine_steps, "time", SimpleNamespace(monotonic=lambda: now[0]))
                 patch.setattr(engine_steps, "asyncio", SimpleNamespace(sleep=sleep))
-                await steps.linger()
+                await steps.wait_to_plan()
 
     run(test())
     assert slept == [2.5, *([] if runs_on_host else [0] * 8)]

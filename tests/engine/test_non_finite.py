@@ -155,7 +155,7 @@ def test_who_leaves_before_his_logits_are_seen_leaves_nothing_behind(
             finish = core.steps.finish
 
             def leave_first(*step: Any) -> None:
-                core.abort("poisoned")
+                engine.abort("poisoned")
                 finish(*step)
 
             core.steps.finish = leave_first  # type: ignore[method-assign]

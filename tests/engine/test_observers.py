@@ -1,4 +1,4 @@
-"""What goes wrong in observing a step costs no answer, and what clients were told is observed."""
+"""A fault in observing a step costs no answer, and all that was emitted is observed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Script:
         host_steps: tuple[int, ...] = (),
     ) -> None:
         self.log: list[str] = []
-        self.untold: list[int] = []
+        self.pending_emit: list[int] = []
         self.wait_turns = wait_turns
         self._steps = list(steps)
         self._host_steps = host_steps
@@ -66,19 +66,19 @@ class Script:
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         await asyncio.sleep(0)
         self.note(f"constrain {plan.step_id}")
-        self.tell()
+        self.emit()
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         assert result.token_ids == [plan.step_id], "the result of another step"
         self.note(f"finish {plan.step_id}")
-        self.untold.append(plan.step_id)
+        self.pending_emit.append(plan.step_id)
 
-    def tell(self) -> None:
-        assert len(self.untold) <= 1, "a step is told before the next is finished"
-        if self.untold:
-            self.note(f"tell {self.untold.pop()}")
+    def emit(self) -> None:
+        assert len(self.pending_emit) <= 1, "a step is told before the next is finished"
+        if self.pending_emit:
+            self.note(f"emit {self.pending_emit.pop()}")
 
-    async def linger(self) -> None:
+    async def wait_to_plan(self) -> None:
         pass
 
     async def idle(self) -> None:
@@ -110,24 +110,24 @@ def run(pipeline: Pipeline, script: Script) -> list[str]:
 def test_one_step_is_launched_before_the_one_before_is_awaited() -> None:
     assert run(run_ahead, Script([1, 2, 3])) == [
         "plan 1", "launch 1",
-        "plan 2", "launch 2", "wait 1", "finish 1", "tell 1",
-        "plan 3", "launch 3", "wait 2", "finish 2", "tell 2",
-        "wait 3", "finish 3", "tell 3",
+        "plan 2", "launch 2", "wait 1", "finish 1", "emit 1",
+        "plan 3", "launch 3", "wait 2", "finish 2", "emit 2",
+        "wait 3", "finish 3", "emit 3",
         "idle",
     ]  # fmt: skip
 
 
-def test_it_lingers_only_while_a_step_is_in_flight() -> None:
+def test_it_waits_to_plan_only_while_a_step_is_in_flight() -> None:
     class Lingering(Script):
-        async def linger(self) -> None:
-            self.note("linger")
+        async def wait_to_plan(self) -> None:
+            self.note("wait_to_plan")
 
     assert run(run_ahead, Lingering([1, 2, None, 3])) == [
         "plan 1", "launch 1",
-        "linger", "plan 2", "launch 2", "wait 1", "finish 1", "tell 1",
-        "linger", "wait 2", "finish 2", "tell 2",
+        "wait_to_plan", "plan 2", "launch 2", "wait 1", "finish 1", "emit 1",
+        "wait_to_plan", "wait 2", "finish 2", "emit 2",
         "plan 3", "launch 3",
-        "linger", "wait 3", "finish 3", "tell 3",
+        "wait_to_plan", "wait 3", "finish 3", "emit 3",
         "idle",
     ]  # fmt: skip
 
@@ -135,23 +135,23 @@ def test_it_lingers_only_while_a_step_is_in_flight() -> None:
 def test_a_step_with_host_rows_is_sampled_when_the_one_before_is_known() -> None:
     assert run(run_ahead, Script([1, 2, 3, 4, None], host_steps=(1, 3, 4))) == [
         "plan 1", "launch 1", "constrain 1",
-        "plan 2", "launch 2", "wait 1", "finish 1", "tell 1",
-        "plan 3", "launch 3", "wait 2", "finish 2", "constrain 3", "tell 2",
-        "plan 4", "launch 4", "wait 3", "finish 3", "constrain 4", "tell 3",
-        "wait 4", "finish 4", "tell 4",
+        "plan 2", "launch 2", "wait 1", "finish 1", "emit 1",
+        "plan 3", "launch 3", "wait 2", "finish 2", "constrain 3", "emit 2",
+        "plan 4", "launch 4", "wait 3", "finish 3", "constrain 4", "emit 3",
+        "wait 4", "finish 4", "emit 4",
         "idle",
     ]  # fmt: skip
     assert run(run_synchronous, Script([1, 2], host_steps=(2,))) == [
-        "plan 1", "launch 1", "wait 1", "finish 1", "tell 1",
-        "plan 2", "launch 2", "constrain 2", "wait 2", "finish 2", "tell 2",
+        "plan 1", "launch 1", "wait 1", "finish 1", "emit 1",
+        "plan 2", "launch 2", "constrain 2", "wait 2", "finish 2", "emit 2",
         "idle",
     ]  # fmt: skip
 
 
 def test_the_synchronous_twin_does_one_after_the_other() -> None:
     assert run(run_synchronous, Script([1, 2])) == [
-        "plan 1", "launch 1", "wait 1", "finish 1", "tell 1",
-        "plan 2", "launch 2", "wait 2", "finish 2", "tell 2",
+        "plan 1", "launch 1", "wait 1", "finish 1", "emit 1",
+        "plan 2", "launch 2", "wait 2", "finish 2", "emit 2",
         "idle",
     ]  # fmt: skip
 
@@ -160,9 +160,9 @@ def test_a_step_in_flight_is_finished_before_the_pipeline_idles() -> None:
     log = run(run_ahead, Script([1, None, 2, None, None]))
     assert log == [
         "plan 1", "launch 1",
-        "wait 1", "finish 1", "tell 1",
+        "wait 1", "finish 1", "emit 1",
         "plan 2", "launch 2",
-        "wait 2", "finish 2", "tell 2",
+        "wait 2", "finish 2", "emit 2",
         "idle",
     ]  # fmt: skip
 
@@ -217,7 +217,7 @@ def test_an_idle_that_returns_at_once_does_not_lock_others_out(pipeline: Pipelin
 
 @BOTH
 @pytest.mark.parametrize(
-    "verb", ["plan 2", "launch 2", "constrain 2", "wait 2", "finish 2", "tell 2", "idle"]
+    "verb", ["plan 2", "launch 2", "constrain 2", "wait 2", "finish 2", "emit 2", "idle"]
 )
 def test_what_a_verb_raises_comes_out(pipeline: Pipeline, verb: str) -> None:
     script = Script([1, 2, 3], fail_at=verb, host_steps=(2,))
@@ -266,14 +266,14 @@ class SmallEngine:
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.scheduler.finish_step(plan, result)
 
-    def tell(self) -> None:
+    def emit(self) -> None:
         pass
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         assert isinstance(launched, FakeLaunched)
         launched.sample()
 
-    async def linger(self) -> None:
+    async def wait_to_plan(self) -> None:
         pass
 
     async def idle(self) -> None:

@@ -1,4 +1,4 @@
-"""What is remembered of steps and requests, and for how long."""
+"""The recorder's totals of steps and requests, and its last minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import uvloop
 
 from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.loop_lag import LoopLag
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import (
@@ -21,6 +20,7 @@ from asyncllm.engine.stats import (
     SchedulerStats,
     StepRecord,
 )
+from asyncllm.engine.step_clock import LoopLag
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_loop_lag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lags: list[float] = []
 
     async def main() -> None:
-        monkeypatch.setattr("asyncllm.engine.loop_lag.INTERVAL_S", 0.01)
+        monkeypatch.setattr("asyncllm.engine.step_clock.LAG_INTERVAL_S", 0.01)
         lag = LoopLag(lags.append)
         lag.watch()
         lag.watch()  # one timer at a time

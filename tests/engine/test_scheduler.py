@@ -354,7 +354,7 @@ def test_a_jump_is_a_prefill_of_the_next_plan_and_drops_the_sample_in_flight() -
     seq = add(scheduler, make_request(1, range(4), max_tokens=9, stop_token_ids=[9]))
     before, ahead = scheduler.plan(), scheduler.plan()
     finish(scheduler, before, 5)
-    updates = scheduler.jump(seq, [6, 7, 8])
+    updates = scheduler.jump_forward(seq, [6, 7, 8])
     assert [token_id for _, token_id, _ in updates] == [6, 7, 8]
     scheduler.check_integrity()
     after = scheduler.plan()
@@ -377,7 +377,7 @@ def test_a_jump_ends_where_its_sequence_does(
     seq = add(scheduler, make_request(1, range(4), max_tokens=4, stop_token_ids=[9]))
     before, ahead = scheduler.plan(), scheduler.plan()
     finish(scheduler, before, 5)
-    scheduler.jump(seq, tokens)
+    scheduler.jump_forward(seq, tokens)
     assert seq.token_ids[4:] == said and seq.finish_reason is reason
     scheduler.check_empty()
     assert finish(scheduler, ahead) == []
@@ -390,7 +390,7 @@ def test_a_jump_beside_a_long_prompt_does_not_wait_for_it() -> None:
     seq = add(scheduler, make_request(2, [1, 2, 3], max_tokens=9))
     plan = scheduler.plan()
     assert plan is not None and plan.sampled == (seq,)
-    scheduler.jump(seq, [6, 7, 8])
+    scheduler.jump_forward(seq, [6, 7, 8])
     assert prefilling(scheduler.plan()) == [("r2", 3, 3), ("r1", 17, 7)]
 
 
@@ -400,7 +400,7 @@ def test_who_jumps_waits_for_no_more_of_a_prompt_than_who_decodes() -> None:
     scheduler = make_scheduler(num_pages=2000, max_num_batched_tokens=4096, chunk_policy=policy)
     seq = add(scheduler, make_request(1, [1, 2, 3], max_tokens=100))
     scheduler.plan()
-    scheduler.jump(seq, [6, 7, 8])
+    scheduler.jump_forward(seq, [6, 7, 8])
     add(scheduler, make_request(2, range(1000, 5000)))
     plan = scheduler.plan()
     assert prefilling(plan) == [("r1", 3, 3), ("r2", 0, 509)]
@@ -410,7 +410,7 @@ def test_a_jump_of_a_penalised_sequence_tells_the_device_all_it_has_said() -> No
     scheduler = make_scheduler()
     seq = add(scheduler, make_request(1, range(3), presence_penalty=1.0))
     scheduler.plan()
-    scheduler.jump(seq, [6, 7])
+    scheduler.jump_forward(seq, [6, 7])
     after = scheduler.plan()
     assert after is not None and not after.page_appends
     (init,) = after.slot_inits
@@ -733,7 +733,7 @@ def test_what_an_answer_has_filled_is_found_after_it(ended_by: str) -> None:
     if ended_by == "its client":
         scheduler.abort("r1")
     elif ended_by == "preemption":
-        scheduler._planner._preemption.preempt(seq, StepDraft())
+        scheduler._preempt(seq, StepDraft())
     said = [*range(6), *[7] * 9]
     again = add(scheduler, make_request(2, said, priority=-1))
     run_step(scheduler)

@@ -55,7 +55,7 @@ def answers(params: SamplingParams, **args: Any) -> list[RequestOutput]:
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncllm.attention.flashinfer import FlashInferAttention
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
 
     monkeypatch.setattr(FlashInferAttention, "step_attention", lambda self, most: None)
 

@@ -1,4 +1,4 @@
-"""What each sampling parameter means, as one distribution in float64: from vLLM's documents,
+"""Each sampling parameter's meaning, as one distribution in float64: from vLLM's documents,
 one token at a time, without a look at the sampler."""
 
 from __future__ import annotations

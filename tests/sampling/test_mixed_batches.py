@@ -1,4 +1,4 @@
-"""What one request asks of the sampler is nobody else's business: neighbours keep their tokens."""
+"""One request's sampling parameters change nothing for others: neighbours keep their tokens."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_what_a_prompt_leaves_open(
 
 
 def answer(tokens: ReasoningTokens, budget: int, prompt: list[int], wishes: list[int]) -> list[int]:
-    """What comes out where the model would say `wishes` one after the other."""
+    """The output where the model would say `wishes` one after the other."""
     forcer = ThinkingBudget(tokens, budget, len(prompt), tokens.num_open(prompt))
     said: list[int] = []
     todo = list(wishes)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncllm import EngineArgs, InvalidRequestError, SamplingParams
 from asyncllm.engine.input_processor import InputProcessor
-from asyncllm.engine.logprob_limits import MAX_OUTPUT_LOGPROB_ENTRIES
-from asyncllm.engine.request_limits import MAX_PROMPT_LOGPROB_ENTRIES
-from asyncllm.engine.text.bad_words import bad_words_ids
+from asyncllm.engine.request_limits import MAX_OUTPUT_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES
+from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.param_checks import MAX_SEED
 from asyncllm.sampling_limits import (
@@ -201,8 +199,9 @@ def test_answers_without_logprobs_have_the_whole_window(processor: InputProcesso
     assert request.max_tokens == processor.max_model_len - 1
 
 
-def test_a_bad_word_without_tokens_is_refused() -> None:
-    encoder: Any = SimpleNamespace(encode=lambda text, special, param: [], check_ids=None)
+def test_a_bad_word_without_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = PromptEncoder(None, vocab_size=9, max_model_len=9)
+    monkeypatch.setattr(encoder, "encode", lambda text, special, param: [])
     with pytest.raises(InvalidRequestError) as caught:
-        bad_words_ids(SamplingParams(bad_words=["x"]), encoder)
+        encoder.bad_words_ids(["x"])
     assert caught.value.param == "bad_words"

@@ -1,4 +1,4 @@
-"""What is refused, naming keyword and place, and what is kept although llguidance would not."""
+"""Schemas are refused by keyword and place, and some kept although llguidance would not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `StructuredOutputsParams` refuses by itself, and under which name."""
+"""`StructuredOutputsParams` refuses by itself, naming the field."""
 
 from __future__ import annotations
 

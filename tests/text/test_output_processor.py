@@ -1,4 +1,4 @@
-"""What clients get for the tokens that were sampled."""
+"""Clients get text, logprobs and ends for the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 # --- deltas ------------------------------------------------------------------------------------
 
 
-def test_each_step_emits_its_news(byte_level: Tokenizer) -> None:
+def test_each_step_emits_its_tokens(byte_level: Tokenizer) -> None:
     feed = TokenFeed(byte_level)
     request = make_request(prompt_ids=[3, 4, 5])
     feed.add(request)

@@ -32,7 +32,7 @@ def test_the_pattern_is_found() -> None:
 
 
 def test_the_librarys_own_pattern_cuts_alike() -> None:
-    """What ByteLevel does by itself, and a split by GPT2_PATTERN before it."""
+    """ByteLevel by itself, and a split by GPT2_PATTERN before it."""
     by_itself = folders.byte_level().pre_tokenizer
     split = pre_tokenizers.Sequence(
         [

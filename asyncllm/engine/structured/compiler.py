@@ -250,13 +250,13 @@ def _num_fill_threads() -> int:
 
 
 def _look_at(result: asyncio.Future[CompiledGrammar]) -> None:
-    """Of an error that comes when nobody waits any more asyncio would complain."""
+    """Asyncio would complain of an error that comes when nobody waits any more."""
     if not result.cancelled():
         result.exception()
 
 
 def _key(params: StructuredOutputsParams) -> bytes:
-    """What was asked, byte by byte the same for the same."""
+    """The request's wish as bytes, the same for the same."""
     after = params.after
     return orjson.dumps(
         [

@@ -1,4 +1,4 @@
-"""One sequence's way through its grammar: a `TokenConstraint` on llguidance's matcher.
+"""One sequence's place in its grammar: a `TokenConstraint` on llguidance's matcher.
 
 The text may end only where the grammar may, and must where nothing else may come. Where the
 library gives up (one of its limits, or a state from which nothing leads on) it would say "end
@@ -59,7 +59,7 @@ class GrammarConstraint:
         """`accept` for all tokens of each row: what it would raise, or None."""
         rows = range(len(constraints))
         accepted = [True] * len(rows)
-        # One token each is the rule, and done together on several cores; more come of a jump.
+        # One token each is the rule, and done together on several cores; more are forced ones.
         single = [row for row in _by_lexer(constraints) if len(token_ids[row]) == 1]
         if single:
             pairs = [(constraints[row]._matcher, token_ids[row][0]) for row in single]
@@ -88,7 +88,7 @@ class GrammarConstraint:
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
     def _seal(self, bitmask: np.ndarray) -> Exception | None:
-        """What is ours to change in a mask that the library filled; or why it could not."""
+        """Make our own changes in a mask that the library filled; or say why it could not."""
         if self._matcher.is_error():
             return self._end()
         if self._ignored_ends:

@@ -1,4 +1,4 @@
-"""What a request asks its text to be, as the text of a grammar that llguidance compiles.
+"""A request's structured output as the text of a grammar that llguidance compiles.
 
 Pure: the same parameters give the same text, which is also the key under which the compiled
 grammar is kept. Errors name the field.

@@ -38,7 +38,7 @@ class LarkBuilder(LarkText):
         return f"@{name}"
 
     def grammars(self, start: str, *, forcing: bool) -> str:
-        """What llguidance takes; `start` is an expression of rules made here."""
+        """The grammar that llguidance takes; `start` is an expression of rules made here."""
         return self.own_grammars(self.build(start), forcing=forcing)
 
     def own_grammars(self, lark: str, *, forcing: bool) -> str:

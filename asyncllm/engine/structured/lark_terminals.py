@@ -36,7 +36,7 @@ class LarkTerminals:
         return len(self._bodies)
 
     def depth(self) -> int:
-        """Of the longest chain of names; TOO_MANY where it does not end."""
+        """The length of the longest chain of names; TOO_MANY where it does not end."""
 
         depth = partial(self._depth, {})
         try:
@@ -45,14 +45,14 @@ class LarkTerminals:
             return TOO_MANY
 
     def _depth(self, known: dict[str, int], name: str) -> int:
-        """Of the chain from this one; `known` gathers them."""
+        """The length of the chain from this one; `known` gathers them."""
         if name not in known:
             depth = partial(self._depth, known)
             known[name] = 1 + max(map(depth, set(self._named[name])), default=0)
         return known[name]
 
     def max_chars(self) -> int:
-        """Of the longest terminal, all names and counts in it written out."""
+        """The size of the longest terminal, all names and counts in it written out."""
 
         chars = partial(self._chars, {})
         try:
@@ -61,7 +61,7 @@ class LarkTerminals:
             return TOO_MANY
 
     def _chars(self, known: dict[str, int], name: str) -> int:
-        """Of this one; `known` gathers them."""
+        """The size of this one; `known` gathers them."""
         if name not in known:
             body = self._bodies[name]
             written_out = len(body) + sum(map(partial(self._chars, known), self._named[name]))
@@ -70,7 +70,7 @@ class LarkTerminals:
 
 
 def product_of_counts(text: str, count: re.Pattern[str] = _COUNT) -> int:
-    """Of all repetitions in a text, as if they stood in each other."""
+    """The product of all repetitions in a text, as if they stood in each other."""
     product = 1
     for digits in count.findall(text):
         if len(digits) > 18:

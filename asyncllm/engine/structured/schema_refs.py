@@ -9,7 +9,7 @@ MAX_REF_HOPS = 16
 
 
 def resolve_ref(root: dict[str, Any], ref: str) -> Any:
-    """What the fragment `ref` (`#` or `#/...`) points to. Raises `LookupError`."""
+    """The value that the fragment `ref` (`#` or `#/...`) points to. Raises `LookupError`."""
     node: Any = root
     for escaped in ref.split("/")[1:]:
         key = unquote(escaped).replace("~1", "/").replace("~0", "~")

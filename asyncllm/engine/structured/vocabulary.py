@@ -59,7 +59,7 @@ class Vocabulary:
         return self._bpe
 
     def prepare(self) -> None:
-        """What the first grammar with an added token would have to wait for."""
+        """Make ahead all that the first grammar with an added token would wait for."""
         if self._added_texts:
             self._asking_python()
 

@@ -6,7 +6,7 @@ it is whole; bytes that can no longer become one turn into U+FFFD at once, those
 the end in `flush`. It knows no stop strings.
 
 `TableDetokenizer` looks a token up and is the hot path. `WindowDetokenizer` serves every other
-decoder: it decodes the last few tokens with and without the new one; the difference is the news.
+decoder: it decodes the last few tokens with and without the new one; the difference is new.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What was held back. Nothing may be pushed after it."""
+        """The text held back. Nothing may be pushed after it."""
         ...
 
 

@@ -64,7 +64,7 @@ def _reading_once(generic: Any) -> Any:
 
 
 class _AddedTokens(msgspec.Struct):
-    """Of a tokenizer.json; the vocabulary is passed over."""
+    """The part of a tokenizer.json that is read; the vocabulary is passed over."""
 
     added_tokens: list[dict[str, Any]]
 

@@ -5,7 +5,7 @@ Its one state is what it was made with, so it may run in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from asyncllm.engine.text.prompt import ParsedPrompt
 from asyncllm.engine.text.tokenizer import Tokenizer
@@ -63,6 +63,26 @@ class PromptEncoder:
                 "this engine has no tokenizer: send prompt_token_ids, with detokenize=False", param
             )
         return self._tokenizer
+
+    def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Forbidden words as the token sequences that would write them, as vLLM does it.
+
+        Each at the beginning of a text and after a space. Raises `InvalidRequestError`.
+        """
+        found: dict[tuple[int, ...], None] = {}  # an ordered set
+        for word in words:
+            text = word.lstrip() or word
+            plain = tuple(self.encode(text, False, "bad_words"))
+            spaced = tuple(self.encode(f" {text}", False, "bad_words"))
+            if not plain:
+                raise InvalidRequestError(f"bad_words: {word!r} has no tokens", "bad_words")
+            found[plain] = None
+            # Where the space is a token by itself, the plain form forbids the word after it too.
+            if len(plain) == len(spaced) and plain[:1] != spaced[:1]:
+                found[spaced] = None
+        for ids in found:
+            self.check_ids(ids, "bad_words")
+        return tuple(found)
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         """Each must be in the vocabulary: the embedding has no row for another."""

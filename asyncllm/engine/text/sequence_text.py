@@ -13,7 +13,7 @@ from asyncllm.types import FinishReason, Request, Sequence
 class SequenceText:
     """`push` each token; the last one with `is_last`, or else `close`.
 
-    `push` is the detokeniser's own where there are no stop strings: most tokens take that way, and
+    `push` is the detokeniser's own where there are no stop strings: most tokens do that, and
     a call saved there is a tenth of a token's cost.
     """
 
@@ -40,7 +40,7 @@ class SequenceText:
         return text, stop
 
     def close(self) -> str:
-        """What was held back, for a sequence that ends between tokens."""
+        """The text held back, for a sequence that ends between tokens."""
         held = self._stops.flush() if self._stops is not None else ""
         return held + self._detokenizer.flush()
 

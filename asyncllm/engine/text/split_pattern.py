@@ -6,12 +6,12 @@ the pattern and the tokens' bytes are all that it takes to tokenize as such a to
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
+from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, normalizers
-
-from asyncllm.engine.text.tokenizer_steps import steps_of
 
 # What the library's ByteLevel means by `use_regex`.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -52,8 +52,18 @@ def _cuts_between(raw: RawTokenizer, one: str, other: str) -> bool:
 
 
 def _regex(step: dict) -> str | None:
-    """Of a step that makes each match and what is between them a piece."""
+    """The pattern of a step that makes each match and what is between them a piece."""
     if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
         return None
     pattern: str | None = step["pattern"].get("Regex")
     return pattern
+
+
+def steps_of(part: Any, name: str) -> list[dict]:
+    """A pre-tokenizer's or decoder's steps as the library's JSON; a sequence calls them `name`."""
+    if part is None:
+        return []
+    # The pickled state is that JSON. `to_str()` holds it too, with megabytes of vocabulary around.
+    state = json.loads(part.__getstate__())
+    steps: list[dict] = state[name] if state["type"] == "Sequence" else [state]
+    return steps

@@ -46,7 +46,7 @@ class StopChecker:
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """What may be sent now, and the stop string that ended the text, if one did."""
+        """The text that may be sent now, and the stop string that ended it, if one did."""
         may_stop = self._num_tokens_left <= 0
         self._num_tokens_left -= 1
         if not self._held and self._stops.first_characters.isdisjoint(delta):
@@ -62,7 +62,7 @@ class StopChecker:
         return text[: len(text) - num_held], None
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """The text held back, when it ends without a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""What each token id contributes to the text: a table, for the decoders that only concatenate.
+"""A table of the text that each token id gives, for the decoders that only concatenate.
 
 Two families of decoders join their tokens' bytes and decode the whole as UTF-8: byte-level ones
 (Llama 3, Qwen) and those of sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For them a
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from asyncllm.engine.text.tokenizer_steps import steps_of
+from asyncllm.engine.text.split_pattern import steps_of
 
 REPLACEMENT_CHARACTER = "\ufffd"
 REPLACE_EACH_BYTE = "asyncllm.replace_each_byte"  # a codec error handler

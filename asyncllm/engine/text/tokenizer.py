@@ -82,7 +82,7 @@ class Tokenizer:
 
     @property
     def added_texts(self) -> list[str]:
-        """What is a token wherever it stands in a text, and plain text all the same."""
+        """Added tokens that are a token wherever they stand, and plain text all the same."""
         return [text for i, text in self._added.items() if i not in self.special_ids]
 
     @property

@@ -1,4 +1,4 @@
-"""What clients hear where something comes between a step's books (`take`) and its news (`tell`)."""
+"""Clients get the right outputs where something comes between a step's `take` and its `emit`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm.engine.admission import Admission
+from asyncllm.engine.beam_client import BeamSearchClient
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.stats import AbortCause
 from asyncllm.outputs import RequestOutput
@@ -23,7 +24,12 @@ class Rig:
         self.heard: list[RequestOutput] = []
         self.live = LiveRequests(make_scheduler(), Admission(9, 999, 60.0), None, self.aborts)
         request = make_request(1, [1, 2, 3], max_tokens=max_tokens, detokenize=False, **params)
-        self.live.add(request, self.heard.append, None)
+        if request.sampling_params.use_beam_search:
+            search = BeamSearchClient(request, [2], self.live, self.heard.append, lambda: None)
+            self.live.add(request, search.receive, None)
+            search.ask()
+        else:
+            self.live.add(request, self.heard.append, None)
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         plan = self.live.scheduler.plan()
@@ -40,11 +46,11 @@ def test_a_step_is_told_once() -> None:
     rig = Rig(max_tokens=2)
     rig.take(7)
     assert not rig.heard
-    rig.live.tell()
-    rig.live.tell()
+    rig.live.emit()
+    rig.live.emit()
     assert rig.reasons == [None]
     rig.take(8)
-    rig.live.tell()
+    rig.live.emit()
     assert rig.reasons == [None, "length"]
     rig.live.check_empty()
 
@@ -54,7 +60,7 @@ def test_who_leaves_before_it_is_told_hears_of_its_end_alone(max_tokens: int) ->
     rig = Rig(max_tokens)
     rig.take(7)
     assert rig.live.abort("r1", "disconnect")
-    rig.live.tell()
+    rig.live.emit()
     assert rig.reasons == ["abort"] and not rig.heard[0].outputs[0].token_ids
     assert rig.aborts == {"disconnect": 1}
     assert not rig.live.abort("r1", "disconnect")
@@ -65,7 +71,7 @@ def test_a_search_whose_client_left_before_it_is_told_leaves_nothing() -> None:
     rig = Rig(max_tokens=1, use_beam_search=True, n=1)
     rig.take(7, TokenLogprobs(-1.0, 1, [7, 8], [-1.0, -2.0]))
     assert rig.live.abort("r1", "disconnect")
-    rig.live.tell()
+    rig.live.emit()
     assert rig.reasons == ["abort"]
     rig.live.check_empty()
 
@@ -75,7 +81,7 @@ def test_what_a_failed_step_could_not_tell_ends_with_its_error(max_tokens: int) 
     rig = Rig(max_tokens)
     rig.take(7)
     rig.live.restart(make_scheduler(), "boom", keep_queued=True)
-    rig.live.tell()
+    rig.live.emit()
     assert rig.reasons == ["error"]
     rig.live.check_empty()
 
@@ -84,5 +90,5 @@ def test_the_id_of_what_is_not_told_yet_is_taken() -> None:
     rig = Rig(max_tokens=1)
     rig.take(7)
     assert rig.live.outputs.has_request("r1") and "r1" not in scheduled_requests(rig.live.scheduler)
-    rig.live.tell()
+    rig.live.emit()
     assert not rig.live.outputs.has_request("r1")
