@@ -19,11 +19,16 @@ TESTS = Path(__file__).parent
 # Whole folders and modules of the slow tier. Single tests are marked where they are.
 SLOW = {
     TESTS / "clients",
+    TESTS / "loadtesting" / "test_ceiling.py",
+    TESTS / "loadtesting" / "test_page.py",
+    TESTS / "loadtesting" / "test_real_server.py",
+    TESTS / "loadtesting" / "test_runs.py",
     TESTS / "page" / "test_chat_page.py",
     TESTS / "page" / "test_docs_page.py",
     TESTS / "page" / "test_markdown.py",
     TESTS / "page" / "test_whole_page.py",
     TESTS / "server" / "test_schemathesis.py",
+    TESTS / "test_bench_first_token.py",
 }
 
 

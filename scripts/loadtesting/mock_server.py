@@ -162,6 +162,7 @@ def mock_processes(settings: MockSettings) -> Iterator[str]:
                 target=serve_in_this_process, args=(settings, True, there), daemon=True
             )
             process.start()
+            there.close()  # so that `recv` fails if the process ends before it listens
             stack.callback(process.join)
             stack.callback(process.terminate)
             url = here.recv()
