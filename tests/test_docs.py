@@ -100,9 +100,9 @@ def allocates(value: ast.AST, makers: set[str]) -> bool:
     for node in ast.walk(value):
         if isinstance(node, ast.Name) and node.id in makers:
             return True
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "np":
-            if node.attr in ALLOCATORS | makers:
-                return True
+        is_attribute = isinstance(node, ast.Attribute) and node.attr in ALLOCATORS | makers
+        if is_attribute and ast.unparse(node.value) != "np":
+            return True
     return False
 
 
