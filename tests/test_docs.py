@@ -100,8 +100,11 @@ def allocates(value: ast.AST, makers: set[str]) -> bool:
     for node in ast.walk(value):
         if isinstance(node, ast.Name) and node.id in makers:
             return True
-        is_attribute = isinstance(node, ast.Attribute) and node.attr in ALLOCATORS | makers
-        if is_attribute and ast.unparse(node.value) != "np":
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ALLOCATORS | makers
+            and ast.unparse(node.value) != "np"
+        ):
             return True
     return False
 
@@ -119,28 +122,32 @@ def stored_names(statement: ast.Assign | ast.AnnAssign) -> set[str]:
 
 def assigned_tensors(function: ast.FunctionDef, makers: set[str]) -> set[str]:
     """Names in it to which something with a tensor is assigned that was allocated."""
+    left = [n for n in ast.walk(function) if isinstance(n, ast.Assign | ast.AnnAssign) and n.value]
     found: set[str] = set()
-    assignments = [n for n in ast.walk(function) if isinstance(n, ast.Assign | ast.AnnAssign)]
-    for _ in assignments:  # what is assigned in a block comes later in the walk than its readers
-        for statement in assignments:
-            if statement.value is not None and allocates(statement.value, makers | found):
-                found |= stored_names(statement)
-    return found
+    while True:  # what is assigned in a block comes later in the walk than its readers
+        tensors = [n for n in left if n.value is not None and allocates(n.value, makers | found)]
+        if not tensors:
+            return found
+        left = [statement for statement in left if statement not in tensors]
+        found = found.union(*map(stored_names, tensors))
 
 
 def makers_of(module: ast.Module) -> set[str]:
     """Its functions that return what they, or others of the module, allocate."""
+    left = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     makers: set[str] = set()
-    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
-    for _ in functions:
-        for function in functions:
-            names = makers | assigned_tensors(function, makers)
-            returned = [
-                n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value
-            ]
-            if any(allocates(value, names) for value in returned):
-                makers.add(function.name)
-    return makers
+    while True:
+        new = {function.name for function in left if returns_tensors(function, makers)}
+        if not new:
+            return makers
+        makers |= new
+        left = [function for function in left if function.name not in new]
+
+
+def returns_tensors(function: ast.FunctionDef, makers: set[str]) -> bool:
+    returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value]
+    names = makers | assigned_tensors(function, makers) if returned else makers
+    return any(allocates(value, names) for value in returned)
 
 
 def tensor_owners(path: Path) -> dict[str, list[str]]:
