@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from asyncllm.config import (
@@ -25,6 +28,7 @@ from asyncllm.config import (
 )
 from asyncllm.generation_defaults import read_generation_defaults
 from asyncllm.model_config import ModelConfig, resolve_model_path
+from asyncllm.param_checks import shown
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
@@ -34,108 +38,72 @@ PREFILL_GRAPH_SIZES = tuple(
 )
 
 
+def flag(default: Any, help: str, *, least: float | None = None) -> Any:
+    """A dataclass field with its flag's help text and the least value that it takes."""
+    return field(default=default, metadata={"help": help, "least": least})
+
+
 @dataclass
 class EngineArgs:
-    """The engine's flags. `help` in a field's metadata is the flag's help text."""
+    """The engine's flags."""
 
-    model: str = field(default="tiny", metadata={"help": "model folder, or the built-in 'tiny'"})
-    tokenizer: str | None = field(default=None, metadata={"help": "folder, default: the model's"})
-    skip_tokenizer_init: bool = field(
-        default=False, metadata={"help": "no tokenizer: token ids in, token ids out"}
+    model: str = flag("tiny", "model folder, or the built-in 'tiny'")
+    tokenizer: str | None = flag(None, "folder, default: the model's")
+    skip_tokenizer_init: bool = flag(False, "no tokenizer: token ids in, token ids out")
+    served_model_name: list[str] | None = flag(None, "names clients may use, the first is reported")
+    dtype: DType = flag("auto", "auto: the checkpoint's on CUDA, float32 on CPU")
+    device: DeviceName = flag("auto", "auto: CUDA where there is one")
+    load_format: LoadFormat = flag("auto", "dummy: random weights, for benchmarks")
+    seed: int = flag(0, "for requests without a seed of their own")
+    max_model_len: int | None = flag(
+        None, "context window in tokens, default: what model and KV allow", least=1
     )
-    served_model_name: list[str] | None = field(
-        default=None, metadata={"help": "names clients may use, the first is reported"}
+    block_size: int = flag(16, "tokens per KV page", least=1)
+    num_gpu_blocks_override: int | None = flag(None, "KV pages, instead of profiling", least=1)
+    kv_cache_memory_bytes: int | None = flag(
+        None, "bytes for the KV cache, instead of profiling", least=1
     )
-    dtype: DType = field(
-        default="auto", metadata={"help": "auto: the checkpoint's on CUDA, float32 on CPU"}
+    gpu_memory_utilization: float = flag(
+        0.9, "share of device memory; on a CPU the KV cache takes a tenth"
     )
-    device: DeviceName = field(default="auto", metadata={"help": "auto: CUDA where there is one"})
-    load_format: LoadFormat = field(
-        default="auto", metadata={"help": "dummy: random weights, for benchmarks"}
+    swap_space: float = flag(4.0, "CPU memory for swapped pages, GiB", least=0)
+    enable_prefix_caching: bool = flag(True, "share equal prefixes")
+    max_num_seqs: int = flag(256, "sequences that run at once", least=1)
+    max_num_batched_tokens: int | None = flag(
+        None, "tokens per step, default 8192 on CUDA, 2048 on CPU", least=1
     )
-    seed: int = field(default=0, metadata={"help": "for requests without a seed of their own"})
-    max_model_len: int | None = field(
-        default=None,
-        metadata={"help": "context window in tokens, default: what model and KV allow"},
+    chunked_prefill_size: int | None = flag(
+        None,
+        "prompt tokens per step beside running decodes; on an idle device, of all but "
+        "the first prompt; default: measured",
+        least=1,
     )
-    block_size: int = field(default=16, metadata={"help": "tokens per KV page"})
-    num_gpu_blocks_override: int | None = field(
-        default=None, metadata={"help": "KV pages, instead of profiling"}
+    scheduling_policy: SchedulingPolicy = flag("fcfs", "priority: lower numbers first")
+    preemption_mode: PreemptionMode = flag("auto", "auto: what is cheaper for the sequence")
+    async_scheduling: bool = flag(True, "launch each step before the one before is known")
+    attention_backend: AttentionBackendName = flag(
+        "auto", "auto: on CUDA FlashInfer, or by measurement our own kernels; torch on a CPU"
     )
-    kv_cache_memory_bytes: int | None = field(
-        default=None, metadata={"help": "bytes for the KV cache, instead of profiling"}
+    enforce_eager: bool = flag(False, "no CUDA graphs")
+    cuda_graph_sizes: list[int] | None = flag(None, "decode batch sizes to capture")
+    prefill_graph_sizes: list[int] | None = flag(
+        None, "tokens per step with prefills to capture; 0 for none"
     )
-    gpu_memory_utilization: float = field(
-        default=0.9,
-        metadata={"help": "share of device memory; on a CPU the KV cache takes a tenth"},
+    max_logprobs: int = flag(20, "most logprobs a request may ask for", least=0)
+    logits_processors: list[str | type] | None = flag(
+        None, "classes of LogitsProcessor as module:Class, for requests that need them"
     )
-    swap_space: float = field(default=4.0, metadata={"help": "CPU memory for swapped pages, GiB"})
-    enable_prefix_caching: bool = field(default=True, metadata={"help": "share equal prefixes"})
-    max_num_seqs: int = field(default=256, metadata={"help": "sequences that run at once"})
-    max_num_batched_tokens: int | None = field(
-        default=None, metadata={"help": "tokens per step, default 8192 on CUDA, 2048 on CPU"}
+    generation_config: str = flag("auto", "auto: the model's defaults; vllm: none; or a folder")
+    chat_template: str | None = flag(None, "Jinja template, a file or the text itself")
+    chat_template_content_format: ContentFormat = flag(
+        "auto", "messages as a string or as OpenAI's parts; auto: see the template"
     )
-    chunked_prefill_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "prompt tokens per step beside running decodes; on an idle device, of all but "
-            "the first prompt; default: measured"
-        },
-    )
-    scheduling_policy: SchedulingPolicy = field(
-        default="fcfs", metadata={"help": "priority: lower numbers first"}
-    )
-    preemption_mode: PreemptionMode = field(
-        default="auto", metadata={"help": "auto: what is cheaper for the sequence"}
-    )
-    async_scheduling: bool = field(
-        default=True, metadata={"help": "launch each step before the one before is known"}
-    )
-    attention_backend: AttentionBackendName = field(
-        default="auto",
-        metadata={
-            "help": "auto: on CUDA FlashInfer, or by measurement our own kernels; torch on a CPU"
-        },
-    )
-    enforce_eager: bool = field(default=False, metadata={"help": "no CUDA graphs"})
-    cuda_graph_sizes: list[int] | None = field(
-        default=None, metadata={"help": "decode batch sizes to capture"}
-    )
-    prefill_graph_sizes: list[int] | None = field(
-        default=None, metadata={"help": "tokens per step with prefills to capture; 0 for none"}
-    )
-    max_logprobs: int = field(default=20, metadata={"help": "most logprobs a request may ask for"})
-    logits_processors: list[str | type] | None = field(
-        default=None,
-        metadata={
-            "help": "classes of LogitsProcessor as module:Class, for requests that need them"
-        },
-    )
-    generation_config: str = field(
-        default="auto", metadata={"help": "auto: the model's defaults; vllm: none; or a folder"}
-    )
-    chat_template: str | None = field(
-        default=None, metadata={"help": "Jinja template, a file or the text itself"}
-    )
-    chat_template_content_format: ContentFormat = field(
-        default="auto",
-        metadata={"help": "messages as a string or as OpenAI's parts; auto: see the template"},
-    )
-    reasoning_parser: str = field(
-        default="auto", metadata={"help": "how the model writes reasoning; auto: see its template"}
-    )
-    max_queued_requests: int = field(
-        default=4096, metadata={"help": "requests that may wait; more are refused"}
-    )
-    max_queued_tokens: int = field(
-        default=1 << 23, metadata={"help": "prompt tokens that may wait; more are refused"}
-    )
-    max_queue_seconds: float = field(
-        default=600.0, metadata={"help": "longest wait for a first step, then 503; may be inf"}
-    )
-    watchdog_timeout: float = field(
-        default=30.0,
-        metadata={"help": "seconds without a finished step, amid requests, until /health says so"},
+    reasoning_parser: str = flag("auto", "how the model writes reasoning; auto: see its template")
+    max_queued_requests: int = flag(4096, "requests that may wait; more are refused", least=1)
+    max_queued_tokens: int = flag(1 << 23, "prompt tokens that may wait; more are refused", least=1)
+    max_queue_seconds: float = flag(600.0, "longest wait for a first step, then 503; may be inf")
+    watchdog_timeout: float = flag(
+        30.0, "seconds without a finished step, amid requests, until /health says so"
     )
 
     def create_engine_config(self) -> EngineConfig:
@@ -180,38 +148,50 @@ class EngineArgs:
         return resolve_model_path(self.tokenizer) if self.tokenizer else model
 
     def _check(self) -> None:
-        _at_least("block_size", self.block_size, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_logprobs", self.max_logprobs, 0)
-        _at_least("max_queued_requests", self.max_queued_requests, 1)
-        _at_least("max_queued_tokens", self.max_queued_tokens, 1)
+        hints = get_type_hints(EngineArgs)
+        for given in fields(self):
+            _check_field(given, hints[given.name], getattr(self, given.name))
         if not self.max_queue_seconds > 0:
             raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
-        _at_least("swap_space", self.swap_space, 0)
         if not 0 < self.watchdog_timeout < math.inf:
             raise ValueError(f"watchdog_timeout must be positive, got {self.watchdog_timeout}")
-        if not math.isfinite(self.swap_space):
+        if not self.swap_space < math.inf:
             raise ValueError(f"swap_space must be finite, got {self.swap_space}")
         if any(not name for name in self.served_model_name or []):
             raise ValueError("served_model_name must not be empty")
-        for name in (
-            "max_model_len",
-            "max_num_batched_tokens",
-            "chunked_prefill_size",
-            "num_gpu_blocks_override",
-            "kv_cache_memory_bytes",
-        ):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
         if self.max_num_seqs > MAX_NUM_SEQS_LIMIT:
             raise ValueError(f"max_num_seqs {self.max_num_seqs} is over {MAX_NUM_SEQS_LIMIT}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        for name, kind in get_type_hints(EngineArgs).items():
-            if get_origin(kind) is Literal:
-                _one_of(name, getattr(self, name), get_args(kind))
+
+
+def _check_field(given: Field[Any], hint: Any, value: Any) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise ValueError(f"{given.name} must be one of {choices}, got {shown(value)}")
+    elif not _has_type(value, hint):
+        raise ValueError(f"{given.name} must be of type {given.type}, got {shown(value)}")
+    least = given.metadata["least"]
+    if least is not None and value is not None and value < least:
+        raise ValueError(f"{given.name} must be at least {least}, got {value}")
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    """Whether a field takes it. A bool is no number; a path is a text, a tuple is a list."""
+    if get_origin(hint) is UnionType:
+        return any(_has_type(value, arm) for arm in get_args(hint))
+    if get_origin(hint) is list:
+        (item,) = get_args(hint)
+        return isinstance(value, list | tuple) and all(_has_type(each, item) for each in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, _ACCEPTED.get(hint, hint))
+
+
+_ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, str: (str, PathLike)}
 
 
 def _resolve_class(named: str | type) -> type:
@@ -262,13 +242,3 @@ def _prefill_graph_sizes(sizes: list[int] | None, max_tokens: int) -> tuple[int,
             f"prefill_graph_sizes must be between 0 and max_num_batched_tokens, got {sizes}"
         )
     return tuple(sorted(set(sizes) - {0}))
-
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
