@@ -9,7 +9,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncllm.beam_search_params import BeamSearchParams
     from asyncllm.engine.async_engine import AsyncLLMEngine
     from asyncllm.engine.llm import LLM
     from asyncllm.engine_args import EngineArgs
@@ -29,8 +28,12 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from asyncllm.repetition_params import RepetitionDetectionParams
-    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+    from asyncllm.sampling_params import (
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
     from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 
@@ -40,7 +43,7 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchOutput": "outputs",
-    "BeamSearchParams": "beam_search_params",
+    "BeamSearchParams": "sampling_params",
     "BeamSearchSequence": "outputs",
     "CompletionOutput": "outputs",
     "ContextLengthError": "errors",
@@ -53,7 +56,7 @@ _HOMES = {
     "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
     "ReasoningMarkers": "structured_outputs",
-    "RepetitionDetectionParams": "repetition_params",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",

@@ -28,7 +28,7 @@ from asyncllm.config import (
 )
 from asyncllm.generation_defaults import read_generation_defaults
 from asyncllm.model_config import ModelConfig, resolve_model_path
-from asyncllm.param_checks import shown
+from asyncllm.sampling_limits import shown
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NoReturn, Self
 
-from asyncllm.beam_search_params import BeamSearchParams
 from asyncllm.config import EngineConfig
 from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
 from asyncllm.engine.beam_client import BeamSearchClient
@@ -32,7 +31,7 @@ from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.worker.work_counts import WorkCounts
 
 

@@ -21,7 +21,7 @@ from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ContextLengthError, InvalidRequestError, ModelLoadError
-from asyncllm.param_checks import MAX_SEED
+from asyncllm.sampling_limits import MAX_SEED
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, SequenceStatus
 from tests.text import tokenizer_folders as folders
