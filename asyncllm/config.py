@@ -5,13 +5,14 @@ Sizes that need the device (pages, context that fits) are settled by the worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncllm.generation_defaults import GenerationDefaults
-from asyncllm.model_config import ModelConfig
+from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.model_config import ModelConfig, read_json_object
+from asyncllm.sampling_params import SamplingParams
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -22,6 +23,31 @@ ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 GIB = 1 << 30
+GENERATION_FILE = "generation_config.json"
+SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The contents of a model's `generation_config.json`.
+
+    As in vLLM `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default
+    of max_tokens, and the ids that end a text count even where the sampling values are not wanted.
+    """
+
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.sampling.get("max_tokens")
 
 
 @dataclass(frozen=True)
@@ -67,3 +93,31 @@ class EngineConfig:
     def num_slots(self) -> int:
         """Rows of the device state: one per running sequence and the padding slot 0."""
         return self.max_num_seqs + 1
+
+
+def read_generation_defaults(wanted: str, model: Path) -> GenerationDefaults:
+    """wanted: 'auto', 'vllm' or a folder; model: its folder. Raises `ModelLoadError`."""
+    if wanted in ("auto", "vllm"):
+        file = model / GENERATION_FILE
+        if not file.is_file():
+            return GenerationDefaults()
+    else:
+        file = Path(wanted).expanduser() / GENERATION_FILE
+    values = read_json_object(file)
+    sampling = {
+        name: values[key] for key, name in SAMPLING_KEYS.items() if values.get(key) is not None
+    }
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    return GenerationDefaults(
+        {} if wanted == "vllm" else sampling, _eos_ids(values.get("eos_token_id"), file)
+    )
+
+
+def _eos_ids(value: object, file: Path) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelLoadError(f"{file}: eos_token_id must be an id or a list of ids, got {value!r}")
+    return tuple(ids)

@@ -25,8 +25,8 @@ from asyncllm.config import (
     LoadFormat,
     PreemptionMode,
     SchedulingPolicy,
+    read_generation_defaults,
 )
-from asyncllm.generation_defaults import read_generation_defaults
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.sampling_limits import shown
 

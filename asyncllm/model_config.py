@@ -92,16 +92,22 @@ def resolve_model_path(name: str) -> Path:
     return path.resolve()
 
 
-def _read(file: Path) -> PretrainedConfig:
-    # A second that --help and a taken port should not cost.
-    from asyncllm.hf_config import read_hf_config
-
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises `ModelLoadError` naming the file."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file}: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file}: must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _read(file: Path) -> PretrainedConfig:
+    # A second that --help and a taken port should not cost.
+    from asyncllm.hf_config import read_hf_config
+
+    content = read_json_object(file)
     _check_architecture(file, content.get("architectures"))
     for key in SIZES:  # before the library divides by one of them
         if isinstance(content.get(key), int) and content[key] < 1:
