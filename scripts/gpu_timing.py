@@ -97,7 +97,7 @@ def time_http(model: str, workloads: list[str], out: Path | None) -> list[dict[s
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in SERVING.items()]
-    command = [sys.executable, "-m", "asyncllm.cli", "serve", model, *flags, f"--port={port}"]
+    command = [sys.executable, "-m", "asyncllm", "serve", model, *flags, f"--port={port}"]
     start = time.perf_counter()
     server = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"

@@ -228,7 +228,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _bar(total: int, unit: str | None) -> Any:
-    from asyncllm.progress import DELAY_S, ProgressBar
+    from asyncllm.models.loader import DELAY_S, ProgressBar
 
     return ProgressBar(range(total), desc=unit, leave=False, delay=DELAY_S)
 
