@@ -2,7 +2,7 @@
 
 Everything that can be wrong with names, shapes and dtypes is found from the files' headers, before
 the first weight is read. Then each tensor goes from its file straight into its view: on CUDA by
-weight_stream.py where its bytes go as they are, else from the mapped file, converted on the way.
+weight_stream.py where its bytes go as they are, else from the mapped file, converted.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from asyncllm.engine_args import EngineArgs
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineConfig:
-    """On a card that is not there."""
+    """On a GPU that is not there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7+git"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
