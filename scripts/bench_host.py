@@ -16,7 +16,7 @@ per number of streams, in microseconds per step:
 Lag is how long a packet from another process lies before the loop sees it. With --json, late is the
 share of steps whose masks came after their forward pass (late_us: by how much, over all steps).
 With --answer-tokens answers end, and their clients ask again: members change in almost every step.
-The quantiles of each phase's steps, and the collector's pauses, are in the JSON line that ends it.
+The quantiles of each phase's steps are in the JSON line that ends it.
 """
 
 from __future__ import annotations
@@ -38,22 +38,16 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from aiohttp import web
-from host_pauses import CollectorPauses
 from json_streams import ANSWER_TOKENS, JsonStreams
-from simulated_worker import SimulatedWorker
+from simulated_worker import SimulatedWorker, running_server
 from tqdm import tqdm
 
 from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine_args import EngineArgs
-from asyncllm.server.app import build_app
-from asyncllm.server.args import ServerArgs
-from asyncllm.server.http.listener import Listener
 from asyncllm.server.http.sse import SSEStream
-from asyncllm.server.serve import patient_collector
-from asyncllm.server.service import SERVICE, Service
+from asyncllm.server.service import Service
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 
@@ -108,7 +102,7 @@ class Meter:
 
         core.steps.finish = count  # type: ignore[method-assign]
         self.wrap(core.steps, "finish", "finish")
-        self.wrap(core.steps, "tell", "finish", "text", "emit")
+        self.wrap(core.steps, "emit", "finish", "text", "emit")
         self.wrap(core.steps, "observe", "finish")
 
     def reset(self) -> None:
@@ -136,17 +130,15 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
     engine_args = EngineArgs(
         args.model, max_num_seqs=num_streams, max_num_batched_tokens=8192, chunked_prefill_size=1536
     )
-    engine = AsyncLLMEngine.from_engine_args(engine_args)
-    await engine.start()
-    server_args = ServerArgs(port=0)
-    app = build_app(engine, server_args)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    listener = Listener.bind(server_args)
-    await listener.start(runner)
-    assert listener.sock is not None
+    async with running_server(engine_args) as (engine, service, port):
+        return await _with_clients(engine, service, port, args, num_streams)
+
+
+async def _with_clients(
+    engine: AsyncLLMEngine, service: Service, port: int, args: argparse.Namespace, num_streams: int
+) -> dict[str, Any]:
     meter = Meter()
-    meter.watch(engine._running(), app[SERVICE])
+    meter.watch(engine._running(), service)
     if args.json:
         worker: Any = engine._running().worker
         worker.answer = JsonStreams(engine._running()).answer
@@ -156,20 +148,16 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
     body = {"prompt": list(range(100, 100 + args.prompt_tokens)), "max_tokens": max_tokens}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0}
     lag_port = lag.get_extra_info("sockname")[1]
-    port = listener.sock.getsockname()[1]
     numbers = map(str, (port, num_streams, lag_port))
     clients = subprocess.Popen(  # noqa: ASYNC220 (once, at the start)
         [sys.executable, CLIENTS, *numbers, json.dumps(body), str(int(args.answer_tokens > 0))]
     )
     try:
-        with patient_collector(app[SERVICE]):
-            return await _measure(engine, meter, args, num_streams)
+        return await _measure(engine, meter, args, num_streams)
     finally:
         clients.kill()
         clients.wait()
         lag.close()
-        await runner.cleanup()
-        await engine.aclose()
 
 
 async def _measure(
@@ -184,8 +172,7 @@ async def _measure(
     worker: Any = engine._running().worker
     worker.lateness_s.clear()
     start_s, cpu_s, all_cpu_s = time.perf_counter(), time.thread_time(), time.process_time()
-    with CollectorPauses() as pauses:
-        await _steps(meter, args.steps)
+    await _steps(meter, args.steps)
     wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - cpu_s
     other_cpu_s = time.process_time() - all_cpu_s - cpu_s
     steps, tokens, seconds = meter.steps, meter.tokens, dict(meter.seconds)
@@ -213,7 +200,6 @@ async def _measure(
         "bytes_per_token": round(num_bytes / num_tokens, 1),
         "writes_per_token": round(num_writes / num_tokens, 3),
         "us_of_steps_p10_50_90_99_100": quantiles,
-        "collections": pauses.summary(),
     }
 
 
