@@ -45,7 +45,7 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, StepResult
 
 STAGES = ("receive", "parse", "wake", "launch", "device", "notice", "emit", "deliver")
-CLIENT = Path(__file__).with_name("bench_first_token_client.py")
+CLIENT = Path(__file__).with_name("bench_clients.py")
 NUM_WARM_UP = 5  # requests
 
 
@@ -128,7 +128,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     async with running_server(engine_args) as (engine, _, port):
         stamps = Stamps(engine._running())
         client = await asyncio.create_subprocess_exec(
-            sys.executable, str(CLIENT), str(port), str(args.requests + NUM_WARM_UP),
+            sys.executable, str(CLIENT), "first-token", str(port), str(args.requests + NUM_WARM_UP),
             str(args.burst), str(args.input_len), str(args.output_len), str(args.running),
             stdout=subprocess.PIPE,
         )  # fmt: skip

@@ -54,7 +54,7 @@ from asyncllm.types import StepResult
 PROMPT_TOKENS, MAX_TOKENS = 16, 3500
 WARM_UP_STEPS, COUNTED_STEPS = 30, 20
 PHASES = ("plan", "build", "launch", "wake", "finish", "text", "emit", "write")
-CLIENTS = Path(__file__).with_name("bench_host_clients.py")
+CLIENTS = Path(__file__).with_name("bench_clients.py")
 
 
 @dataclass
@@ -148,9 +148,10 @@ async def _with_clients(
     body = {"prompt": list(range(100, 100 + args.prompt_tokens)), "max_tokens": max_tokens}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0}
     lag_port = lag.get_extra_info("sockname")[1]
+    ends = str(int(args.answer_tokens > 0))
     numbers = map(str, (port, num_streams, lag_port))
     clients = subprocess.Popen(  # noqa: ASYNC220 (once, at the start)
-        [sys.executable, CLIENTS, *numbers, json.dumps(body), str(int(args.answer_tokens > 0))]
+        [sys.executable, CLIENTS, "endless", *numbers, json.dumps(body), ends]
     )
     try:
         return await _measure(engine, meter, args, num_streams)
@@ -234,24 +235,21 @@ async def _count_writes(meter: Meter) -> tuple[int, int, int]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     phases = [*PHASES, "loop"]
-    last = (
-        "us/token",
-        "threads",
-        "step ms",
-        "late",
-        "late us",
-        "lag p50",
-        "lag p99",
-        "bytes",
-        "writes",
-    )
-    print("".join(f"{name:>9}" for name in ("streams", *phases, *last)))
+    measured = {
+        "us/token": "us_per_token",
+        "threads": "other_threads_us_per_step",
+        "step ms": "step_ms",
+        "late": "late_masks",
+        "late us": "late_us_per_step",
+        "lag p50": "lag_p50_us",
+        "lag p99": "lag_p99_us",
+        "bytes": "bytes_per_token",
+        "writes": "writes_per_token",
+    }
+    print("".join(f"{name:>9}" for name in ("streams", *phases, *measured)))
     for row in rows:
         values = [row["streams"], *(row["us_per_step"][name] for name in phases)]
-        values += [row["us_per_token"], row["other_threads_us_per_step"], row["step_ms"]]
-        values += [row["late_masks"], row["late_us_per_step"]]
-        values += [row["lag_p50_us"], row["lag_p99_us"]]
-        values += [row["bytes_per_token"], row["writes_per_token"]]
+        values += [row[name] for name in measured.values()]
         print("".join(f"{value:>9}" for value in values))
 
 

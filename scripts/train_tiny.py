@@ -134,7 +134,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokenizer-texts", type=int, default=40000)
     parser.add_argument("--eval-per-kind", type=int, help="default: 100 on a GPU, 20 on a CPU")
-    parser.add_argument("--threads", type=int, help="torch threads on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     on_gpu = args.device.startswith("cuda")
@@ -181,8 +180,6 @@ def train_both(args: argparse.Namespace, began: float) -> tuple[list[Path], dict
 def main() -> None:
     began = time.monotonic()
     args = parse_arguments()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     folders, results = train_both(args, began)
     scores: dict[str, dict[str, Score]] = {}
     for folder in folders:
