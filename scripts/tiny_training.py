@@ -164,10 +164,7 @@ def progress_bar(name: str) -> tqdm[Any]:
 
 
 def train(
-    shape: Shape,
-    rows: RowStream,
-    budget: Budget,
-    device: str,
+    shape: Shape, rows: RowStream, budget: Budget, device: str
 ) -> tuple[LlamaForCausalLM, Result]:
     """Train one model from scratch: float32 weights, bf16 products, AdamW."""
     torch.manual_seed(0)

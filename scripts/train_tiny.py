@@ -68,10 +68,7 @@ def save_model(model: LlamaForCausalLM, shape: Shape, tokenizer: Tokenizer, out:
         "eos_token_id": ends,
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
     }
-    for name, content in (
-        ("config.json", shape.config()),
-        ("generation_config.json", generation),
-    ):
+    for name, content in (("config.json", shape.config()), ("generation_config.json", generation)):
         (fresh / name).write_text(json.dumps(content, indent=2) + "\n")
     save_tokenizer(tokenizer, fresh)
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,9 +91,7 @@ def learn_tokenizer(num_texts: int, num_processes: int) -> Tokenizer:
 
 
 def report_text(
-    args: argparse.Namespace,
-    results: dict[str, Result],
-    scores: dict[str, dict[str, Score]],
+    args: argparse.Namespace, results: dict[str, Result], scores: dict[str, dict[str, Score]]
 ) -> str:
     """The report in Markdown: what was trained for how long, and how well it answers."""
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
