@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncllm.config import EngineArgs as EngineArgs
     from asyncllm.engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from asyncllm.engine.llm import LLM as LLM
-    from asyncllm.engine_args import EngineArgs as EngineArgs
     from asyncllm.errors import ContextLengthError as ContextLengthError
     from asyncllm.errors import EngineDeadError as EngineDeadError
     from asyncllm.errors import InvalidRequestError as InvalidRequestError
@@ -43,7 +43,7 @@ _HOMES = {
     "BeamSearchSequence": "outputs",
     "CompletionOutput": "outputs",
     "ContextLengthError": "errors",
-    "EngineArgs": "engine_args",
+    "EngineArgs": "config",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",

@@ -26,7 +26,7 @@ from asyncllm.commands.flags import (
     pick,
     read_config_file,
 )
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.listener import Listener

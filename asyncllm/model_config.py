@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncllm.errors import ModelLoadError, one_line
+from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +36,17 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+
+
+GENERATION_FILE = "generation_config.json"
+SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,22 @@ class ModelConfig:
             dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The contents of a model's `generation_config.json`.
+
+    As in vLLM `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default
+    of max_tokens, and the ids that end a text count even where the sampling values are not wanted.
+    """
+
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.sampling.get("max_tokens")
 
 
 def resolve_model_path(name: str) -> Path:
@@ -158,3 +186,31 @@ def _context_window(file: Path, hf: PretrainedConfig) -> int:
             raise ModelLoadError(f"{file}: rope_parameters: factor must be positive: {factor!r}")
         window = int(window * factor)
     return int(window)
+
+
+def read_generation_defaults(wanted: str, model: Path) -> GenerationDefaults:
+    """wanted: 'auto', 'vllm' or a folder; model: its folder. Raises `ModelLoadError`."""
+    if wanted in ("auto", "vllm"):
+        file = model / GENERATION_FILE
+        if not file.is_file():
+            return GenerationDefaults()
+    else:
+        file = Path(wanted).expanduser() / GENERATION_FILE
+    values = read_json_object(file)
+    sampling = {
+        name: values[key] for key, name in SAMPLING_KEYS.items() if values.get(key) is not None
+    }
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    return GenerationDefaults(
+        {} if wanted == "vllm" else sampling, _eos_ids(values.get("eos_token_id"), file)
+    )
+
+
+def _eos_ids(value: object, file: Path) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelLoadError(f"{file}: eos_token_id must be an id or a list of ids, got {value!r}")
+    return tuple(ids)

@@ -202,7 +202,7 @@ class SamplingParams:
 
 
 _NAMES = tuple(given.name for given in fields(SamplingParams))
-_TYPES = {given.name: given.type for given in fields(SamplingParams)}
+_TYPES = {given.name: str(given.type) for given in fields(SamplingParams)}
 _DEFAULTS = tuple(given.default for given in fields(SamplingParams))
 _values_of = attrgetter(*_NAMES)
 

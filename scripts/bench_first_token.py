@@ -36,9 +36,9 @@ from typing import Any
 import uvloop
 from simulated_worker import SimulatedWorker, running_server
 
+from asyncllm.config import EngineArgs
 from asyncllm.engine import core_loader
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine_args import EngineArgs
 from asyncllm.server.http.connection import Connection
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.step_plan import StepPlan

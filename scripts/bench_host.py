@@ -42,10 +42,10 @@ from json_streams import ANSWER_TOKENS, JsonStreams
 from simulated_worker import SimulatedWorker, running_server
 from tqdm import tqdm
 
+from asyncllm.config import EngineArgs
 from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine_args import EngineArgs
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.service import Service
 from asyncllm.step_plan import StepPlan

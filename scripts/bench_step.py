@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from asyncllm.config import EngineConfig
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_kernels import LAYERS
 from asyncllm.graphs.pool import GraphPool

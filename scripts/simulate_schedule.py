@@ -21,13 +21,13 @@ from statistics import fmean
 
 from simulated_device import DEVICES, Device
 
+from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import StepRecord
 from asyncllm.engine.step_clock import kind_of
-from asyncllm.engine_args import PREFILL_GRAPH_SIZES
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan

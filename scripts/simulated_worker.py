@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from asyncllm.config import EngineConfig
+from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.engine_args import EngineArgs
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.listener import Listener

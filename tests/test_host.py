@@ -9,8 +9,8 @@ import pytest
 
 from asyncllm import host
 from asyncllm.commands.doctor import examine
+from asyncllm.config import EngineArgs
 from asyncllm.engine.structured.compiler import MAX_FILL_THREADS, _num_fill_threads
-from asyncllm.engine_args import EngineArgs
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

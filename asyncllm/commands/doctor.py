@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.commands import kernels
-from asyncllm.config import GIB
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import GIB, EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.host import num_cores
 

@@ -11,7 +11,7 @@ import torch
 
 from asyncllm import cli
 from asyncllm.commands import kernels
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -13,8 +13,7 @@ import torch
 
 from asyncllm.commands import kernels, triton_kernels
 from asyncllm.commands.triton_kernels import CachedVariant, print_compiled, read_list, write_list
-from asyncllm.config import EngineConfig
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs, EngineConfig
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.host import cache_folder
 from asyncllm.kernels import nvcc, registry
 from asyncllm.kernels.declaration import CudaKernel

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from asyncllm.config import EngineConfig
+from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.input_processor import MAX_CACHE_SALT_CHARS, InputProcessor
 from asyncllm.engine.text.prompt import parse_prompt
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
-from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from asyncllm.sampling_limits import MAX_SEED
 from asyncllm.sampling_params import SamplingParams
