@@ -9,30 +9,29 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncllm.beam_search_params import BeamSearchParams
-    from asyncllm.engine.async_engine import AsyncLLMEngine
-    from asyncllm.engine.llm import LLM
-    from asyncllm.engine_args import EngineArgs
-    from asyncllm.errors import (
-        ContextLengthError,
-        EngineDeadError,
-        InvalidRequestError,
-        ModelLoadError,
-        QueueFullError,
-        RequestFailedError,
-    )
-    from asyncllm.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
-        CompletionOutput,
-        Logprob,
-        RequestMetrics,
-        RequestOutput,
-    )
-    from asyncllm.repetition_params import RepetitionDetectionParams
-    from asyncllm.sampling_params import RequestOutputKind, SamplingParams
-    from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
-    from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
+    from asyncllm.config import EngineArgs as EngineArgs
+    from asyncllm.engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from asyncllm.engine.llm import LLM as LLM
+    from asyncllm.errors import ContextLengthError as ContextLengthError
+    from asyncllm.errors import EngineDeadError as EngineDeadError
+    from asyncllm.errors import InvalidRequestError as InvalidRequestError
+    from asyncllm.errors import ModelLoadError as ModelLoadError
+    from asyncllm.errors import QueueFullError as QueueFullError
+    from asyncllm.errors import RequestFailedError as RequestFailedError
+    from asyncllm.outputs import BeamSearchOutput as BeamSearchOutput
+    from asyncllm.outputs import BeamSearchSequence as BeamSearchSequence
+    from asyncllm.outputs import CompletionOutput as CompletionOutput
+    from asyncllm.outputs import Logprob as Logprob
+    from asyncllm.outputs import RequestMetrics as RequestMetrics
+    from asyncllm.outputs import RequestOutput as RequestOutput
+    from asyncllm.sampling_params import BeamSearchParams as BeamSearchParams
+    from asyncllm.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
+    from asyncllm.sampling_params import RequestOutputKind as RequestOutputKind
+    from asyncllm.sampling_params import SamplingParams as SamplingParams
+    from asyncllm.structured_outputs import ReasoningMarkers as ReasoningMarkers
+    from asyncllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from asyncllm.worker.logits_processors import LogitsProcessor as LogitsProcessor
+    from asyncllm.worker.logits_processors import ProcessorRow as ProcessorRow
 
 __version__ = version("asyncllm")
 
@@ -40,11 +39,11 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchOutput": "outputs",
-    "BeamSearchParams": "beam_search_params",
+    "BeamSearchParams": "sampling_params",
     "BeamSearchSequence": "outputs",
     "CompletionOutput": "outputs",
     "ContextLengthError": "errors",
-    "EngineArgs": "engine_args",
+    "EngineArgs": "config",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
     "Logprob": "outputs",
@@ -53,7 +52,7 @@ _HOMES = {
     "ProcessorRow": "worker.logits_processors",
     "QueueFullError": "errors",
     "ReasoningMarkers": "structured_outputs",
-    "RepetitionDetectionParams": "repetition_params",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestFailedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
@@ -62,31 +61,7 @@ _HOMES = {
     "StructuredOutputsParams": "structured_outputs",
 }
 
-__all__ = [
-    "LLM",
-    "AsyncLLMEngine",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "ContextLengthError",
-    "EngineArgs",
-    "EngineDeadError",
-    "InvalidRequestError",
-    "LogitsProcessor",
-    "Logprob",
-    "ModelLoadError",
-    "ProcessorRow",
-    "QueueFullError",
-    "ReasoningMarkers",
-    "RepetitionDetectionParams",
-    "RequestFailedError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """`python -m asyncllm` is the `asyncllm` command."""
 
-from __future__ import annotations
-
 import sys
 
 from asyncllm.cli import main

@@ -26,7 +26,7 @@ from asyncllm.commands.flags import (
     pick,
     read_config_file,
 )
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.listener import Listener
@@ -59,13 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in STARTING:
         begin_fast_start(engine_args.device)
     if command == "serve":
-        return _serve(engine_args, server_args)
+        return _run_command(partial(_serve, engine_args, server_args))
     options = argparse.Namespace(**given)
     if command == "run-batch":
         work = partial(run_batch.run, engine_args, server_args, options)
     else:
         work = partial(COMMANDS[command].run, engine_args, options)
-    return _run_command(work, "info" if command == "kernels" else "warning")
+    _set_up_logging("info" if command == "kernels" else "warning")
+    return _run_command(work)
 
 
 def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
@@ -115,8 +116,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
 
 
-def _run_command(work: Callable[[], int], log_level: str) -> int:
-    _set_up_logging(log_level)
+def _run_command(work: Callable[[], int]) -> int:
     try:
         return work()
     except KeyboardInterrupt:
@@ -127,16 +127,13 @@ def _run_command(work: Callable[[], int], log_level: str) -> int:
 
 
 def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
+    server_args.check()
+    _set_up_logging(server_args.log_level, server_args.log_format)
     try:
-        server_args.check()
-        _set_up_logging(server_args.log_level, server_args.log_format)
         with closing(Listener.bind(server_args)) as listener:
             _run(engine_args, server_args, listener)
     except KeyboardInterrupt:  # while loading
         os._exit(EXIT_CODE_INTERRUPTED)  # a usual exit would wait for the thread that loads
-    except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
-        print(f"asyncllm: error: {_error_text(error)}", file=sys.stderr)
-        return 1
     return 0
 
 
@@ -169,7 +166,3 @@ def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -
         await serve(engine, server_args, listener, STARTED)
 
     uvloop.run(run())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

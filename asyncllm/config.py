@@ -1,17 +1,29 @@
-"""`EngineConfig`: what one engine obeys, frozen. `EngineArgs` makes it of what a user typed.
+"""`EngineArgs`, which a user types as flags or keywords, and `EngineConfig`, which an engine obeys.
 
-Sizes that need the device (pages, context that fits) are settled by the worker.
+Fields of `EngineArgs` are the command-line flags with underscores, under vLLM's names where they
+mean the same. `create_engine_config()` validates once, in one place, and resolves what "auto" and
+None stand for. Sizes that need the device (pages, context that fits) are settled by the worker.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+import math
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from asyncllm.generation_defaults import GenerationDefaults
-from asyncllm.model_config import ModelConfig
+from asyncllm.model_config import (
+    GenerationDefaults,
+    ModelConfig,
+    read_generation_defaults,
+    resolve_model_path,
+)
+from asyncllm.sampling_limits import shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -22,6 +34,12 @@ ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 GIB = 1 << 30
+DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+MAX_NUM_SEQS_LIMIT = 4096
+# 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
+PREFILL_GRAPH_SIZES = tuple(
+    sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
+)
 
 
 @dataclass(frozen=True)
@@ -67,3 +85,209 @@ class EngineConfig:
     def num_slots(self) -> int:
         """Rows of the device state: one per running sequence and the padding slot 0."""
         return self.max_num_seqs + 1
+
+
+def flag(default: Any, help: str, *, least: float | None = None) -> Any:
+    """A dataclass field with its flag's help text and the least value that it takes."""
+    return field(default=default, metadata={"help": help, "least": least})
+
+
+@dataclass
+class EngineArgs:
+    """The engine's flags."""
+
+    model: str = flag("tiny", "model folder, or the built-in 'tiny'")
+    tokenizer: str | None = flag(None, "folder, default: the model's")
+    skip_tokenizer_init: bool = flag(False, "no tokenizer: token ids in, token ids out")
+    served_model_name: list[str] | None = flag(None, "names clients may use, the first is reported")
+    dtype: DType = flag("auto", "auto: the checkpoint's on CUDA, float32 on CPU")
+    device: DeviceName = flag("auto", "auto: CUDA where there is one")
+    load_format: LoadFormat = flag("auto", "dummy: random weights, for benchmarks")
+    seed: int = flag(0, "for requests without a seed of their own")
+    max_model_len: int | None = flag(
+        None, "context window in tokens, default: what model and KV allow", least=1
+    )
+    block_size: int = flag(16, "tokens per KV page", least=1)
+    num_gpu_blocks_override: int | None = flag(None, "KV pages, instead of profiling", least=1)
+    kv_cache_memory_bytes: int | None = flag(
+        None, "bytes for the KV cache, instead of profiling", least=1
+    )
+    gpu_memory_utilization: float = flag(
+        0.9, "share of device memory; on a CPU the KV cache takes a tenth"
+    )
+    swap_space: float = flag(4.0, "CPU memory for swapped pages, GiB", least=0)
+    enable_prefix_caching: bool = flag(True, "share equal prefixes")
+    max_num_seqs: int = flag(256, "sequences that run at once", least=1)
+    max_num_batched_tokens: int | None = flag(
+        None, "tokens per step, default 8192 on CUDA, 2048 on CPU", least=1
+    )
+    chunked_prefill_size: int | None = flag(
+        None,
+        "prompt tokens per step beside running decodes; on an idle device, of all but "
+        "the first prompt; default: measured",
+        least=1,
+    )
+    scheduling_policy: SchedulingPolicy = flag("fcfs", "priority: lower numbers first")
+    preemption_mode: PreemptionMode = flag("auto", "auto: what is cheaper for the sequence")
+    async_scheduling: bool = flag(True, "launch each step before the one before is known")
+    attention_backend: AttentionBackendName = flag(
+        "auto", "auto: on CUDA FlashInfer, or by measurement our own kernels; torch on a CPU"
+    )
+    enforce_eager: bool = flag(False, "no CUDA graphs")
+    cuda_graph_sizes: list[int] | None = flag(None, "decode batch sizes to capture")
+    prefill_graph_sizes: list[int] | None = flag(
+        None, "tokens per step with prefills to capture; 0 for none"
+    )
+    max_logprobs: int = flag(20, "most logprobs a request may ask for", least=0)
+    logits_processors: list[str | type] | None = flag(
+        None, "classes of LogitsProcessor as module:Class, for requests that need them"
+    )
+    generation_config: str = flag("auto", "auto: the model's defaults; vllm: none; or a folder")
+    chat_template: str | None = flag(None, "Jinja template, a file or the text itself")
+    chat_template_content_format: ContentFormat = flag(
+        "auto", "messages as a string or as OpenAI's parts; auto: see the template"
+    )
+    reasoning_parser: str = flag("auto", "how the model writes reasoning; auto: see its template")
+    max_queued_requests: int = flag(4096, "requests that may wait; more are refused", least=1)
+    max_queued_tokens: int = flag(1 << 23, "prompt tokens that may wait; more are refused", least=1)
+    max_queue_seconds: float = flag(600.0, "longest wait for a first step, then 503; may be inf")
+    watchdog_timeout: float = flag(
+        30.0, "seconds without a finished step, amid requests, until /health says so"
+    )
+
+    def create_engine_config(self) -> EngineConfig:
+        """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
+        self._check()
+        path = resolve_model_path(self.model)
+        model = ModelConfig.from_folder(path)
+        if self.max_model_len is not None and self.max_model_len > model.context_window:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is over the model's window of "
+                f"{model.context_window} tokens"
+            )
+        device = _resolve_device(self.device)
+        max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
+        resolved: dict[str, Any] = {
+            "model": model,
+            "tokenizer_path": self._tokenizer_path(path),
+            "served_model_names": tuple(self.served_model_name or [self.model]),
+            "device": device,
+            "dtype": self._resolve_dtype(model, device),
+            "swap_space_bytes": int(self.swap_space * GIB),
+            "max_num_batched_tokens": max_tokens,
+            "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
+            "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
+            "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
+            "generation_defaults": read_generation_defaults(self.generation_config, path),
+        }
+        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
+        return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
+
+    def _resolve_dtype(self, model: ModelConfig, device: str) -> str:
+        dtype: str = self.dtype
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else model.dtype_name
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype {dtype} of {model.path} is not supported: pass --dtype")
+        return dtype
+
+    def _tokenizer_path(self, model: Path) -> Path | None:
+        if self.skip_tokenizer_init:
+            return None
+        return resolve_model_path(self.tokenizer) if self.tokenizer else model
+
+    def _check(self) -> None:
+        hints = get_type_hints(EngineArgs)
+        for given in fields(self):
+            _check_field(given, hints[given.name], getattr(self, given.name))
+        if not self.max_queue_seconds > 0:
+            raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
+        if not 0 < self.watchdog_timeout < math.inf:
+            raise ValueError(f"watchdog_timeout must be positive, got {self.watchdog_timeout}")
+        if not self.swap_space < math.inf:
+            raise ValueError(f"swap_space must be finite, got {self.swap_space}")
+        if any(not name for name in self.served_model_name or []):
+            raise ValueError("served_model_name must not be empty")
+        if self.max_num_seqs > MAX_NUM_SEQS_LIMIT:
+            raise ValueError(f"max_num_seqs {self.max_num_seqs} is over {MAX_NUM_SEQS_LIMIT}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+
+
+def _check_field(given: Field[Any], hint: Any, value: Any) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise ValueError(f"{given.name} must be one of {choices}, got {shown(value)}")
+    elif not _has_type(value, hint):
+        raise ValueError(f"{given.name} must be of type {given.type}, got {shown(value)}")
+    least = given.metadata["least"]
+    if least is not None and value is not None and value < least:
+        raise ValueError(f"{given.name} must be at least {least}, got {value}")
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    """Whether a field takes it. A bool is no number; a path is a text, a tuple is a list."""
+    if get_origin(hint) is UnionType:
+        return any(_has_type(value, arm) for arm in get_args(hint))
+    if get_origin(hint) is list:
+        (item,) = get_args(hint)
+        return isinstance(value, list | tuple) and all(_has_type(each, item) for each in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, _ACCEPTED.get(hint, hint))
+
+
+_ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, str: (str, PathLike)}
+
+
+def _resolve_class(named: str | type) -> type:
+    """A class, or what "module:Class" names. Raises `ValueError`."""
+    if not isinstance(named, str):
+        return named
+    module, colon, name = named.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"logits_processors must be module:Class, got {named!r}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"logits_processors {named}: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"logits_processors {named} is not a class")
+    return found
+
+
+def _resolve_device(name: str) -> Literal["cpu", "cuda"]:
+    if name == "cpu":
+        return "cpu"
+    import torch  # the one question that only torch can answer
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if name == "cuda":
+        raise ValueError("device cuda: torch finds no CUDA device")
+    return "cpu"
+
+
+def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
+    """Decode batch sizes to capture, ascending, the last one max_num_seqs."""
+    if sizes is None:
+        sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(288, 513, 32)]
+        sizes = [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 512)]
+    if any(size < 1 or size > max_num_seqs for size in sizes):
+        raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")
+    return tuple(sorted(set(sizes)))
+
+
+def _prefill_graph_sizes(sizes: list[int] | None, max_tokens: int) -> tuple[int, ...]:
+    """Tokens per step to capture, ascending. Steps of more tokens are long enough to launch."""
+    if sizes is None:
+        largest = min(max_tokens, PREFILL_GRAPH_SIZES[-1])
+        sizes = [size for size in PREFILL_GRAPH_SIZES if size < largest] + [largest]
+    if any(size < 0 or size > max_tokens for size in sizes):
+        raise ValueError(
+            f"prefill_graph_sizes must be between 0 and max_num_batched_tokens, got {sizes}"
+        )
+    return tuple(sorted(set(sizes) - {0}))

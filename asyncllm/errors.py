@@ -7,7 +7,7 @@ four-key error body; Python callers catch them as the built-in exceptions that t
 
 class InvalidRequestError(ValueError):
     """A request that can never be served as it is: known before anything of it is queued, or, of a
-    grammar that its own text led to where nothing satisfies it, on the way.
+    grammar that its own text led to where nothing satisfies it, while it runs.
 
     `param` is the offending field as the client spelt it, `code` a stable machine-readable word.
     """

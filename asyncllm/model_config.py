@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncllm.errors import ModelLoadError, one_line
+from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +36,17 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+
+
+GENERATION_FILE = "generation_config.json"
+SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,22 @@ class ModelConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The contents of a model's `generation_config.json`.
+
+    As in vLLM `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default
+    of max_tokens, and the ids that end a text count even where the sampling values are not wanted.
+    """
+
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.sampling.get("max_tokens")
+
+
 def resolve_model_path(name: str) -> Path:
     """A built-in model's name or a folder, as an absolute path. Raises `ModelLoadError`."""
     path = BUILTIN_MODELS.get(name) or Path(name).expanduser()
@@ -92,16 +120,22 @@ def resolve_model_path(name: str) -> Path:
     return path.resolve()
 
 
-def _read(file: Path) -> PretrainedConfig:
-    # A second that --help and a taken port should not cost.
-    from asyncllm.hf_config import read_hf_config
-
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises `ModelLoadError` naming the file."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file}: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file}: must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _read(file: Path) -> PretrainedConfig:
+    # A second that --help and a taken port should not cost.
+    from asyncllm.hf_config import read_hf_config
+
+    content = read_json_object(file)
     _check_architecture(file, content.get("architectures"))
     for key in SIZES:  # before the library divides by one of them
         if isinstance(content.get(key), int) and content[key] < 1:
@@ -152,3 +186,31 @@ def _context_window(file: Path, hf: PretrainedConfig) -> int:
             raise ModelLoadError(f"{file}: rope_parameters: factor must be positive: {factor!r}")
         window = int(window * factor)
     return int(window)
+
+
+def read_generation_defaults(wanted: str, model: Path) -> GenerationDefaults:
+    """wanted: 'auto', 'vllm' or a folder; model: its folder. Raises `ModelLoadError`."""
+    if wanted in ("auto", "vllm"):
+        file = model / GENERATION_FILE
+        if not file.is_file():
+            return GenerationDefaults()
+    else:
+        file = Path(wanted).expanduser() / GENERATION_FILE
+    values = read_json_object(file)
+    sampling = {
+        name: values[key] for key, name in SAMPLING_KEYS.items() if values.get(key) is not None
+    }
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    return GenerationDefaults(
+        {} if wanted == "vllm" else sampling, _eos_ids(values.get("eos_token_id"), file)
+    )
+
+
+def _eos_ids(value: object, file: Path) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelLoadError(f"{file}: eos_token_id must be an id or a list of ids, got {value!r}")
+    return tuple(ids)

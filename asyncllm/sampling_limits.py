@@ -1,27 +1,22 @@
 """The type and the limits of each field of `SamplingParams`, whatever the others hold.
 
-They have names where something else has to know them: the notes of the API, and tests.
+All raise `InvalidRequestError` naming the parameter. A message shows the value shortly: it may be
+huge, nested or hostile. Limits have names where something else has to know them: the notes of the
+API, and tests.
 """
 
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.param_checks import (
-    MAX_SEED,
-    check_strings,
-    check_token_ids,
-    require,
-    require_bool,
-    require_finite,
-    require_int,
-    token_id_of_key,
-)
 from asyncllm.structured_outputs import StructuredOutputsParams
 
+MAX_SEED = 2**63 - 1
+MAX_ID_DIGITS = 18  # of a token id written out
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
@@ -35,14 +30,75 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGITS_PROCESSORS = 64
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
 MAX_REPETITION_PENALTY = 10
+MAX_REPETITION_PATTERN_SIZE = 2048
+MAX_REPETITION_COUNT = 1024
 
 
-def check_value(name: str, annotation: object, value: Any) -> None:
-    """`annotation`: of the field. Raises `InvalidRequestError` naming it."""
-    check = _CHECKS.get(name) or _CHECK_OF_TYPE.get(annotation)
+def require(ok: bool, param: str, value: object, wanted: str, name: str = "") -> None:
+    """`name`: what the message calls it, where it is a part of `param`."""
+    if not ok:
+        raise InvalidRequestError(f"{name or param} must be {wanted}, got {shown(value)}", param)
+
+
+def shown(value: object) -> str:
+    """A short repr: what was sent may be huge, nested, or an int with too many digits to print."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return type(value).__name__
+
+
+def require_int(param: str, value: object, name: str = "") -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer", name)  # type: ignore[arg-type]
+
+
+def require_bool(param: str, value: object) -> None:
+    require(isinstance(value, bool), param, value, "a bool")
+
+
+def require_finite(param: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
+
+
+def check_strings(param: str, texts: list[str], most: int, most_chars: int) -> None:
+    require(len(texts) <= most, param, len(texts), f"at most {most} strings")
+    for text in texts:
+        is_good = isinstance(text, str) and 0 < len(text) <= most_chars
+        require(is_good, param, text, f"strings of 1 to {most_chars} characters")
+
+
+def check_token_ids(param: str, ids: list[int] | None, most: int) -> None:
+    ids = ids or []
+    require(len(ids) <= most, param, len(ids), f"at most {most} ids")
+    if set(map(type, ids)) - {int}:  # a list may be as long as a vocabulary: no loop over the good
+        for token_id in ids:
+            require_int(param, token_id)
+    least, greatest = min(ids, default=0), max(ids, default=0)
+    require(least >= 0, param, least, "token ids of at least 0")
+    require_int(param, greatest)
+
+
+def token_id_of_key(key: object) -> int:
+    """A key of logit_bias: JSON's are strings, of digits alone."""
+    is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
+    is_int = isinstance(key, int) and not isinstance(key, bool) and 0 <= key <= MAX_SEED
+    if not (is_text or is_int):
+        raise InvalidRequestError(
+            f"logit_bias keys must be token ids, got {shown(key)}", "logit_bias"
+        )
+    return int(key)  # type: ignore[call-overload]
+
+
+def check_value(name: str, annotation: str, value: Any) -> None:
+    """`annotation`: of the field, as it is written."""
+    if value is None and annotation.endswith("| None"):
+        return
+    check = _CHECKS.get(name) or _CHECK_OF_TYPE.get(annotation.removesuffix(" | None"))
     if check is not None:
         check(name, value)
-    if value is not None and (limits := _LIMITS.get(name)) is not None:
+    if (limits := _LIMITS.get(name)) is not None:
         is_within, wanted = limits
         require(is_within(value), name, value, wanted)
 
@@ -71,22 +127,17 @@ def num_positional(function: Callable[..., Any]) -> int | None:
     return sum(parameter.kind in kinds for parameter in parameters)
 
 
-def _check_if_given(name: str, value: object) -> None:
-    if value is not None:
-        require_int(name, value)
-
-
 def _words(most: int, most_chars: int, wanted: str = "a list") -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
-        require(value is None or isinstance(value, list), name, value, wanted)
-        check_strings(name, value or [], most, most_chars)
+        require(isinstance(value, list), name, value, wanted)
+        check_strings(name, value, most, most_chars)
 
     return check
 
 
 def _token_ids(most: int, *, may_be_empty: bool) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
-        require(value is None or isinstance(value, list), name, value, "a list")
+        require(isinstance(value, list), name, value, "a list")
         check_token_ids(name, value, most)
         if value == [] and not may_be_empty:
             raise InvalidRequestError(f"{name} must not be empty", name)
@@ -95,8 +146,8 @@ def _token_ids(most: int, *, may_be_empty: bool) -> Callable[[str, Any], None]:
 
 
 def _check_structured_outputs(name: str, value: object) -> None:
-    wanted = StructuredOutputsParams | None
-    require(isinstance(value, wanted), name, value, "StructuredOutputsParams")
+    wanted = StructuredOutputsParams
+    require(isinstance(value, wanted), name, value, wanted.__name__)
 
 
 def _check_early_stopping(name: str, value: object) -> None:
@@ -116,9 +167,8 @@ def _check_logits_processors(name: str, value: Any) -> None:
                  "(prompt_token_ids, output_token_ids, logits)")  # fmt: skip
 
 
-_CHECK_OF_TYPE: dict[object, Callable[[str, Any], None]] = {
+_CHECK_OF_TYPE: dict[str, Callable[[str, Any], None]] = {
     "int": require_int,
-    "int | None": _check_if_given,
     "bool": require_bool,
     "float": require_finite,
 }

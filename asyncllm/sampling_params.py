@@ -15,9 +15,16 @@ from operator import attrgetter, is_not
 from typing import Any, Literal
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.param_checks import require
-from asyncllm.repetition_params import RepetitionDetectionParams, checked_repetition
-from asyncllm.sampling_limits import MAX_N, check_value, checked_bias
+from asyncllm.sampling_limits import (
+    MAX_N,
+    MAX_REPETITION_COUNT,
+    MAX_REPETITION_PATTERN_SIZE,
+    check_value,
+    checked_bias,
+    require,
+    require_int,
+    shown,
+)
 from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -40,6 +47,33 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass(slots=True)
+class RepetitionDetectionParams:
+    """End an answer whose last tokens are one pattern, `min_count` times in a row.
+
+    Patterns of `min_pattern_size` (0: 1) to `max_pattern_size` tokens count; a `max_pattern_size`
+    of 0 is off. Raises `InvalidRequestError`. Source: vllm.sampling_params.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        param, most = "repetition_detection", MAX_REPETITION_PATTERN_SIZE
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            require_int(param, getattr(self, name), f"{param}.{name}")
+        for name in ("max_pattern_size", "min_pattern_size"):
+            value = getattr(self, name)
+            require(0 <= value <= most, param, value, f"between 0 and {most}", f"{param}.{name}")
+        require(self.min_pattern_size <= self.max_pattern_size, param, self.min_pattern_size,
+                 f"at most max_pattern_size ({self.max_pattern_size})",
+                 f"{param}.min_pattern_size")  # fmt: skip
+        least = 2 if self.max_pattern_size else 0
+        require(least <= self.min_count <= MAX_REPETITION_COUNT, param, self.min_count,
+                 f"between {least} and {MAX_REPETITION_COUNT}", f"{param}.min_count")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -168,6 +202,56 @@ class SamplingParams:
 
 
 _NAMES = tuple(given.name for given in fields(SamplingParams))
-_TYPES = {given.name: given.type for given in fields(SamplingParams)}
+_TYPES = {given.name: str(given.type) for given in fields(SamplingParams)}
 _DEFAULTS = tuple(given.default for given in fields(SamplingParams))
 _values_of = attrgetter(*_NAMES)
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """A beam search, under vLLM's names; `sampling_params()` says the same to the engine.
+
+    All `beam_width` beams are returned, the best first. `temperature` is accepted and without
+    effect: a search draws nothing, and its log-probabilities are those of the model.
+    Source: vllm.BeamSearchParams; `early_stopping` from transformers' GenerationConfig.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: EarlyStopping = False
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `InvalidRequestError`."""
+        require_int("beam_width", self.beam_width)
+        require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width,
+                 f"between 1 and {MAX_N}")  # fmt: skip
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            early_stopping=self.early_stopping,
+        )
+
+
+def checked_repetition(given: Any) -> RepetitionDetectionParams | None:
+    """Checks a request's field, which may be a dict; None where it is off."""
+    if isinstance(given, dict):
+        try:
+            given = RepetitionDetectionParams(**given)
+        except TypeError:
+            raise InvalidRequestError(
+                "repetition_detection has the fields max_pattern_size, min_pattern_size and "
+                f"min_count, got {shown(given)}",
+                "repetition_detection",
+            ) from None
+    require(isinstance(given, RepetitionDetectionParams),
+             "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
+    return given if given.max_pattern_size else None

@@ -1,4 +1,4 @@
-"""What one step is to do, as the scheduler says it to the worker: immutable. No torch.
+"""A step's work, as the scheduler describes it to the worker: immutable. No torch.
 
 Rows name slots, pages and positions, never sampled tokens: a plan is made one step ahead, when only
 the device knows them. Decodes are columns, which go on from step to step, because a step of 256 of
@@ -32,7 +32,7 @@ class StepKind(enum.Enum):
 
 
 class StepShape(NamedTuple):
-    """What graphs are keyed by, and what a step's duration goes by."""
+    """The key of graphs and of measured step durations."""
 
     kind: StepKind
     size: int  # rows of a decode step, tokens of others; padding included

@@ -1,6 +1,6 @@
 """The vocabulary: what the scheduler, the pipeline, the worker and the outputs say to each other.
 
-No torch and nothing of ours but the public records. The words, used one way everywhere:
+No torch and nothing of ours but the public records. Each word means the same everywhere:
 
   page (block)  `block_size` consecutive token positions of one sequence's KV cache
   slot          a sequence's row in the device-resident state, held while it runs; 0 is padding
@@ -48,7 +48,7 @@ class FinishReason(enum.Enum):
 
 
 class TokenConstraint(Protocol):
-    """What may come next in one sequence, by a grammar. Owned by the engine; not thread-safe.
+    """The tokens that a grammar allows next in one sequence. Owned by the engine; not thread-safe.
 
     The engine calls `accept` with each token once it is known on the host, in order, then `fill`
     before the next is sampled, both in a worker thread. A class may have static methods that do it
@@ -125,7 +125,7 @@ class Sequence:
 
     token_ids      prompt, then the output tokens known on the host
     num_in_flight  output tokens sampled by launched steps, not yet known on the host (0 or 1
-                   between turns, one more while a step is planned ahead)
+                   between steps, one more while a step is planned ahead)
     num_computed   positions whose KV is written by launched steps
     num_to_compute those until its last token is sampled, if it goes on to max_tokens
     num_prefill    tokens known when it was admitted, or jumped to: it decodes once num_computed has
@@ -188,7 +188,7 @@ class Sequence:
 
 @dataclass(slots=True, frozen=True)
 class TokenMasks:
-    """What may come next in some rows of a step, as `TokenConstraint.fill` writes it."""
+    """The tokens allowed next in some rows of a step, as `TokenConstraint.fill` writes them."""
 
     rows: np.ndarray  # int32 [masked], places in `plan.sampled`
     bits: np.ndarray  # int32 [masked, ceil(V / 32)]
@@ -226,7 +226,7 @@ class StepResult:
     failures: dict[int, Exception] = field(default_factory=dict)
 
 
-# What `Scheduler.finish_step` made of one sampled token: the news for the output processor. As the
+# What `Scheduler.finish_step` made of one sampled token: an update for the output processor. As the
 # rows come, without a class of its own: to make 256 of one costs as much as all else done to them.
 TokenUpdate = tuple[Sequence, int, TokenLogprobs | None]
 
@@ -235,7 +235,7 @@ TokenUpdate = tuple[Sequence, int, TokenLogprobs | None]
 class SwapCost:
     """Measured by the worker at start; decides between swapping and recomputing a sequence."""
 
-    seconds_per_page: float  # one page, one way
+    seconds_per_page: float  # one page, in one direction
     seconds_per_token: float  # of prefill
 
 

@@ -27,10 +27,10 @@ from asyncllm.models.layers.attention import Attention
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
 from asyncllm.models.layers.linear import Linear
-from asyncllm.models.layers.mlp import MLP
-from asyncllm.models.layers.norm import RMSNorm
-from asyncllm.models.layers.ops import Normed
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
 from asyncllm.models.layers.rotary import build_rotary
+
+SWIGLU = SwiGLU()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,45 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+
+class RMSNorm:
+    """A norm of the residual stream, with its name in a checkpoint.
+
+    `constants` are for the matrix products that end or begin with it.
+    """
+
+    def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
+        self._name = f"{name}.weight"
+        self._ops = build.ops
+        self.constants = Norm(build.empty(size), eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, size] -> the same shape, a new tensor."""
+        return self._ops.rms_norm(x, self.constants)
+
+    def loads(self) -> Iterator[Load]:
+        yield Load(self._name, self.constants.weight)
+
+
+class MLP:
+    """The SwiGLU feed-forward: down(silu(gate(x)) * up(x)), gate and up in one matrix product."""
+
+    def __init__(
+        self, name: str, hidden_size: int, intermediate_size: int, bias: bool, build: Build
+    ) -> None:
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(name, parts, hidden_size, bias, build)
+        self.down_proj = Linear(name, {"down_proj": hidden_size}, intermediate_size, bias, build)
+
+    def add(self, x: Normed, residual: torch.Tensor, next_norm: Norm) -> Normed:
+        """In place: residual [T, hidden_size] += the feed-forward of x. Returns the next norm's."""
+        gated = Normed(self.gate_up_proj.with_epilogue(x, SWIGLU))
+        return self.down_proj.with_epilogue(gated, AddRMSNorm(residual, next_norm))
+
+    def loads(self) -> Iterator[Load]:
+        yield from self.gate_up_proj.loads()
+        yield from self.down_proj.loads()
 
 
 class DecoderLayer:

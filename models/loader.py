@@ -2,7 +2,7 @@
 
 Everything that can be wrong with names, shapes and dtypes is found from the files' headers, before
 the first weight is read. Then each tensor goes from its file straight into its view: on CUDA by
-weight_stream.py where its bytes go as they are, else from the mapped file, converted on the way.
+weight_stream.py where its bytes go as they are, else from the mapped file, converted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from asyncllm.config import LoadFormat
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import CausalLM, Load
 from asyncllm.models.checkpoint import Checkpoint, list_keys
 from asyncllm.models.weight_stream import Span, stream_weights
-from asyncllm.progress import DELAY_S, ProgressBar
 
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,6 +27,14 @@ INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torc
 DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
 STREAMED_DEVICES = ("cuda",)
 DUMMY_STD = 0.02
+DELAY_S = 2.0
+
+
+class ProgressBar(tqdm):
+    """Shown after DELAY_S, removed at its end, and without tqdm's monitor thread, which would
+    outlive the engine."""
+
+    monitor_interval = 0
 
 
 @dataclass(frozen=True, slots=True)

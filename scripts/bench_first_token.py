@@ -34,25 +34,18 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from aiohttp import web
-from simulated_worker import SimulatedWorker
+from simulated_worker import SimulatedWorker, running_server
 
+from asyncllm.config import EngineArgs
 from asyncllm.engine import core_loader
-from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine_args import EngineArgs
-from asyncllm.server.app import build_app
-from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.connection import Connection
-from asyncllm.server.http.listener import Listener
 from asyncllm.server.http.sse import SSEStream
-from asyncllm.server.serve import patient_collector
-from asyncllm.server.service import SERVICE
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, StepResult
 
 STAGES = ("receive", "parse", "wake", "launch", "device", "notice", "emit", "deliver")
-CLIENT = Path(__file__).with_name("bench_first_token_client.py")
+CLIENT = Path(__file__).with_name("bench_clients.py")
 NUM_WARM_UP = 5  # requests
 
 
@@ -131,31 +124,19 @@ class Stamps:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    engine = AsyncLLMEngine.from_engine_args(
-        EngineArgs(args.model, load_format=args.load_format, max_num_batched_tokens=8192)
-    )
-    await engine.start()
-    server_args = ServerArgs(port=0)
-    app = build_app(engine, server_args)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    listener = Listener.bind(server_args)
-    await listener.start(runner)
-    assert listener.sock is not None
-    stamps = Stamps(engine._running())
-    port = listener.sock.getsockname()[1]
-    client = await asyncio.create_subprocess_exec(
-        sys.executable, str(CLIENT), str(port), str(args.requests + NUM_WARM_UP), str(args.burst),
-        str(args.input_len), str(args.output_len), str(args.running), stdout=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        with patient_collector(app[SERVICE]):
+    engine_args = EngineArgs(args.model, load_format=args.load_format, max_num_batched_tokens=8192)
+    async with running_server(engine_args) as (engine, _, port):
+        stamps = Stamps(engine._running())
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, str(CLIENT), "first-token", str(port), str(args.requests + NUM_WARM_UP),
+            str(args.burst), str(args.input_len), str(args.output_len), str(args.running),
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        try:
             output, _ = await client.communicate()
-    finally:
-        if client.returncode is None:
-            client.kill()
-        await runner.cleanup()
-        await engine.aclose()
+        finally:
+            if client.returncode is None:
+                client.kill()
     seen = json.loads(output)  # per request: sent, first byte read
     skipped = NUM_WARM_UP * args.burst
     stamped = stamps.rows[args.running :]

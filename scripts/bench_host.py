@@ -16,7 +16,7 @@ per number of streams, in microseconds per step:
 Lag is how long a packet from another process lies before the loop sees it. With --json, late is the
 share of steps whose masks came after their forward pass (late_us: by how much, over all steps).
 With --answer-tokens answers end, and their clients ask again: members change in almost every step.
-The quantiles of each phase's steps, and the collector's pauses, are in the JSON line that ends it.
+The quantiles of each phase's steps are in the JSON line that ends it.
 """
 
 from __future__ import annotations
@@ -38,29 +38,23 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from aiohttp import web
-from host_pauses import CollectorPauses
 from json_streams import ANSWER_TOKENS, JsonStreams
-from simulated_worker import SimulatedWorker
+from simulated_worker import SimulatedWorker, running_server
 from tqdm import tqdm
 
+from asyncllm.config import EngineArgs
 from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine_args import EngineArgs
-from asyncllm.server.app import build_app
-from asyncllm.server.args import ServerArgs
-from asyncllm.server.http.listener import Listener
 from asyncllm.server.http.sse import SSEStream
-from asyncllm.server.serve import patient_collector
-from asyncllm.server.service import SERVICE, Service
+from asyncllm.server.service import Service
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 
 PROMPT_TOKENS, MAX_TOKENS = 16, 3500
 WARM_UP_STEPS, COUNTED_STEPS = 30, 20
 PHASES = ("plan", "build", "launch", "wake", "finish", "text", "emit", "write")
-CLIENTS = Path(__file__).with_name("bench_host_clients.py")
+CLIENTS = Path(__file__).with_name("bench_clients.py")
 
 
 @dataclass
@@ -136,17 +130,15 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
     engine_args = EngineArgs(
         args.model, max_num_seqs=num_streams, max_num_batched_tokens=8192, chunked_prefill_size=1536
     )
-    engine = AsyncLLMEngine.from_engine_args(engine_args)
-    await engine.start()
-    server_args = ServerArgs(port=0)
-    app = build_app(engine, server_args)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    listener = Listener.bind(server_args)
-    await listener.start(runner)
-    assert listener.sock is not None
+    async with running_server(engine_args) as (engine, service, port):
+        return await _with_clients(engine, service, port, args, num_streams)
+
+
+async def _with_clients(
+    engine: AsyncLLMEngine, service: Service, port: int, args: argparse.Namespace, num_streams: int
+) -> dict[str, Any]:
     meter = Meter()
-    meter.watch(engine._running(), app[SERVICE])
+    meter.watch(engine._running(), service)
     if args.json:
         worker: Any = engine._running().worker
         worker.answer = JsonStreams(engine._running()).answer
@@ -156,20 +148,17 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
     body = {"prompt": list(range(100, 100 + args.prompt_tokens)), "max_tokens": max_tokens}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0}
     lag_port = lag.get_extra_info("sockname")[1]
-    port = listener.sock.getsockname()[1]
+    ends = str(int(args.answer_tokens > 0))
     numbers = map(str, (port, num_streams, lag_port))
     clients = subprocess.Popen(  # noqa: ASYNC220 (once, at the start)
-        [sys.executable, CLIENTS, *numbers, json.dumps(body), str(int(args.answer_tokens > 0))]
+        [sys.executable, CLIENTS, "endless", *numbers, json.dumps(body), ends]
     )
     try:
-        with patient_collector(app[SERVICE]):
-            return await _measure(engine, meter, args, num_streams)
+        return await _measure(engine, meter, args, num_streams)
     finally:
         clients.kill()
         clients.wait()
         lag.close()
-        await runner.cleanup()
-        await engine.aclose()
 
 
 async def _measure(
@@ -184,8 +173,7 @@ async def _measure(
     worker: Any = engine._running().worker
     worker.lateness_s.clear()
     start_s, cpu_s, all_cpu_s = time.perf_counter(), time.thread_time(), time.process_time()
-    with CollectorPauses() as pauses:
-        await _steps(meter, args.steps)
+    await _steps(meter, args.steps)
     wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - cpu_s
     other_cpu_s = time.process_time() - all_cpu_s - cpu_s
     steps, tokens, seconds = meter.steps, meter.tokens, dict(meter.seconds)
@@ -213,7 +201,6 @@ async def _measure(
         "bytes_per_token": round(num_bytes / num_tokens, 1),
         "writes_per_token": round(num_writes / num_tokens, 3),
         "us_of_steps_p10_50_90_99_100": quantiles,
-        "collections": pauses.summary(),
     }
 
 
@@ -248,24 +235,21 @@ async def _count_writes(meter: Meter) -> tuple[int, int, int]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     phases = [*PHASES, "loop"]
-    last = (
-        "us/token",
-        "threads",
-        "step ms",
-        "late",
-        "late us",
-        "lag p50",
-        "lag p99",
-        "bytes",
-        "writes",
-    )
-    print("".join(f"{name:>9}" for name in ("streams", *phases, *last)))
+    measured = {
+        "us/token": "us_per_token",
+        "threads": "other_threads_us_per_step",
+        "step ms": "step_ms",
+        "late": "late_masks",
+        "late us": "late_us_per_step",
+        "lag p50": "lag_p50_us",
+        "lag p99": "lag_p99_us",
+        "bytes": "bytes_per_token",
+        "writes": "writes_per_token",
+    }
+    print("".join(f"{name:>9}" for name in ("streams", *phases, *measured)))
     for row in rows:
         values = [row["streams"], *(row["us_per_step"][name] for name in phases)]
-        values += [row["us_per_token"], row["other_threads_us_per_step"], row["step_ms"]]
-        values += [row["late_masks"], row["late_us_per_step"]]
-        values += [row["lag_p50_us"], row["lag_p99_us"]]
-        values += [row["bytes_per_token"], row["writes_per_token"]]
+        values += [row[name] for name in measured.values()]
         print("".join(f"{value:>9}" for value in values))
 
 

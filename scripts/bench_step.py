@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from asyncllm.config import EngineConfig
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_kernels import LAYERS
 from asyncllm.graphs.pool import GraphPool
@@ -185,9 +184,11 @@ class Bench:
         ms = time_ms(work, prepare)
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
-        way = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
+        implementation = next(
+            name for name, sizes in graphs.implementations.items() if batch in sizes
+        )
         return {
-            "step": step if way == LAYERS else f"{step} by {way}",
+            "step": step if implementation == LAYERS else f"{step} by {implementation}",
             "batch": batch,
             "context": self._context,
             "ms": round(ms, 4),

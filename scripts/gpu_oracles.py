@@ -234,10 +234,10 @@ def prompt_logprob_gap(ours: Answers, reference: Answers) -> float:
 def layers_lose() -> Iterator[None]:
     """Each autotune of decode kernels, meanwhile, finds the last one the quickest."""
 
-    def trial(self: DecodeAutotune, slots: torch.Tensor, replays: list[Any]) -> list[float]:
+    def autotune(self: DecodeAutotune, slots: torch.Tensor, replays: list[Any]) -> list[float]:
         return [1.0 / (1 + place) for place in range(len(replays))]
 
-    with patch.object(DecodeAutotune, "__call__", trial):
+    with patch.object(DecodeAutotune, "__call__", autotune):
         yield
 
 
@@ -247,10 +247,10 @@ async def one_kernel_as_layers() -> Outcome:
     args = ROOMY | {"max_num_seqs": MAX_ROWS}
     with layers_lose():
         async with AsyncLLMEngine("tiny", **args) as engine:
-            ways = engine.startup["decode_ways"]
+            kernels = engine.startup["decode_ways"]
             ours = Answers(await ask(engine, QUESTIONS, GREEDY), engine.stats())
     ok, detail = equal(ours, await answer(GREEDY, args | {"attention_backend": "flashinfer"}))
-    return ok and ways.keys() == {ONE_KERNEL}, f"{detail}, by {ways}"
+    return ok and kernels.keys() == {ONE_KERNEL}, f"{detail}, by {kernels}"
 
 
 @contextmanager

@@ -59,9 +59,7 @@ async def time_engine(model: str, workloads: list[Workload]) -> list[dict[str, A
 
 async def run_workload(engine: AsyncLLMEngine, workload: Workload, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
-    params = SamplingParams(
-        temperature=0, max_tokens=workload.output_len, ignore_eos=True, detokenize=True
-    )
+    params = SamplingParams(temperature=0, max_tokens=workload.output_len, ignore_eos=True)
     room = asyncio.Semaphore(workload.concurrency)
 
     async def one(ids: list[int]) -> RequestOutput:
@@ -80,9 +78,8 @@ async def run_workload(engine: AsyncLLMEngine, workload: Workload, seed: int) ->
         metrics = output.metrics
         assert metrics is not None and metrics.first_token_time and metrics.last_token_time
         ttft.append(metrics.first_token_time - metrics.arrival_time)
-        tpot.append(
-            (metrics.last_token_time - metrics.first_token_time) / (workload.output_len - 1)
-        )
+        seconds_after_first = metrics.last_token_time - metrics.first_token_time
+        tpot.append(seconds_after_first / (workload.output_len - 1))
     return {
         "workload": workload.name,
         "ttft_median_ms": round(statistics.median(ttft) * 1e3, 2),
@@ -97,7 +94,7 @@ def time_http(model: str, workloads: list[str], out: Path | None) -> list[dict[s
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in SERVING.items()]
-    command = [sys.executable, "-m", "asyncllm.cli", "serve", model, *flags, f"--port={port}"]
+    command = [sys.executable, "-m", "asyncllm", "serve", model, *flags, f"--port={port}"]
     start = time.perf_counter()
     server = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"

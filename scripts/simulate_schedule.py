@@ -16,19 +16,18 @@ import argparse
 import heapq
 import json
 import random
-import sys
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from simulated_device import DEVICES, Device
 
+from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy, Room
+from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import StepRecord
 from asyncllm.engine.step_clock import kind_of
-from asyncllm.engine_args import PREFILL_GRAPH_SIZES
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
@@ -46,31 +45,11 @@ FIRST_S = 0.0001  # between two of a closed loop's first requests, which lie rea
 TURN_S = 0.001  # of arrivals, each time the event loop comes round
 
 
-@dataclass(frozen=True, slots=True)
-class Without(ChunkPolicy):
-    """Without one of its rules."""
-
-    rule: str = ""
-
-    def room(self, num_decodes: int, num_startable: int, begun: list[int]) -> Room:
-        room = super(Without, self).room(num_decodes, num_startable, begun)
-        if self.rule == "end":
-            return room._replace(to_end=0)
-        if self.rule == "shared":
-            return room._replace(shared=sys.maxsize)
-        return (
-            super(Without, self).room(num_decodes, num_startable, [])._replace(shared=room.shared)
-        )
-
-
 def policies(device: Device) -> dict[str, ChunkPolicy]:
-    default = ChunkPolicy.choose(None, device.cost, PREFILL_GRAPH_SIZES)
-    parts = default.chunk_tokens, default.step_sizes
     return {
         "unbounded": UNBOUNDED,
         **{str(size): ChunkPolicy(size) for size in (256, 512, 1024, 2048)},
-        **{f"no-{rule}": Without(*parts, rule) for rule in ("end", "shared", "backlog")},
-        "default": default,
+        "default": ChunkPolicy.choose(None, device.cost, PREFILL_GRAPH_SIZES),
     }
 
 

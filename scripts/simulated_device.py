@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from asyncllm.engine_args import PREFILL_GRAPH_SIZES
+from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
 
@@ -63,9 +63,9 @@ DECODES_8B = (
 )
 # Of an H200: captured steps of so many tokens beside 8 decodes of 1000, less attention. The 8B's of
 # 128, 256, 384, 512, 528, 640, 768, 896, 1024, 1280, 1536 and 2048 tokens are one GPU's. Others
-# above 16 are a slower GPU's, times 0.935 (rested 0.9): scaled, not measured.
+# above 16 are a slower GPU's, times 0.935: scaled, not measured. Step behind step:
+# the GPU lowers its clock.
 DEVICES = {
-    # Step behind step: the GPU lowers its clock.
     "8b": Device(
         DECODES_8B,
         ((16, 5.4), (64, 5.09), (128, 4.99), (144, 5.73), (160, 5.82), (192, 6.57), (256, 6.86),
@@ -74,19 +74,6 @@ DEVICES = {
          (704, 17.28), (768, 17.03), (784, 18.03), (832, 20.36), (896, 20.55), (960, 21.6),
          (1024, 22.56), (1040, 22.97), (1152, 24.82), (1280, 28.0), (1408, 31.33), (1536, 34.1),
          (1792, 39.31), (2048, 44.5), (8192, 160.82)),
-        kv_bytes_per_token=131_072,
-        attention_flops=4.0 * 32 * 128 * 32,
-        num_pages=50_000,
-    ),
-    # A prompt now and then, between decodes that wait for memory.
-    "8b-rested": Device(
-        DECODES_8B,
-        ((16, 5.4), (64, 4.96), (128, 4.89), (144, 5.59), (160, 5.67), (192, 6.26), (256, 6.19),
-         (272, 7.42), (320, 8.03), (384, 8.5), (400, 9.78), (448, 10.42), (512, 10.32),
-         (528, 11.8), (544, 11.97), (560, 12.06), (576, 12.81), (640, 12.84), (656, 14.28),
-         (704, 15.34), (768, 15.1), (784, 16.01), (832, 18.29), (896, 17.85), (960, 19.6),
-         (1024, 19.78), (1040, 20.66), (1152, 22.57), (1280, 24.58), (1408, 27.8), (1536, 30.2),
-         (1792, 35.69), (2048, 39.1), (8192, 148.5)),
         kv_bytes_per_token=131_072,
         attention_flops=4.0 * 32 * 128 * 32,
         num_pages=50_000,

@@ -1,19 +1,27 @@
-"""A worker whose device only takes time: what bench_host.py runs the engine with.
+"""A server for benchmarks in this process, and a worker for it whose device only takes time.
 
-It packs its steps and waits for them as the real one does, and gives random words.
+The worker packs its steps and waits for them as the real one does, and gives random words.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import torch
+from aiohttp import web
 
-from asyncllm.config import EngineConfig
+from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.server.app import build_app
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.http.listener import Listener
+from asyncllm.server.serve import patient_collector
+from asyncllm.server.service import SERVICE, Service
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import Sequence, StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
@@ -136,6 +144,28 @@ class SimulatedWorker:
 
     def close(self) -> None:
         self._waiter.close()
+
+
+@asynccontextmanager
+async def running_server(
+    engine_args: EngineArgs,
+) -> AsyncIterator[tuple[AsyncLLMEngine, Service, int]]:
+    """The engine, its server's service and port."""
+    engine = AsyncLLMEngine.from_engine_args(engine_args)
+    await engine.start()
+    server_args = ServerArgs(port=0)
+    app = build_app(engine, server_args)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    listener = Listener.bind(server_args)
+    await listener.start(runner)
+    assert listener.sock is not None
+    try:
+        with patient_collector(app[SERVICE]):
+            yield engine, app[SERVICE], listener.sock.getsockname()[1]
+    finally:
+        await runner.cleanup()
+        await engine.aclose()
 
 
 def _spin(seconds: float) -> None:

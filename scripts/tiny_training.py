@@ -8,10 +8,8 @@ stays inside each document. Knows nothing of text, files or the tokenizer's word
 from __future__ import annotations
 
 import math
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +145,9 @@ class Batch:
         return cls(tokens, index - begin, targets, mask[:, None])
 
 
-def batch_loss(model: LlamaForCausalLM, body: Callable[..., Any], batch: Batch) -> torch.Tensor:
+def batch_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     """Mean cross entropy over the trained tokens, in nats."""
-    hidden = body(
+    hidden = model.model(
         input_ids=batch.tokens,
         position_ids=batch.positions,
         attention_mask=batch.mask,
@@ -159,21 +157,6 @@ def batch_loss(model: LlamaForCausalLM, body: Callable[..., Any], batch: Batch) 
     return functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
 
 
-def _compiled_or_not(model: LlamaForCausalLM, batch: Batch, device: str) -> Callable[..., Any]:
-    """The compiled body of the model, or the plain one where compilation fails."""
-    body = torch.compile(model.model, dynamic=False)
-    try:
-        with torch.autocast(device.split(":")[0], torch.bfloat16):
-            batch_loss(model, body, batch).backward()
-        return body
-    except Exception:  # whatever the compiler raises, training without it is as good
-        traceback.print_exc()
-        print("torch.compile failed; training goes on without it", file=sys.stderr)
-        return model.model
-    finally:
-        model.zero_grad(set_to_none=True)
-
-
 def progress_bar(name: str) -> tqdm[Any]:
     """A bar that counts percent of the budget."""
     form = "{desc}: {percentage:3.0f}% |{bar:20}| {elapsed} {postfix}"
@@ -181,11 +164,7 @@ def progress_bar(name: str) -> tqdm[Any]:
 
 
 def train(
-    shape: Shape,
-    rows: RowStream,
-    budget: Budget,
-    device: str,
-    compiled: bool,
+    shape: Shape, rows: RowStream, budget: Budget, device: str
 ) -> tuple[LlamaForCausalLM, Result]:
     """Train one model from scratch: float32 weights, bf16 products, AdamW."""
     torch.manual_seed(0)
@@ -197,16 +176,13 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
     began, step, num_tokens, loss_value = time.monotonic(), 0, 0, math.nan
     stream = iter(rows)
-    body: Callable[..., Any] = model.model
-    if compiled:
-        body = _compiled_or_not(model, Batch.unpack(next(stream)), device)
     with progress_bar(shape.name) as bar:
         while (share := budget.share(time.monotonic() - began, step)) < 1.0:
             packed = next(stream)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(share, shape.peak_rate)
             with torch.autocast(device.split(":")[0], torch.bfloat16):
-                loss = batch_loss(model, body, Batch.unpack(packed))
+                loss = batch_loss(model, Batch.unpack(packed))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -5,22 +5,18 @@
     python3 scripts/train_tiny.py --device cpu --steps 200                  # to try the path
 
 Text (tiny_text), tokenizer (tiny_tokenizer), packed rows (tiny_shards), two trainings
-(tiny_training), then accuracy on held-out questions through transformers (tiny_evaluate). Budgets
-are wall-clock time, and both folders are complete before anything is evaluated.
+(tiny_training), then accuracy on held-out questions through transformers (tiny_evaluate). Both
+folders are complete before anything is evaluated.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
-import sys
-import tarfile
 import tempfile
 import time
-import traceback
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -46,7 +42,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER_PARTS = 16  # of the sample that the tokenizer learns from
-EVALUATION_SECONDS = 130  # kept free at the end of --deadline-minutes
 CHECKED_EXAMPLES = 500
 SHAPES = (
     Shape("tiny", 256, 7, 8, 768, peak_rate=2e-3, time_share=0.7),
@@ -73,10 +68,7 @@ def save_model(model: LlamaForCausalLM, shape: Shape, tokenizer: Tokenizer, out:
         "eos_token_id": ends,
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
     }
-    for name, content in (
-        ("config.json", shape.config()),
-        ("generation_config.json", generation),
-    ):
+    for name, content in (("config.json", shape.config()), ("generation_config.json", generation)):
         (fresh / name).write_text(json.dumps(content, indent=2) + "\n")
     save_tokenizer(tokenizer, fresh)
     shutil.rmtree(folder, ignore_errors=True)
@@ -99,9 +91,7 @@ def learn_tokenizer(num_texts: int, num_processes: int) -> Tokenizer:
 
 
 def report_text(
-    args: argparse.Namespace,
-    results: dict[str, Result],
-    scores: dict[str, dict[str, Score]],
+    args: argparse.Namespace, results: dict[str, Result], scores: dict[str, dict[str, Score]]
 ) -> str:
     """The report in Markdown: what was trained for how long, and how well it answers."""
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
@@ -126,27 +116,12 @@ def report_text(
     return "\n".join(lines)
 
 
-def pack_folders(folders: list[Path], path: Path) -> None:
-    """Pack the folders by their names into a .tar.gz or .tar.xz."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:xz" if path.suffix == ".xz" else "w:gz") as archive:
-        for folder in folders:
-            archive.add(folder, folder.name)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=ROOT / "asyncllm" / "assets")
     parser.add_argument("--report", type=Path, help="Markdown file for the accuracy table")
-    parser.add_argument("--tar", type=Path, help="also pack both folders into this .tar.gz/.tar.xz")
     parser.add_argument("--minutes", type=float, default=7.0, help="training time of both models")
-    parser.add_argument(
-        "--deadline-minutes",
-        type=float,
-        help="whole run, data and evaluation included; training is shortened to meet it "
-        "(default: 9 on a GPU, none on a CPU)",
-    )
     parser.add_argument("--steps", type=int, help="stop each training after so many steps")
     parser.add_argument("--batch-tokens", type=int, help="default: 65536 on a GPU, 4096 on a CPU")
     parser.add_argument("--data-tokens", type=float, help="default: 400e6 on a GPU, 4e6 on a CPU")
@@ -154,15 +129,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokenizer-texts", type=int, default=40000)
     parser.add_argument("--eval-per-kind", type=int, help="default: 100 on a GPU, 20 on a CPU")
-    parser.add_argument("--compile", action="store_true", help="torch.compile, where it works")
-    parser.add_argument("--threads", type=int, help="torch threads on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     on_gpu = args.device.startswith("cuda")
     args.batch_tokens = args.batch_tokens or (65536 if on_gpu else 4096)
     args.data_tokens = int(args.data_tokens or (400e6 if on_gpu else 4e6))
     args.eval_per_kind = args.eval_per_kind or (100 if on_gpu else 20)
-    args.deadline_minutes = args.deadline_minutes or (9.0 if on_gpu else math.inf)
     return args
 
 
@@ -182,59 +154,40 @@ def train_both(args: argparse.Namespace, began: float) -> tuple[list[Path], dict
             max_seconds=args.data_seconds,
             num_processes=args.processes,
         )
-    spent = time.monotonic() - began
     total = short.size + long.size
     padding = np.mean((short & TOKEN) == SPECIAL_TOKENS.index(PAD))
     print(
-        f"{total / 1e6:.1f} M tokens packed after {spent:.0f} s: {len(short)} short rows "
-        f"({padding:.1%} padding), {len(long)} long rows",
+        f"{total / 1e6:.1f} M tokens packed after {time.monotonic() - began:.0f} s: "
+        f"{len(short)} short rows ({padding:.1%} padding), {len(long)} long rows",
         flush=True,
     )
-    left = 60 * args.deadline_minutes - spent - EVALUATION_SECONDS
-    seconds = max(10.0, min(60 * args.minutes, left))
     folders, results = [], {}
     for shape in SHAPES:
         rows = RowStream(short, long, args.batch_tokens, args.device, args.seed)
-        budget = Budget(seconds * shape.time_share, args.steps)
-        model, result = train(shape, rows, budget, args.device, args.compile)
+        budget = Budget(60 * args.minutes * shape.time_share, args.steps)
+        model, result = train(shape, rows, budget, args.device)
         folders.append(save_model(model, shape, tokenizer, args.out))
         results[shape.name] = result
         print(f"{folders[-1]}: {result}", flush=True)
     return folders, results
 
 
-def main() -> int:
+def main() -> None:
     began = time.monotonic()
     args = parse_arguments()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     folders, results = train_both(args, began)
-    if args.tar:
-        pack_folders(folders, args.tar)
-        print(f"packed into {args.tar}: {args.tar.stat().st_size / 1e6:.1f} MB", flush=True)
-    scores: dict[str, dict[str, Score]] = {folder.name: {} for folder in folders}
-    deadline = began + 60 * args.deadline_minutes
-    failed = False
+    scores: dict[str, dict[str, Score]] = {}
     for folder in folders:
-        try:  # the models are safe on disk: a failing evaluation must not hide them
-            scores[folder.name] = evaluate(
-                folder,
-                device=args.device,
-                per_kind=args.eval_per_kind,
-                max_rows=256,
-                deadline=deadline,
-            )
-        except Exception:
-            traceback.print_exc()
-            failed = True
-        text = report_text(args, results, scores)
-        if args.report:
-            args.report.parent.mkdir(parents=True, exist_ok=True)
-            args.report.write_text(text, encoding="utf-8")
+        scores[folder.name] = evaluate(
+            folder, device=args.device, per_kind=args.eval_per_kind, max_rows=256
+        )
+    text = report_text(args, results, scores)
+    if args.report:
+        args.report.parent.mkdir(parents=True, exist_ok=True)
+        args.report.write_text(text, encoding="utf-8")
     print(text)
     print(f"done after {time.monotonic() - began:.0f} s")
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,8 +26,8 @@ import orjson
 from aiohttp import web
 from tqdm import tqdm
 
+from asyncllm.config import EngineArgs
 from asyncllm.engine.async_engine import AsyncLLMEngine
-from asyncllm.engine_args import EngineArgs
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.listener import Listener

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _bar(total: int, unit: str | None) -> Any:
-    from asyncllm.progress import DELAY_S, ProgressBar
+    from asyncllm.models.loader import DELAY_S, ProgressBar
 
     return ProgressBar(range(total), desc=unit, leave=False, delay=DELAY_S)
 

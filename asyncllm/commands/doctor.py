@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.commands import kernels
-from asyncllm.config import GIB
-from asyncllm.cores import num_cores
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import GIB, EngineArgs
 from asyncllm.errors import ModelLoadError
+from asyncllm.host import num_cores
 
 HELP = "say what this machine has, what is missing, and what a model needs"
 State = Literal["ok", "note", "MISSING"]

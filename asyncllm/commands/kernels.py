@@ -14,10 +14,9 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from asyncllm.cache_folder import cache_folder
 from asyncllm.commands.triton_kernels import print_compiled, read_list, write_list
-from asyncllm.config import EngineConfig
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.host import cache_folder
 
 if TYPE_CHECKING:
     from asyncllm.attention.flashinfer.modules import Buildable

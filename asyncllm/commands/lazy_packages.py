@@ -35,7 +35,7 @@ def make_lazy(package: str, distribution: str, known: Mapping[str, str] | None =
     module.__class__ = _LazyPackage
     try:
         module.__dict__["__version__"] = version(distribution)  # their modules ask for it
-    except PackageNotFoundError:  # installed in a way of its own
+    except PackageNotFoundError:  # installed without metadata
         return
     module.__dict__["_known"] = dict(known or {})
     sys.modules[package] = module
@@ -79,7 +79,7 @@ class _LazyPackage(ModuleType):
             try:
                 assert self.__spec__ is not None and self.__spec__.loader is not None
                 self.__spec__.loader.exec_module(self)
-            except BaseException:  # the next attribute fails in the same way
+            except BaseException:  # the next attribute fails alike
                 self._is_initialized = False
                 raise
         finally:

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 
 if TYPE_CHECKING:
     from asyncllm.server.args import ServerArgs

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from asyncllm.commands.fast_start import begin_fast_start
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.sampling_params import SamplingParams
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from asyncllm.cache_folder import cache_folder
 from asyncllm.config import EngineConfig
+from asyncllm.host import cache_folder
 
 logger = logging.getLogger("asyncllm")
 

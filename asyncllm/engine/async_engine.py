@@ -14,8 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NoReturn, Self
 
-from asyncllm.beam_search_params import BeamSearchParams
-from asyncllm.config import EngineConfig
+from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
 from asyncllm.engine.beam_client import BeamSearchClient
 from asyncllm.engine.core_loader import CoreLoader
@@ -29,10 +28,9 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.worker.work_counts import WorkCounts
 
 

@@ -27,7 +27,7 @@ from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import RequestMetrics
-from asyncllm.param_checks import MAX_SEED
+from asyncllm.sampling_limits import MAX_SEED
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, Sequence
 

@@ -17,12 +17,11 @@ from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
-from asyncllm.beam_search_params import BeamSearchParams
 from asyncllm.engine.async_engine import AsyncLLMEngine, check_sampling_params
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.errors import EngineDeadError
 from asyncllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
 EXIT_TIMEOUT_SECONDS = 5.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncllm.repetition_params import RepetitionDetectionParams
+from asyncllm.sampling_params import RepetitionDetectionParams
 
 REPETITION_STOP_REASON = "repetition_detected"  # vLLM's word
 NO_TOKEN = -1

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from asyncllm.cache_folder import cache_folder
+from asyncllm.host import cache_folder
 
 logger = logging.getLogger("asyncllm")
 

@@ -19,7 +19,7 @@ from asyncllm.graphs.decode_kernels import DecodeKernel
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.progress import DELAY_S, ProgressBar
+from asyncllm.models.loader import DELAY_S, ProgressBar
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.model_runner import ModelRunner
 

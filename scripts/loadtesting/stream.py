@@ -1,6 +1,6 @@
 """From the bytes of one answer to its record, after they were read.
 
-Two ways to the same record (a test holds them equal). `decoded` parses every event. `scanned` does
+Two readers make one record (a test holds them equal). `decoded` parses every event. `scanned` does
 not: it finds the ends of events by their blank lines and decodes only the head, up to the first
 content, and the tail, with finish reason and usage. It is taken where only times count, and gives
 up on a stream that is not plain (CR LF, event names, comments within, errors).

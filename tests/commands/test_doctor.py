@@ -15,7 +15,7 @@ from asyncllm import cli
 from asyncllm.attention.base import AttentionLayer
 from asyncllm.commands import doctor
 from asyncllm.commands.doctor import examine
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.model_config import BUILTIN_MODELS
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU machine has")

@@ -11,7 +11,7 @@ import torch
 
 from asyncllm import cli
 from asyncllm.commands import kernels
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -48,7 +48,7 @@ def test_a_start_loads_what_is_listed() -> None:
 
 
 def _in_a_fresh_process(*words: str) -> str:
-    command = [sys.executable, "-m", "asyncllm.cli", "kernels", *words]
+    command = [sys.executable, "-m", "asyncllm", "kernels", *words]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -57,7 +57,7 @@ def url() -> Iterator[str]:
 def start(command: str, *words: str, **options: Any) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_API_KEY")}
     return subprocess.Popen(
-        [sys.executable, "-m", "asyncllm.cli", command, *words],
+        [sys.executable, "-m", "asyncllm", command, *words],
         env=environment | {"ASYNCLLM_API_KEY": "secret"},
         **options,
     )

@@ -13,13 +13,12 @@ import torch
 
 from asyncllm.commands import kernels, triton_kernels
 from asyncllm.commands.triton_kernels import CachedVariant, print_compiled, read_list, write_list
-from asyncllm.config import EngineConfig
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs, EngineConfig
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineConfig:
-    """On a card that is not there."""
+    """On a GPU that is not there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7+git"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from asyncllm.config import EngineArgs
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.engine_args import EngineArgs
 from asyncllm.server.chat.response import ChatView
 from asyncllm.server.http.sse import STREAMS_PER_SLICE, FrameQueue, SSEStream
 from asyncllm.server.inputs.call import Call

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncllm import AsyncLLMEngine, SamplingParams
+from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_steps
-from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.worker.worker import Worker
 from asyncllm.worker.worker_command import CaptureGraph

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncllm.cache_folder import cache_folder
+from asyncllm.host import cache_folder
 from asyncllm.kernels import nvcc
 from asyncllm.kernels.declaration import CudaKernel
 from asyncllm.kernels.nvcc import Library

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.cache_folder import cache_folder
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
+from asyncllm.host import cache_folder
 from asyncllm.kernels import nvcc, registry
 from asyncllm.kernels.declaration import CudaKernel
 from asyncllm.kernels.nvcc import Library

@@ -1,4 +1,4 @@
-"""The short way to a configuration gives what transformers' own classes give."""
+"""The fast path to a configuration gives what transformers' own classes give."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def write(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 def assert_equal(folder: Path, content: dict[str, Any]) -> None:
     ours = read_hf_config(folder, content)
-    assert isinstance(ours, DenseConfig), "went the long way"
+    assert isinstance(ours, DenseConfig), "took the slow path"
     reference = AutoConfig.from_pretrained(folder)
     for key in (*READ_KEYS, *FAMILY_KEYS[content["model_type"]]):
         assert getattr(ours, key) == getattr(reference, key), key

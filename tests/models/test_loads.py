@@ -56,13 +56,13 @@ def run(folder: Path, *loads: Load) -> None:
 
 
 @pytest.fixture(params=["mapped", "streamed"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader's way on CUDA, with all but the device, beside that of the CPU."""
+def load_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader's path on CUDA, with all but the device, beside that of the CPU."""
     if request.param == "streamed":
         monkeypatch.setattr(loader, "STREAMED_DEVICES", ("cpu",))
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("load_path")
 @pytest.mark.parametrize(
     ("name", "part"),
     [
@@ -86,7 +86,7 @@ def test_a_slice_is_that_of_the_file(tmp_path: Path, name: str, part: tuple[slic
     assert torch.equal(filled, expected)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("load_path")
 def test_one_tensor_fills_several_views_of_a_merged_weight(tmp_path: Path) -> None:
     merged = view(10, 6)
     loads = [
@@ -99,7 +99,7 @@ def test_one_tensor_fills_several_views_of_a_merged_weight(tmp_path: Path) -> No
     assert (merged[4:6] == 77).all()
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("load_path")
 def test_views_that_are_no_rows_and_other_float_dtypes(tmp_path: Path) -> None:
     columns, converted = view(8, 12), view(8, 6, dtype=torch.float32)
     part = (slice(0, 8),)
@@ -112,7 +112,7 @@ def test_views_that_are_no_rows_and_other_float_dtypes(tmp_path: Path) -> None:
     assert torch.equal(converted, FILE["matrix"].float())
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("load_path")
 def test_transforms(tmp_path: Path) -> None:
     transposed, bytes_, scales = view(6, 4), view(1, 8, dtype=torch.int8), view(3)
     run(
@@ -165,7 +165,7 @@ def test_what_no_load_takes_is_named(tmp_path: Path) -> None:
         load_weights(cast(CausalLM, Loads(*loads)), tmp_path, "auto", seed=0, progress=False)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("load_path")
 def test_a_slice_that_does_not_fit_its_view_is_no_row_more_or_less(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="matrix"):
         run(tmp_path, Load("matrix", view(4, 6), (slice(0, 3),), file_shape=(8, 6)))

@@ -10,7 +10,7 @@ from transformers import GPT2Config, LlamaConfig, MambaConfig, Qwen2_5_VLConfig
 from asyncllm.attention.base import AttentionMixer
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.commands import doctor
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ARCHITECTURES as SUPPORTED
 from asyncllm.model_config import ModelConfig

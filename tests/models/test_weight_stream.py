@@ -60,7 +60,7 @@ def test_a_file_that_shrank_is_named(tensors: dict[str, torch.Tensor], tmp_path:
 
 
 def test_a_model_through_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader's way on CUDA, with all but the device."""
+    """The loader's path on CUDA, with all but the device."""
     random_reference(CONFIGS["qwen2"]).save_pretrained(tmp_path, max_shard_size="20KB")
     expected = weights(load(tmp_path))
     monkeypatch.setattr(loader, "_streams", lambda checkpoint, load: load.view.dim() == 2)

@@ -133,7 +133,7 @@ def test_greedy_rows_take_the_best_that_is_left(name: str) -> None:
 
 
 def test_a_batch_of_one_kind_draws_as_a_mixed_one() -> None:
-    """Plain rows alone go the way without a sort: the same tokens, by the same seeds."""
+    """Plain rows alone are sampled without a sort: the same tokens, by the same seeds."""
     alone = draw({"hot": SINGLES["hot"]}, 500)["hot"]
     mixed = draw({"hot": SINGLES["hot"], "everything": EVERYTHING}, 500)["hot"]
     assert (alone == mixed).all()

@@ -9,7 +9,7 @@ import pytest
 from asyncllm import InvalidRequestError, RepetitionDetectionParams, SamplingParams
 from asyncllm.engine.repetition import RepetitionDetector
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.repetition_params import MAX_REPETITION_COUNT, MAX_REPETITION_PATTERN_SIZE
+from asyncllm.sampling_limits import MAX_REPETITION_COUNT, MAX_REPETITION_PATTERN_SIZE
 from tests.text.token_feed import TokenFeed, make_request
 
 

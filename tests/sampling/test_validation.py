@@ -14,7 +14,6 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.request_limits import MAX_OUTPUT_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.param_checks import MAX_SEED
 from asyncllm.sampling_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -22,6 +21,7 @@ from asyncllm.sampling_limits import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
+    MAX_SEED,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,

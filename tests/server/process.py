@@ -23,7 +23,7 @@ class Served(NamedTuple):
 @contextmanager
 def served(*flags: str) -> Iterator[Served]:
     """On a port that the system chooses: one that was free a moment ago may be taken now."""
-    command = [sys.executable, "-m", "asyncllm.cli", "serve", MODEL, "--port", "0"]
+    command = [sys.executable, "-m", "asyncllm", "serve", MODEL, "--port", "0"]
     command += ["--swap-space", "0", "--num-gpu-blocks-override", "100", "--device", "cpu", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

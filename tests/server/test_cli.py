@@ -14,7 +14,7 @@ import torch
 
 from asyncllm import cli
 from asyncllm.commands.flags import field_names, read_config_file
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.server.args import ServerArgs
 
 SMALL = ["--num-gpu-blocks-override", "8", "--swap-space", "0"]

@@ -1,4 +1,4 @@
-"""JSON schemas, one per keyword that can be enforced and for the ways in which they combine."""
+"""JSON schemas, one per keyword that can be enforced and for how they combine."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_mask_is_what_can_continue(
 ) -> None:
     """At each position of a few walks, each token of the vocabulary, by matching its text."""
     beginning = re.compile(BEGINNINGS[regex])
-    # Quantified, so that nothing is forced: a forced text has one way to be cut into tokens.
+    # Quantified, so that nothing is forced: a forced text is cut into the same tokens always.
     for seed in range(4):
         steps = walk(
             new_constraint(compiler, StructuredOutputsParams(regex=regex)), tokenizer, seed

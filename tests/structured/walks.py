@@ -1,4 +1,4 @@
-"""Random ways through a grammar, without a model: which tokens may come, and one of them taken."""
+"""Random walks through a grammar, without a model: which tokens may come, and one of them taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way to a tokenizer gives the class and the content that AutoTokenizer gives."""
+"""The fast path to a tokenizer gives the class and the content that AutoTokenizer gives."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from asyncllm.config import EngineConfig
+from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.input_processor import MAX_CACHE_SALT_CHARS, InputProcessor
 from asyncllm.engine.text.prompt import parse_prompt
+from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
-from asyncllm.engine_args import EngineArgs
 from asyncllm.errors import ContextLengthError, InvalidRequestError, ModelLoadError
-from asyncllm.param_checks import MAX_SEED
+from asyncllm.sampling_limits import MAX_SEED
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, SequenceStatus
 from tests.text import tokenizer_folders as folders
@@ -268,6 +268,36 @@ def test_bad_words_with_and_without_their_space(
     request = process(processor, [1], bad_words=["the", " the", "zzz", " "])
     assert request.bad_words_ids == (ids("the"), ids(" the"), ids("zzz"), ids(" "))
     assert process(processor, [1]).bad_words_ids == ()
+
+
+def test_bad_words_whose_space_changes_their_number_of_tokens(
+    processor: InputProcessor, byte_level: Tokenizer
+) -> None:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(byte_level.encode(text, add_special_tokens=False))
+
+    assert len(ids("again")) > len(ids(" again"))
+    for word in ("again", " again"):
+        request = process(processor, [1], bad_words=[word])
+        assert request.bad_words_ids == (ids("again"), ids(" again"))
+
+
+@pytest.mark.parametrize("kind", [folders.byte_level, folders.sentencepiece, folders.metaspace])
+def test_no_spelling_of_a_bad_word_is_allowed(
+    kind: Callable[[], folders.Tokenizer], tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(folders.write_folder(tmp_path, kind()))
+    encoder = PromptEncoder(tokenizer, vocab_size=1024, max_model_len=WINDOW)
+    for word in ("the", "again", "answer", "quick", "zzz"):
+        forbidden = encoder.bad_words_ids([word])
+        for text in (word, f" {word}", f"( {word})", f"\n{word}", f"({word})"):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            found = [
+                bad
+                for bad in forbidden
+                if any(ids[i : i + len(bad)] == bad for i in range(len(ids)))
+            ]
+            assert found, (word, text)
 
 
 # --- sequences ---------------------------------------------------------------------------------

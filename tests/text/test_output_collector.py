@@ -34,11 +34,11 @@ def test_deltas_add_up() -> None:
 
 def test_what_was_handed_out_stays_as_it_was() -> None:
     collector = OutputCollector()
-    news = CompletionOutput(0, "a", [5], None, [{5: Logprob(-1.0)}])
-    first = collector.merge(delta(news))
+    update = CompletionOutput(0, "a", [5], None, [{5: Logprob(-1.0)}])
+    first = collector.merge(delta(update))
     collector.merge(delta(CompletionOutput(0, "b", [6], None, [{6: Logprob(-1.0)}])))
     assert (first.outputs[0].text, first.outputs[0].token_ids) == ("a", [5])
-    assert (news.token_ids, news.logprobs) == ([5], [{5: Logprob(-1.0)}])
+    assert (update.token_ids, update.logprobs) == ([5], [{5: Logprob(-1.0)}])
     assert len(first.outputs[0].logprobs or []) == 1
 
 

@@ -44,7 +44,7 @@ def test_each_step_emits_its_tokens(byte_level: Tokenizer) -> None:
     outputs = feed.run(request.sequences[0], ids)
     assert [output.outputs[0].token_ids for output in outputs] == [[i] for i in ids]
     assert "".join(output.outputs[0].text for output in outputs) == "The quick 😀 fox"
-    assert any(output.outputs[0].text == "" for output in outputs), "ids are news without text"
+    assert any(output.outputs[0].text == "" for output in outputs), "ids are an update without text"
     for output in outputs:
         assert (output.request_id, output.prompt) == ("r", "the prompt")
         assert output.prompt_token_ids == [3, 4, 5]

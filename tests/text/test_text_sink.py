@@ -1,4 +1,4 @@
-"""The short way of a plain token: text alone, between the first output and the last."""
+"""The fast path of a plain token: text alone, between the first output and the last."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from asyncllm.outputs import RequestOutput
 from asyncllm.types import FinishReason, Request, TokenLogprobs
 from tests.text.token_feed import TokenFeed, make_request
 
-News = RequestOutput | tuple[str, int]
+Update = RequestOutput | tuple[str, int]
 
 
 class Streams(TokenFeed):
-    """A feed whose requests have a text sink. `news`: what either sink was given, in order."""
+    """A feed whose requests have a text sink. `updates`: what either sink was given, in order."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        self.news: dict[str, list[News]] = {}
+        self.updates: dict[str, list[Update]] = {}
 
     def add(self, *requests: Request) -> None:
         for request in requests:
-            news = self.news[request.request_id] = []
+            updates = self.updates[request.request_id] = []
 
-            def take_text(text: str, num_tokens: int, news: list[News] = news) -> None:
-                news.append((text, num_tokens))
+            def take_text(text: str, num_tokens: int, updates: list[Update] = updates) -> None:
+                updates.append((text, num_tokens))
 
-            self.processor.add(request, news.append, take_text)
-
-
-def text_of(news: list[News]) -> str:
-    return "".join(n[0] if isinstance(n, tuple) else n.outputs[0].text for n in news)
+            self.processor.add(request, updates.append, take_text)
 
 
-def num_tokens_of(news: list[News]) -> int:
-    return sum(n[1] if isinstance(n, tuple) else len(n.outputs[0].token_ids) for n in news)
+def text_of(updates: list[Update]) -> str:
+    return "".join(n[0] if isinstance(n, tuple) else n.outputs[0].text for n in updates)
+
+
+def num_tokens_of(updates: list[Update]) -> int:
+    return sum(n[1] if isinstance(n, tuple) else len(n.outputs[0].token_ids) for n in updates)
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -51,12 +51,12 @@ def test_outputs_at_both_ends_and_text_between(byte_level: Tokenizer) -> None:
     feed.add(request)
     for token_id in ids:
         feed.step({request.sequences[0]: token_id})
-    first, *between, last = feed.news["r"]
+    first, *between, last = feed.updates["r"]
     assert isinstance(first, RequestOutput) and not first.finished
     assert isinstance(last, RequestOutput) and last.finished
-    assert all(isinstance(news, tuple) and news[1] == 1 for news in between)
+    assert all(isinstance(update, tuple) and update[1] == 1 for update in between)
     assert ("", 1) in between, "a token without text is told too: it counts"
-    assert text_of(feed.news["r"]) == "The quick 😀 fox"
+    assert text_of(feed.updates["r"]) == "The quick 😀 fox"
     feed.processor.check_empty()
 
 
@@ -69,8 +69,8 @@ def test_who_has_more_to_say_gets_outputs(byte_level: Tokenizer, params: dict) -
     feed.add(request)
     for _ in range(3):
         feed.step(dict.fromkeys(request.sequences, 5), TokenLogprobs(-0.5, 1, [], []))
-    assert len(feed.news["r"]) == 3
-    assert all(isinstance(news, RequestOutput) for news in feed.news["r"])
+    assert len(feed.updates["r"]) == 3
+    assert all(isinstance(update, RequestOutput) for update in feed.updates["r"])
 
 
 def test_several_tokens_of_one_step_join(byte_level: Tokenizer) -> None:
@@ -81,7 +81,7 @@ def test_several_tokens_of_one_step_join(byte_level: Tokenizer) -> None:
     the, *others = ids_of(byte_level, "The quick brown fox")
     feed.step([(seq, the), (seq, others[0])])
     feed.step([(seq, token_id) for token_id in others[1:]])
-    first, second = feed.news["r"]
+    first, second = feed.updates["r"]
     assert isinstance(first, RequestOutput) and first.outputs[0].token_ids == [the, others[0]]
     assert isinstance(second, tuple) and second[1] == len(others) - 1
     assert text_of([first, second]) == "The quick brown fox"
@@ -108,10 +108,10 @@ def test_an_abort_has_the_last_token_s_time_and_the_held_text(byte_level: Tokeni
         last_time = feed.now
         feed.step({request.sequences[0]: token_id})
     feed.processor.abort("r", feed.now + 5)
-    last = feed.news["r"][-1]
+    last = feed.updates["r"][-1]
     assert isinstance(last, RequestOutput) and last.outputs[0].text == "\ufffd"
     (finished,) = feed.processor.take_iteration_stats().finished
-    assert finished.num_generation_tokens == num_tokens_of(feed.news["r"])
+    assert finished.num_generation_tokens == num_tokens_of(feed.updates["r"])
     assert request.metrics.last_token_time == last_time
     feed.processor.check_empty()
 
@@ -131,13 +131,13 @@ def test_a_failing_detokenizer_ends_its_own_request(
     feed.processor._sequences[b.seq_id].push_plain = broken
     stops = feed.step({b: 6, g: 6})
     assert stops == [Stop(b, None, FinishReason.ERROR)]
-    last = feed.news["bad"][-1]
+    last = feed.updates["bad"][-1]
     assert isinstance(last, RequestOutput) and last.finished
     assert last.error is not None and "no such token" in str(last.error)
     assert "no such token" in caplog.text
-    assert len(feed.news["good"]) == 2
+    assert len(feed.updates["good"]) == 2
     feed.step({g: 7})
-    assert len(feed.news["good"]) == 3
+    assert len(feed.updates["good"]) == 3
 
 
 def test_random_streams_equal_outputs(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
@@ -153,5 +153,5 @@ def test_random_streams_equal_outputs(byte_level: Tokenizer, sentencepiece: Toke
                 for token_id in ids:
                     feed.step({request.sequences[0]: token_id})
             expected = "".join(output.outputs[0].text for output in outputs.outputs["r"])
-            assert text_of(streams.news["r"]) == expected
-            assert num_tokens_of(streams.news["r"]) == len(ids)
+            assert text_of(streams.updates["r"]) == expected
+            assert num_tokens_of(streams.updates["r"]) == len(ids)

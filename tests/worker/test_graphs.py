@@ -22,8 +22,8 @@ from asyncllm import (
 )
 from asyncllm.attention.base import AttendRows, AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.torch_native import TorchAttention
+from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_steps
-from asyncllm.engine_args import EngineArgs
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.full_graphs import FullGraphs
 from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from asyncllm.engine_args import EngineArgs
+from asyncllm.config import EngineArgs
 from asyncllm.kernels import registry
 from asyncllm.kernels.declaration import Start, TritonKernel
 from asyncllm.kernels.records import HeadNorm

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 import orjson
 from llguidance import LLExecutor, LLMatcher
 
-from asyncllm.cores import num_cores
 from asyncllm.engine.structured.constraint import GrammarConstraint
 from asyncllm.engine.structured.grammar_text import grammar_text
 from asyncllm.engine.structured.matchers import (
@@ -31,6 +30,7 @@ from asyncllm.engine.structured.matchers import (
 )
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.errors import InvalidRequestError, QueueFullError
+from asyncllm.host import num_cores
 from asyncllm.structured_outputs import PARAM, StructuredOutputsParams
 
 logger = logging.getLogger("asyncllm")

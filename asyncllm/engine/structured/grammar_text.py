@@ -20,7 +20,7 @@ from asyncllm.engine.structured.lark import LarkBuilder, quoted
 from asyncllm.engine.structured.structural_tag import StructuralTagCompiler
 from asyncllm.structured_outputs import PARAM, ReasoningMarkers, StructuredOutputsParams, parse_json
 
-# Anywhere between two parts of a JSON text. Bounded: a model that has lost its way can write
+# Anywhere between two parts of a JSON text. Bounded: a model that has gone astray can write
 # newlines until its tokens are used up.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 AFTER_REASONING = r"/\n{0,2}/"

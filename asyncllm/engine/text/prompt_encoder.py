@@ -65,24 +65,34 @@ class PromptEncoder:
         return self._tokenizer
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Forbidden words as the token sequences that would write them, as vLLM does it.
+        """Forbidden words as the token sequences that would write them.
 
-        Each at the beginning of a text and after a space. Raises `InvalidRequestError`.
+        A word is forbidden however it is spelled: inside a text without a space before it, at the
+        beginning of a text, and after a space. Raises `InvalidRequestError`.
         """
         found: dict[tuple[int, ...], None] = {}  # an ordered set
         for word in words:
-            text = word.lstrip() or word
-            plain = tuple(self.encode(text, False, "bad_words"))
-            spaced = tuple(self.encode(f" {text}", False, "bad_words"))
-            if not plain:
+            spellings = self._spellings(word.lstrip() or word)
+            if not all(spellings):
                 raise InvalidRequestError(f"bad_words: {word!r} has no tokens", "bad_words")
-            found[plain] = None
-            # Where the space is a token by itself, the plain form forbids the word after it too.
-            if len(plain) == len(spaced) and plain[:1] != spaced[:1]:
-                found[spaced] = None
+            # A sequence that ends in a forbidden one cannot come either.
+            for ids in spellings:
+                if not any(ids != end and ids[-len(end) :] == end for end in spellings):
+                    found[ids] = None
         for ids in found:
             self.check_ids(ids, "bad_words")
         return tuple(found)
+
+    def _spellings(self, text: str) -> list[tuple[int, ...]]:
+        """The text's tokens after a line break, at the beginning and after a space."""
+        # Some tokenizers put a space before every text, which a line break keeps off the word.
+        before, *spellings = (
+            tuple(self.encode(start, False, "bad_words"))
+            for start in ("\n", f"\n{text}", text, f" {text}")
+        )
+        start, word = spellings[0][: len(before)], spellings[0][len(before) :]
+        spellings[0] = word if word and start == before else spellings[1]
+        return spellings
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         """Each must be in the vocabulary: the embedding has no row for another."""

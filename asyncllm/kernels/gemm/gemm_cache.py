@@ -14,7 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from asyncllm.cache_folder import cache_folder
+from asyncllm.host import cache_folder
 from asyncllm.kernels.gemm.cublas_lt import ALGORITHM_BYTES, Shape
 
 logger = logging.getLogger("asyncllm")

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asyncllm.param_checks import MAX_SEED
-from asyncllm.repetition_params import RepetitionDetectionParams
 from asyncllm.sampling_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -21,10 +19,12 @@ from asyncllm.sampling_limits import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
     MAX_REPETITION_PENALTY,
+    MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
 )
+from asyncllm.sampling_params import RepetitionDetectionParams
 from asyncllm.server.chat.batch import MAX_CONVERSATIONS, REFUSED
 from asyncllm.server.messages.openapi import MESSAGES_FIELD_DOCS
 from asyncllm.server.openapi import field_doc as types

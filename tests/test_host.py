@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm import cores
+from asyncllm import host
 from asyncllm.commands.doctor import examine
+from asyncllm.config import EngineArgs
 from asyncllm.engine.structured.compiler import MAX_FILL_THREADS, _num_fill_threads
-from asyncllm.engine_args import EngineArgs
 
 
 @pytest.fixture
@@ -18,12 +18,12 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cgroup folder on a machine of 64 cores, 16 of which this process may run on."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    monkeypatch.setattr(cores, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     return tmp_path
 
 
 def test_cores_that_a_container_pays_for(cgroup: Path) -> None:
-    assert cores.num_cores() == 16
+    assert host.num_cores() == 16
     quota = cgroup / "cpu.max"
     for text, expected in (
         ("max 100000\n", 16),
@@ -32,22 +32,22 @@ def test_cores_that_a_container_pays_for(cgroup: Path) -> None:
         ("9900000 100000\n", 16),
     ):
         quota.write_text(text)
-        assert cores.num_cores() == expected
+        assert host.num_cores() == expected
     quota.unlink()
     (cgroup / "cpu").mkdir()
     (cgroup / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     for text, expected in (("-1\n", 16), ("350000\n", 3)):
         (cgroup / "cpu" / "cpu.cfs_quota_us").write_text(text)
-        assert cores.num_cores() == expected
+        assert host.num_cores() == expected
 
 
 def test_where_no_system_says_who_may_run_where(
     cgroup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert cores.num_cores() == 64
+    assert host.num_cores() == 64
     (cgroup / "cpu.max").write_text("350000 100000\n")
-    assert cores.num_cores() == 3
+    assert host.num_cores() == 3
 
 
 def test_whoever_begins_threads_asks(cgroup: Path) -> None:
