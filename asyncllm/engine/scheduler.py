@@ -22,9 +22,9 @@ from __future__ import annotations
 from itertools import repeat
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
-from asyncllm.engine.block_manager import BlockManager, PrefixMatch
+from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
-from asyncllm.engine.running_set import RunningSet, may_decode
+from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.step_draft import StepDraft
 from asyncllm.engine.waiting_queue import WaitingQueue
@@ -152,7 +152,7 @@ class Scheduler:
         if running.has_forks or running.forced or blocks.device.num_free < len(seqs):
             for seq in running.in_order([*seqs, *running.forced]):
                 if seq.status is SequenceStatus.RUNNING:
-                    self._take_pages(seq, self._next_positions(seq), draft)
+                    self._take_pages(seq, draft)
         else:
             draft.page_appends += blocks.extend(seqs)
         if rewritten := running.take_rewritten():
@@ -162,32 +162,22 @@ class Scheduler:
                 draft.init_slot(seq, blocks.pages_of(seq))
         draft.decodes = running.take_batch()
 
-    def _next_positions(self, seq: Sequence) -> list[int]:
-        """The next position to compute, and those after it that begin a block."""
-        first, size = seq.num_computed, self.blocks.block_size
-        if seq.num_prefill <= first + 1:
-            return [first]
-        return [first, *range((first // size + 1) * size, seq.num_prefill, size)]
-
-    def _take_pages(self, seq: Sequence, positions: list[int], draft: StepDraft) -> None:
-        """Pages for these positions of `seq`, or its own preemption where it is the youngest.
+    def _take_pages(self, seq: Sequence, draft: StepDraft) -> None:
+        """Pages for the next tokens of `seq`, or its own preemption where it is the youngest.
 
         All or none: what was taken in a step cannot be swapped out by the same step.
         """
-        blocks = self.blocks
-        needing = [position for position in positions if blocks.needs_page(seq, position)]
-        while blocks.device.num_free < len(needing):
+        blocks, end = self.blocks, max(seq.num_computed + 1, seq.num_prefill)
+        missing = blocks.missing_blocks(seq, end)
+        while blocks.device.num_free < len(missing):
             victim = self.running.seqs[-1]
             self._preempt(victim, draft)
             if victim is seq:
                 return
-            # The victim may have shared the page and left it.
-            needing = [position for position in needing if blocks.needs_page(seq, position)]
-        for position in needing:
-            append, copy = blocks.reserve(seq, position)
-            draft.page_appends.append(append)
-            if copy is not None:
-                draft.page_copies.append(copy)
+            missing = blocks.missing_blocks(seq, end)  # the victim may have left a shared page
+        appends, copies = blocks.reserve(seq, missing)
+        draft.page_appends += appends
+        draft.page_copies += copies
 
     def _plan_forced(self, draft: StepDraft) -> None:
         """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
@@ -287,14 +277,14 @@ class Scheduler:
     def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
         """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
         # Logprobs of a position need its hidden state, which no page holds.
-        match = PrefixMatch(()) if seq.owes_prompt_logprobs else self.blocks.match_prefix(seq)
-        num_left = len(seq.token_ids) - len(match) * self.blocks.block_size
-        if to_the_end and num_left > draft.budget:
+        num_blocks = 0 if seq.owes_prompt_logprobs else self.blocks.match_prefix(seq)
+        num_cached = num_blocks * self.blocks.block_size
+        if to_the_end and len(seq.token_ids) - num_cached > draft.budget:
             return False
-        if not self._fits(self.blocks.num_pages_to_admit(seq, match)):
+        swap_in = self.blocks.admit(seq, num_blocks, self._num_spared())
+        if swap_in is None:
             return False
-        draft.swap_in += self.blocks.admit(seq, match)
-        num_cached = len(match) * self.blocks.block_size
+        draft.swap_in += swap_in
         if seq.num_prefill == 0 and seq.num_output_tokens == 0:  # its first admission
             seq.num_cached_tokens = num_cached
             self._stats.prefix_cache_queries += seq.num_prompt_tokens
@@ -307,23 +297,23 @@ class Scheduler:
 
     def _swap_in(self, seq: Sequence, draft: StepDraft) -> bool:
         """Bring a swapped sequence back, if it fits with its next token; False where not."""
-        if not self._fits(self.blocks.num_pages_to_swap_in(seq)):
+        swap_in = self.blocks.admit(seq, num_spared=self._num_spared())
+        if swap_in is None:
             return False
-        draft.swap_in += self.blocks.swap_in(seq)
+        draft.swap_in += swap_in
         self._take_slot(seq, draft)
         if seq.num_computed < seq.num_prefill:
             self._prefill_chunk(seq, draft)
-        elif may_decode(seq):
-            self._take_pages(seq, [seq.num_computed], draft)
+        else:
             draft.decodes = draft.decodes.plus([seq])
             draft.budget -= 1
             seq.num_computed += 1
             seq.num_in_flight += 1
         return True
 
-    def _fits(self, num_pages: int) -> bool:
-        watermark = self._watermark if self.running.seqs else 0
-        return self.blocks.device.num_free - num_pages >= watermark
+    def _num_spared(self) -> int:
+        """Pages that stay free at an admission; none where nobody else runs."""
+        return self._watermark if self.running.seqs else 0
 
     def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
         self.running.add(seq)
