@@ -16,8 +16,8 @@ from asyncllm.engine.chunk_policy import (
     UNBOUNDED,
     ChunkPolicy,
 )
+from asyncllm.engine.prefill_planner import StepDraft
 from asyncllm.engine.scheduler import PUBLISHED_BLOCKS, Scheduler
-from asyncllm.engine.step_draft import StepDraft
 from asyncllm.step_plan import PageAppend, StepPlan
 from asyncllm.types import (
     FinishReason,
