@@ -1,7 +1,7 @@
 """The prompts of a step: which go on, how many tokens of each, and who is admitted.
 
-`StepDraft` is what the scheduler has decided so far of one step. It comes here with its decodes and
-forced tokens planned, and takes prompts as far as its budget, the chunk policy, slots and pages go.
+`StepDraft` is what the scheduler has decided so far of one step. It comes here with its decodes
+planned, and takes prompts as far as its budget, the chunk policy, slots and pages go.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class PrefillPlanner:
         self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
 
     def plan(self, draft: StepDraft) -> None:
-        """Those that have begun, then, if nobody was preempted, those that wait."""
+        """Forced tokens, prompts that have begun, and, if nobody was preempted, those that wait."""
+        if self._running.forced:
+            self._plan_forced(draft)
         started = self._running.prefilling()
         if not started and not self._waiting:
             return
@@ -101,9 +103,15 @@ class PrefillPlanner:
             self._admit_short(draft, started[0])
         for seq in started:
             if draft.budget > 0:
-                self.prefill_chunk(seq, draft)
+                self._prefill_chunk(seq, draft)
         if not draft.preempted:
             self._admit_waiting(draft)
+
+    def _plan_forced(self, draft: StepDraft) -> None:
+        """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
+        for seq in self._running.take_forced():
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
 
     def _num_startable_tokens(self) -> int:
         """Prompt tokens that wait only for their turn, not for a slot or for pages."""
@@ -112,7 +120,7 @@ class PrefillPlanner:
         num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
         return min(num_tokens, blocks.device.num_free * blocks.block_size)
 
-    def prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
+    def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
         start, left = seq.num_computed, seq.num_prefill - seq.num_computed
         if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
@@ -194,7 +202,7 @@ class PrefillPlanner:
             seq.num_computed, seq.num_prefill = num_cached, len(seq.token_ids)
         self._take_slot(seq, draft)
         if seq.num_computed < seq.num_prefill:
-            self.prefill_chunk(seq, draft)
+            self._prefill_chunk(seq, draft)
         else:
             draft.decodes = draft.decodes.plus([seq])
             draft.budget -= 1

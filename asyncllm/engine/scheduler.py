@@ -128,7 +128,6 @@ class Scheduler:
         draft = StepDraft(self._max_num_batched_tokens)
         if not self.running.is_idle:  # a first prompt waits for nothing that is not its own
             self._plan_decodes(draft)
-            self._plan_forced(draft)
         self._prefills.plan(draft)
         if draft.empty:
             return None
@@ -161,6 +160,7 @@ class Scheduler:
             for seq in rewritten:
                 draft.init_slot(seq, blocks.pages_of(seq))
         draft.decodes = running.take_batch()
+        draft.budget -= len(draft.decodes)
 
     def _take_pages(self, seq: Sequence, draft: StepDraft) -> None:
         """Pages for the next tokens of `seq`, or its own preemption where it is the youngest.
@@ -178,13 +178,6 @@ class Scheduler:
         appends, copies = blocks.reserve(seq, missing)
         draft.page_appends += appends
         draft.page_copies += copies
-
-    def _plan_forced(self, draft: StepDraft) -> None:
-        """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
-        draft.budget -= len(draft.decodes)
-        for seq in self.running.take_forced():
-            if draft.budget > 0:
-                self._prefills.prefill_chunk(seq, draft)
 
     # --- preemption --------------------------------------------------------------------------
 
