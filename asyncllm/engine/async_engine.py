@@ -338,9 +338,7 @@ class AsyncLLMEngine:
 
     def _open(self, request_id: str, num_tokens: int = 0) -> EngineCore:
         """Raises `EngineDeadError`, `EngineNotStartedError`, `QueueFullError`."""
-        core = self._core
-        if core is None:
-            return self._running()
+        core = self._running()
         if core.dead is not None:
             raise EngineDeadError(core.dead)
         core.live.admission.check_room(request_id, num_tokens)

@@ -103,7 +103,7 @@ class BlockManager:
         self._tables[seq.seq_id] = table
         # New pages are published before they are filled: steps run in order, so no reader is early.
         table.pages, new = self.device.hold(hashes, num_pages)
-        host_pages = table.host_pages or [self.host.find(block_hash) for block_hash in hashes]
+        host_pages: SequenceOf[int | None] = table.host_pages or list(map(self.host.find, hashes))
         swap_in = [
             (host_page, page)
             for host_page, page in zip(host_pages, table.pages, strict=False)
