@@ -44,7 +44,7 @@ from json_streams import ANSWER_TOKENS, JsonStreams
 from simulated_worker import SimulatedWorker
 from tqdm import tqdm
 
-from asyncllm.engine import core_loader
+from asyncllm.engine import engine_core
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine_args import EngineArgs
@@ -288,7 +288,7 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     if args.prefill_ms is not None:
         SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
-    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
+    engine_core.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     rows = [
         uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)

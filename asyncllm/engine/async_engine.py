@@ -18,8 +18,7 @@ from asyncllm.beam_search_params import BeamSearchParams
 from asyncllm.config import EngineConfig
 from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
 from asyncllm.engine.beam_client import BeamSearchClient
-from asyncllm.engine.core_loader import CoreLoader
-from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.engine_core import CoreLoader, EngineCore
 from asyncllm.engine.generation import Generation
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
