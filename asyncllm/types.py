@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,19 +50,22 @@ class FinishReason(enum.Enum):
 class TokenConstraint(Protocol):
     """The tokens that a grammar allows next in one sequence. Owned by the engine; not thread-safe.
 
-    The engine calls `accept` with each token once it is known on the host, in order, then `fill`
-    before the next is sampled, both in a worker thread. A class may have static methods that do it
-    for many rows at once, so that these may be spread over threads: `accept_many(constraints,
-    token_ids)` with a list of tokens for each, and `fill_many(constraints, bitmasks)` with int32
-    [rows, ceil(V / 32)]. They return what would be raised for each row, or None.
+    The engine calls `accept_many` with the tokens that are known on the host since the last call,
+    then `fill_many` before the next are sampled, both in a worker thread, with all rows of a step,
+    so that these may be spread over threads. All constraints are of one class.
     """
 
-    def accept(self, token_id: int) -> None:
-        """Raises `ValueError` for a token that was not allowed."""
+    @staticmethod
+    def accept_many(constraints: list[Any], token_ids: list[list[int]]) -> list[Exception | None]:
+        """Take each row's tokens, in order: for each what is wrong, as a token not allowed."""
         ...
 
-    def fill(self, bitmask: np.ndarray) -> None:
-        """Write int32 [ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i may come."""
+    @staticmethod
+    def fill_many(constraints: list[Any], bitmasks: np.ndarray) -> list[Exception | None]:
+        """Write int32 [rows, ceil(V / 32)], and return for each row what is wrong.
+
+        Bit i % 32 of a row's word i // 32 is set where token i may come.
+        """
         ...
 
     def forced_tokens(self) -> list[int]:
@@ -188,7 +191,7 @@ class Sequence:
 
 @dataclass(slots=True, frozen=True)
 class TokenMasks:
-    """The tokens allowed next in some rows of a step, as `TokenConstraint.fill` writes them."""
+    """The tokens allowed next in some rows of a step, as `TokenConstraint.fill_many` writes them."""
 
     rows: np.ndarray  # int32 [masked], places in `plan.sampled`
     bits: np.ndarray  # int32 [masked, ceil(V / 32)]

@@ -37,7 +37,7 @@ import uvloop
 from simulated_worker import SimulatedWorker, running_server
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import core_loader
+from asyncllm.engine import engine_core
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.http.connection import Connection
 from asyncllm.server.http.sse import SSEStream
@@ -183,7 +183,7 @@ def main() -> None:
         SimulatedWorker.prefill_host_s, SimulatedWorker.decode_host_s = (
             us / 1e6 for us in args.host_us
         )
-        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
+        engine_core.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     result = uvloop.run(measure(args))
     print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name, us in result.items():

@@ -43,7 +43,7 @@ from simulated_worker import SimulatedWorker, running_server
 from tqdm import tqdm
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import core_loader
+from asyncllm.engine import engine_core
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.http.sse import SSEStream
@@ -272,7 +272,7 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     if args.prefill_ms is not None:
         SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
-    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
+    engine_core.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     rows = [
         uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)

@@ -2,7 +2,7 @@
 """Simulates how the prefill chunk changes latencies: the real Scheduler on a model of a GPU.
 
 No kernel runs and no clock is read: a step lasts as long as `simulated_device.py` says, the host
-launches one step ahead as `pipeline.run_ahead` does, as late as `PlanTime` lets it, and clients
+launches one step ahead as `pipeline.run_ahead` does, as late as `StepClock` lets it, and clients
 come as in the load test's workloads. So two policies are compared on the same arrivals; the figures
 are a model's, for choosing between rules and not for a table of results. HTTP is not in them.
 
@@ -24,14 +24,13 @@ from simulated_device import DEVICES, Device
 from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
-from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import StepRecord
-from asyncllm.engine.step_clock import kind_of
+from asyncllm.engine.step_clock import StepClock, kind_of
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, SequenceStatus, StepResult
+from asyncllm.worker.step_timer import DeviceTimes
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
@@ -99,6 +98,19 @@ class Client:
         return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
 
 
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A `LaunchedStep` whose times are known at its launch."""
+
+    times: DeviceTimes
+
+    async def wait(self) -> StepResult:
+        raise NotImplementedError
+
+    def device_times(self) -> DeviceTimes:
+        return self.times
+
+
 class Simulation:
     """Time goes from step to step; requests are due in `_arrivals`."""
 
@@ -117,7 +129,7 @@ class Simulation:
         self._arrivals: list[tuple[float, str]] = []
         self.clients: dict[str, Client] = {}
         self.num_prefilled = 0
-        self._plan_time = PlanTime()
+        self._clock = StepClock()
         self._now = self._free_at = 0.0  # of the host; when the device has done all it was given
         clock = 0.0
         for _ in range(workload.concurrency or workload.num_prompts):
@@ -131,9 +143,9 @@ class Simulation:
 
     def run(self) -> float:
         """Simulate to the end; the seconds that it took."""
-        in_flight: tuple[StepPlan, StepRecord] | None = None
+        in_flight: tuple[StepPlan, SimulatedStep] | None = None
         while True:
-            wait = self._plan_time.seconds_to_wait(self._now) if in_flight is not None else 0.0
+            wait = self._clock.seconds_to_plan(self._now) if in_flight is not None else 0.0
             self._now += wait
             self._take_arrivals(self._now + (0.0 if wait else TURN_S))
             plan = self._scheduler.plan()
@@ -143,7 +155,7 @@ class Simulation:
             elif launched is None:
                 if not self._arrivals:
                     return self._now
-                self._plan_time.idle()
+                self._clock.idle()
                 self._now = max(self._now, self._arrivals[0][0])
             in_flight = launched
 
@@ -154,7 +166,7 @@ class Simulation:
             self._now = max(self._now, arrival)
             self._scheduler.add(self.clients[request_id].request)
 
-    def _launch(self, plan: StepPlan) -> StepRecord:
+    def _launch(self, plan: StepPlan) -> SimulatedStep:
         """The device begins while the host still launches, and does not end before it has."""
         started, num_prefill = self._now, sum(len(row.token_ids) for row in plan.prefills)
         self.num_prefilled += num_prefill
@@ -162,24 +174,13 @@ class Simulation:
         kind = kind_of(plan)
         self._now = started + PLAN_S + LAUNCH_S.get(kind, 0.0)
         self._free_at = max(begins + self._device.step_s(plan), self._now)
-        self._plan_time.planned(self._now - started)
-        return StepRecord(
-            step_id=plan.step_id,
-            kind=kind,
-            rows=len(plan.decodes) + len(plan.prefills),
-            tokens=plan.num_tokens,
-            prefill_tokens=num_prefill,
-            start=begins,
-            duration=self._free_at - begins,
-            launch_lead=None,
-            starved=0.0,
-            num_swap_out=0,
-            num_swap_in=0,
-        )
+        step = SimulatedStep(DeviceTimes(begins, self._free_at))
+        self._clock.launched(step, self._now - started)
+        return step
 
-    def _finish(self, plan: StepPlan, step: StepRecord) -> None:
-        self._now = now = max(self._now, step.start + step.duration)
-        self._plan_time.finished(step)
+    def _finish(self, plan: StepPlan, step: SimulatedStep) -> None:
+        self._now = now = max(self._now, step.times.ended)
+        self._clock.finished(plan)
         tokens, told = StepResult([7] * len(plan.sampled)), now
         for seq, _, _ in self._scheduler.finish_step(plan, tokens):
             self.clients[seq.request.request_id].token_times.append(now)

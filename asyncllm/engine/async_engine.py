@@ -17,8 +17,7 @@ from typing import Any, NoReturn, Self
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
 from asyncllm.engine.beam_client import BeamSearchClient
-from asyncllm.engine.core_loader import CoreLoader
-from asyncllm.engine.engine_core import EngineCore
+from asyncllm.engine.engine_core import CoreLoader, EngineCore
 from asyncllm.engine.generation import Generation
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
@@ -336,9 +335,7 @@ class AsyncLLMEngine:
 
     def _open(self, request_id: str, num_tokens: int = 0) -> EngineCore:
         """Raises `EngineDeadError`, `EngineNotStartedError`, `QueueFullError`."""
-        core = self._core
-        if core is None:
-            return self._running()
+        core = self._running()
         if core.dead is not None:
             raise EngineDeadError(core.dead)
         core.live.admission.check_room(request_id, num_tokens)

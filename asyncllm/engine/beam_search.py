@@ -1,7 +1,7 @@
 """Beam search over log-probabilities alone: which beams go on, which have ended, when it is over.
 
-It knows no sequence, page or step: `advance` takes for each live beam what may follow it, and says
-from which beams the next live ones come. The rules are those of transformers' `generate`:
+It knows no sequence, page or step: `advance` takes for each live beam what may follow it. The rules
+are those of transformers' `generate`:
 
   goes on   the `width` best continuations that neither stop nor reach `max_tokens`
   ends      a continuation that does, if it is among the `width` best of all
@@ -67,14 +67,10 @@ class BeamSearch:
         self._early_stopping = early_stopping
         self._num_top_logprobs = num_top_logprobs
 
-    def advance(self, rows: Sequence[TokenLogprobs]) -> list[int]:
-        """One token on. rows: what may follow each of `live`, most likely first.
-
-        Returns for each beam of the new `live` the index of its parent in the old one.
-        """
+    def advance(self, rows: Sequence[TokenLogprobs]) -> None:
+        """One token on. rows: what may follow each of `live`, most likely first."""
         num_tokens = self.live[0].num_tokens + 1
         goes_on: list[Beam] = []
-        parents: list[int] = []
         for place, (total, index, rank) in enumerate(self._ranked(rows)):
             if place >= self._width and (
                 len(goes_on) == self._width or num_tokens == self._max_tokens
@@ -86,10 +82,8 @@ class BeamSearch:
                 self._end(self._child(index, rows[index], rank, total))
             elif not ends and len(goes_on) < self._width:
                 goes_on.append(self._child(index, rows[index], rank, total))
-                parents.append(index)
         self.live = goes_on
         self.is_over = not goes_on or self._cannot_improve(num_tokens)
-        return parents
 
     def _ranked(self, rows: Sequence[TokenLogprobs]) -> Iterator[tuple[float, int, int]]:
         """(total, index of the beam, rank of the token) of every continuation, best first."""

@@ -13,13 +13,17 @@ is empty.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from asyncllm.engine.block_hashes import BlockHashes
 from asyncllm.engine.page_pool import PagePool
 from asyncllm.step_plan import PageAppend
 from asyncllm.types import PADDING_PAGE, Sequence
+
+HASH_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -30,16 +34,6 @@ class _Table:
     host_pages: list[int] = field(default_factory=list)  # while swapped
     num_published: int = 0
     may_publish: bool = True  # not without a prefix cache, nor what was filled before its reset
-
-
-@dataclass(slots=True, frozen=True)
-class PrefixMatch:
-    """The longest cached prefix: each block's device page, or the host page that holds it."""
-
-    pages: tuple[tuple[int | None, int | None], ...]  # (device page, host page), one is None
-
-    def __len__(self) -> int:
-        return len(self.pages)
 
 
 class BlockManager:
@@ -68,33 +62,16 @@ class BlockManager:
         """The device pages of `seq` in order; a copy."""
         return list(self._tables[seq.seq_id].pages)
 
-    def match_prefix(self, seq: Sequence) -> PrefixMatch:
-        """The cached blocks at the start of `seq`; at least its last token is left to compute."""
+    def match_prefix(self, seq: Sequence) -> int:
+        """How many blocks at the start of `seq` are cached; its last token is left to compute."""
         if not self.enable_prefix_caching:
-            return PrefixMatch(())
+            return 0
         most = (len(seq.token_ids) - 1) // self.block_size
-        found: list[tuple[int | None, int | None]] = []
         for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
             block_hash = self._hashes.first(seq, i + 1)[i]
-            page = self.device.find(block_hash)
-            host_page = None if page is not None else self.host.find(block_hash)
-            if page is None and host_page is None:
-                break
-            found.append((page, host_page))
-        return PrefixMatch(tuple(found))
-
-    def num_pages_to_admit(self, seq: Sequence, match: PrefixMatch) -> int:
-        """Free pages that `admit` would use up (free pages that it revives count)."""
-        used_already = sum(
-            1 for page, _ in match.pages if page is not None and not self.device.is_free(page)
-        )
-        return self.num_blocks(len(seq.token_ids)) - used_already
-
-    def num_pages_to_swap_in(self, seq: Sequence) -> int:
-        """As `num_pages_to_admit`, for a swapped sequence and the token after its last."""
-        on_device = self._still_on_device(seq)
-        held = sum(1 for p in on_device if p is not None and not self.device.is_free(p))
-        return self.num_blocks(max(seq.num_prefill, seq.num_computed + 1)) - held
+            if self.device.find(block_hash) is None and self.host.find(block_hash) is None:
+                return i
+        return most
 
     def can_swap_out(self, seq: Sequence) -> bool:
         return self.num_blocks(seq.num_computed) <= self.host.num_free
@@ -106,34 +83,38 @@ class BlockManager:
 
     # --- transitions -----------------------------------------------------------------------
 
-    def admit(self, seq: Sequence, match: PrefixMatch) -> list[tuple[int, int]]:
-        """Give `seq` pages for all its known tokens, the matched ones shared.
+    def admit(
+        self, seq: Sequence, num_cached: int = 0, num_spared: int = 0
+    ) -> list[tuple[int, int]] | None:
+        """Give `seq`, a new or a swapped one, pages for all its known tokens.
 
-        Returns the swap-ins (host page, device page) of blocks that only the host held.
+        num_cached: the blocks of a new one that `match_prefix` found; they are shared. num_spared:
+        pages that must stay free. None, and nothing is taken, where they would not; else the
+        swap-ins (host page, device page) of blocks that only the host holds.
         """
-        assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} owns pages already"
-        table = _Table(may_publish=self.enable_prefix_caching)
-        # Hold all matched pages first, so that taking new ones cannot evict them.
-        for page, host_page in match.pages:
-            if page is not None:
-                self.device.share(page)
-            else:
-                assert host_page is not None
-                self.host.share(host_page)
-        swap_in: list[tuple[int, int]] = []
-        hashes = self._hashes.known(seq)
-        for i, (page, host_page) in enumerate(match.pages):
-            if page is None:
-                assert host_page is not None
-                page = self.device.take()
-                swap_in.append((host_page, page))
-                self.device.publish(page, hashes[i])  # steps run in order: filled before any reader
-                self.host.release(host_page)
-            table.pages.append(page)
-        table.num_published = len(match.pages)
-        num_missing = self.num_blocks(len(seq.token_ids)) - len(table.pages)
-        table.pages += self.device.take_many(num_missing)
+        table = self._tables.get(seq.seq_id)
+        if table is None:
+            table = _Table(num_published=num_cached, may_publish=self.enable_prefix_caching)
+        assert not table.pages, f"sequence {seq.seq_id} owns pages already"
+        hashes = self._hashes.known(seq)[: table.num_published]
+        num_pages = self.num_blocks(len(seq.token_ids))
+        if self.device.num_left(hashes, num_pages) < num_spared:
+            return None
         self._tables[seq.seq_id] = table
+        # New pages are published before they are filled: steps run in order, so no reader is early.
+        table.pages, new = self.device.hold(hashes, num_pages)
+        host_pages: SequenceOf[int | None] = table.host_pages or list(map(self.host.find, hashes))
+        swap_in = [
+            (host_page, page)
+            for host_page, page in zip(host_pages, table.pages, strict=False)
+            if page in new and host_page is not None
+        ]
+        if not table.host_pages:
+            for host_page, _ in swap_in:  # in use just now: the others are evicted first
+                self.host.share(host_page)
+                table.host_pages.append(host_page)
+        self.host.release(reversed(table.host_pages))
+        table.host_pages = []
         return swap_in
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -144,11 +125,14 @@ class BlockManager:
         self._tables[child.seq_id] = replace(source, pages=list(source.pages), host_pages=[])
         self._hashes.fork(parent, child)
 
-    def needs_page(self, seq: Sequence, position: int) -> bool:
-        """Whether writing KV at `position` takes a free page (a new one, or a private copy)."""
+    def missing_blocks(self, seq: Sequence, end: int) -> list[int]:
+        """The blocks for which writing KV from `num_computed` to `end` takes a free page.
+
+        That is a new one, or a private copy of a shared one.
+        """
         pages = self._tables[seq.seq_id].pages
-        index = position // self.block_size
-        return index >= len(pages) or self.device.is_shared(pages[index])
+        blocks = range(seq.num_computed // self.block_size, self.num_blocks(end))
+        return [i for i in blocks if i >= len(pages) or self.device.is_shared(pages[i])]
 
     def extend(self, seqs: SequenceOf[Sequence]) -> list[PageAppend]:
         """A page for each whose next position begins one, where it has none yet; enough are free.
@@ -161,25 +145,27 @@ class BlockManager:
             if seq.num_computed == len(pages) * self.block_size:
                 full.append((seq, pages))
         appends: list[PageAppend] = []
-        for (seq, pages), page in zip(full, self.device.take_many(len(full)), strict=True):
+        for (seq, pages), page in zip(full, self.device.take(len(full)), strict=True):
             appends.append(PageAppend(seq.slot, len(pages), page))
             pages.append(page)
         return appends
 
-    def reserve(self, seq: Sequence, position: int) -> tuple[PageAppend, tuple[int, int] | None]:
-        """Take the page that `needs_page` asked for; the copy (from, to) where it was shared."""
+    def reserve(
+        self, seq: Sequence, missing: list[int]
+    ) -> tuple[list[PageAppend], list[tuple[int, int]]]:
+        """Take pages for `missing_blocks`; the copies (from, to) of those that were shared."""
         pages = self._tables[seq.seq_id].pages
-        index = position // self.block_size
-        assert index <= len(pages), f"sequence {seq.seq_id}: position {position} skips a page"
-        page = self.device.take()
-        copy = None
-        if index == len(pages):
-            pages.append(page)
-        else:
-            copy = (pages[index], page)
-            self.device.release(pages[index])
-            pages[index] = page
-        return PageAppend(seq.slot, index, page), copy
+        taken = self.device.take(len(missing))
+        copies: list[tuple[int, int]] = []
+        for index, page in zip(missing, taken, strict=True):
+            assert index <= len(pages), f"sequence {seq.seq_id}: block {index} skips a page"
+            if index == len(pages):
+                pages.append(page)
+            else:
+                copies.append((pages[index], page))
+                self.device.release([pages[index]])
+                pages[index] = page
+        return [PageAppend(seq.slot, *each) for each in zip(missing, taken, strict=True)], copies
 
     def publish(self, seq: Sequence) -> None:
         """Make the pages of `seq` findable that are full of known tokens.
@@ -191,15 +177,15 @@ class BlockManager:
         if not table.may_publish or num_full <= table.num_published:
             return
         new = slice(table.num_published, num_full)
-        self.device.publish_many(table.pages[new], self._hashes.first(seq, num_full)[new])
+        self.device.publish(table.pages[new], self._hashes.first(seq, num_full)[new])
         table.num_published = num_full
 
     def free(self, seq: Sequence) -> None:
         """`seq` gives back all it owns, last pages first, so that tails are evicted first."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
-            self.device.release_many(reversed(table.pages))
-            self.host.release_many(reversed(table.host_pages))
+            self.device.release(reversed(table.pages))
+            self.host.release(reversed(table.host_pages))
 
     def forget(self, seq: Sequence) -> None:
         """`seq` is finished: free it and drop its hashes."""
@@ -209,45 +195,12 @@ class BlockManager:
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
         """Move `seq` to host pages; the copies (device page, host page) that are needed."""
         table = self._tables[seq.seq_id]
-        num_blocks = self.num_blocks(seq.num_computed)
-        copies: list[tuple[int, int]] = []
-        for i, page in enumerate(table.pages[:num_blocks]):
-            block_hash = self._published_hash(seq, table, i)
-            host_page = self.host.find(block_hash) if block_hash else None
-            if host_page is not None:
-                self.host.share(host_page)
-            else:
-                host_page = self.host.take()
-                copies.append((page, host_page))
-                if block_hash:
-                    self.host.publish(host_page, block_hash)
-            table.host_pages.append(host_page)
-        self.device.release_many(reversed(table.pages))
+        hashes = self._hashes.known(seq)[: table.num_published]
+        table.host_pages, new = self.host.hold(hashes, self.num_blocks(seq.num_computed))
+        pairs = zip(table.pages, table.host_pages, strict=False)
+        copies = [(page, host_page) for page, host_page in pairs if host_page in new]
+        self.device.release(reversed(table.pages))
         table.pages = []
-        return copies
-
-    def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Bring `seq` back; the copies (host page, device page) of what has left the device."""
-        table = self._tables[seq.seq_id]
-        on_device = self._still_on_device(seq)
-        for page in on_device:
-            if page is not None:
-                self.device.share(page)
-        copies: list[tuple[int, int]] = []
-        for i, (held, host_page) in enumerate(zip(on_device, table.host_pages, strict=True)):
-            page = held
-            if page is None:
-                page = self.device.take()
-                copies.append((host_page, page))
-                block_hash = self._published_hash(seq, table, i)
-                if block_hash:
-                    self.device.publish(page, block_hash)
-            table.pages.append(page)
-        self.host.release_many(reversed(table.host_pages))
-        table.host_pages = []
-        # A mid-prefill sequence gets the rest of its pages back as well.
-        num_missing = self.num_blocks(seq.num_prefill) - len(table.pages)
-        table.pages += self.device.take_many(max(num_missing, 0))
         return copies
 
     def reset_prefix_cache(self) -> None:
@@ -258,19 +211,6 @@ class BlockManager:
             table.num_published, table.may_publish = 0, False
 
     # --- inside ----------------------------------------------------------------------------
-
-    def _still_on_device(self, seq: Sequence) -> list[int | None]:
-        """For each swapped page of `seq`, the device page that still holds its content."""
-        table = self._tables[seq.seq_id]
-        return [
-            self.device.find(block_hash)
-            if (block_hash := self._published_hash(seq, table, i))
-            else None
-            for i in range(len(table.host_pages))
-        ]
-
-    def _published_hash(self, seq: Sequence, table: _Table, index: int) -> bytes | None:
-        return self._hashes.known(seq)[index] if index < table.num_published else None
 
     def check_integrity(self) -> None:
         """Assert that every page's count is the number of tables that hold it."""
@@ -288,3 +228,49 @@ class BlockManager:
         """Assert that no sequence is known."""
         assert not self._tables, f"pages of finished sequences: {sorted(self._tables)}"
         self._hashes.check_empty()
+
+
+class BlockHashes:
+    """The names of blocks: H(block's token ids, parent's hash), from the request's cache key on.
+
+    A block's hash says all that its KV depends on, so equal hashes may share a page. Each is made
+    once per sequence, when it is first asked for: a long prompt whose beginning is not cached is
+    not hashed. Keyed with a secret of the process, so that no client can construct a collision.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._known: dict[int, list[bytes]] = {}  # by seq_id
+        self._keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=secrets.token_bytes(32))
+
+    def known(self, seq: Sequence) -> list[bytes]:
+        """Those made so far, of its first blocks."""
+        return self._known.get(seq.seq_id, [])
+
+    def first(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Hashes at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
+        hashes = self._known.setdefault(seq.seq_id, [])
+        first, size = len(hashes), self._block_size
+        if first >= num_blocks:
+            return hashes
+        end = num_blocks * size
+        assert end <= len(seq.token_ids), "hash of tokens that are not known yet"
+        parent = hashes[-1] if hashes else seq.request.cache_key
+        tokens = array("i", seq.token_ids[first * size : end])
+        block_bytes, tokens_bytes = size * tokens.itemsize, tokens.tobytes()
+        for start in range(0, len(tokens_bytes), block_bytes):
+            digest = self._keyed.copy()
+            digest.update(tokens_bytes[start : start + block_bytes] + parent)
+            parent = digest.digest()
+            hashes.append(parent)
+        return hashes
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self._known[child.seq_id] = list(self.known(parent))
+
+    def forget(self, seq: Sequence) -> None:
+        self._known.pop(seq.seq_id, None)
+
+    def check_empty(self) -> None:
+        """Assert that no sequence is known."""
+        assert not self._known, f"hashes of finished sequences: {sorted(self._known)}"

@@ -13,20 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, TokenConstraint, TokenMasks
+from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, TokenMasks
 
 # Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
 # That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
 # step for each token but the first, for which it is in flight anyway. A stream alone gains by two.
 JUMP_FORWARD_COST = 1 / 6
-
-Errors = list[Exception | None]  # by row
 
 # What forces a token allows it alone: all words of its mask but one are 0. So many of a row's first
 # words rule out nearly all other rows.
@@ -67,7 +64,6 @@ def constrain(
     if not rows:
         sample(NO_MASKS)
         return Constrained([], [], time.monotonic() - start)
-    rows.sort(key=lambda row: id(_kind(row[1])))  # those of one class together
     seqs = [seq for _, seq in rows]
     bits = buffer.host()[: len(rows)]
     failures = _advance(seqs, bits, filling)
@@ -79,68 +75,24 @@ def constrain(
 def _advance(
     seqs: list[Sequence], bits: np.ndarray, filling: Callable[[], object]
 ) -> list[tuple[Sequence, Exception]]:
-    """Each takes its tokens, and its mask goes into its row; neighbours of one class in one call.
-
-    What cannot be filled allows everything.
-    """
-    groups = [(kind, list(group)) for kind, group in groupby(seqs, _kind)]
-    errors: Errors = []
-    for kind, alike in groups:
-        accept_many = getattr(kind, "accept_many", _accept_each)
-        errors += accept_many(_constraints(alike), [_take_unaccepted(seq) for seq in alike])
+    """Each takes its tokens, and its mask goes into its row. What cannot be filled allows all."""
+    constraints = [seq.constraint for seq in seqs if seq.constraint is not None]
+    kind = constraints[0]  # there is one class of them
+    accept_errors = kind.accept_many(constraints, [_take_unaccepted(seq) for seq in seqs])
     filling()
-    fill_errors: Errors = []
-    for kind, alike in groups:
-        begin = len(fill_errors)
-        fill_many = getattr(kind, "fill_many", _fill_each)
-        fill_errors += fill_many(_constraints(alike), bits[begin : begin + len(alike)])
+    fill_errors = kind.fill_many(constraints, bits)
     failures: list[tuple[Sequence, Exception]] = []
-    for i, error in enumerate(map(_first, errors, fill_errors)):
-        if error is not None:  # its own grammar: it ends its own request
+    for i, seq in enumerate(seqs):
+        if error := accept_errors[i] or fill_errors[i]:  # its own grammar: it ends its own request
             bits[i].fill(-1)
-            failures.append((seqs[i], error))
+            failures.append((seq, error))
     return failures
-
-
-def _kind(seq: Sequence) -> type[object]:
-    return type(seq.constraint)
-
-
-def _constraints(seqs: list[Sequence]) -> list[TokenConstraint]:
-    return [seq.constraint for seq in seqs if seq.constraint is not None]
-
-
-def _first(error: Exception | None, later: Exception | None) -> Exception | None:
-    return later if error is None else error
 
 
 def _take_unaccepted(seq: Sequence) -> list[int]:
     token_ids = seq.token_ids[seq.num_prompt_tokens + seq.num_accepted :]
     seq.num_accepted += len(token_ids)
     return token_ids
-
-
-def _accept_each(constraints: list[TokenConstraint], token_ids: list[list[int]]) -> Errors:
-    """The `accept_many` of a class that has none."""
-
-    def accept(constraint: TokenConstraint, tokens: list[int]) -> None:
-        for token_id in tokens:
-            constraint.accept(token_id)
-
-    return [_raised(accept, *each) for each in zip(constraints, token_ids, strict=True)]
-
-
-def _fill_each(constraints: list[TokenConstraint], bits: np.ndarray) -> Errors:
-    """The `fill_many` of a class that has none."""
-    return [_raised(each.fill, row) for each, row in zip(constraints, bits, strict=True)]
-
-
-def _raised(call: Callable[..., None], *args: Any) -> Exception | None:
-    try:
-        call(*args)
-    except Exception as error:
-        return error
-    return None
 
 
 def _forced_tokens(

@@ -20,7 +20,6 @@ from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.non_finite import end_without_token
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched
-from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger, StepRecord
 from asyncllm.engine.step_clock import LoopLag, StepClock
@@ -62,7 +61,6 @@ class EngineSteps:
         self._later = deque(later)
         self._lag = LoopLag(recorder.loop_lag.observe)
         self.clock = StepClock()
-        self._plan_time = PlanTime()
         self._plan_started = 0.0
         self.is_planning = False  # left true by a plan that raised
         self._pending_emit: StepPlan | None = None  # finished, and not emitted
@@ -78,7 +76,6 @@ class EngineSteps:
         """Forget the steps under way, which failed. What was emitted is observed."""
         self.observe()
         self.clock.reset()
-        self._plan_time.idle()
         self._pending_emit = None
 
     async def close(self) -> None:
@@ -94,7 +91,7 @@ class EngineSteps:
         Turns of the loop would keep the GIL from steps that need it: there it is rather too early.
         """
         now = time.monotonic()
-        until = now + self._plan_time.seconds_to_wait(now)
+        until = now + self.clock.seconds_to_plan(now)
         least = TIMER_SECONDS if self._worker.runs_on_host else 0.0
         while (seconds := until - time.monotonic()) > least:  # noqa: ASYNC110
             await asyncio.sleep(max(seconds - TIMER_SECONDS, 0))
@@ -113,10 +110,9 @@ class EngineSteps:
     def launch(self, plan: StepPlan) -> Launched:
         start = time.monotonic()
         launched = self._worker.launch(plan)
-        self.clock.launched(launched)
         now = time.monotonic()
+        self.clock.launched(launched, now - self._plan_started)
         self.clock.host.launch += now - start
-        self._plan_time.planned(now - self._plan_started)
         self._live.scheduler.publish_planned()  # now that the device is at work
         return launched
 
@@ -181,13 +177,11 @@ class EngineSteps:
     def _timed(self, plan: StepPlan) -> StepRecord | None:
         """None where its times cannot be read: if the device is lost, the next step will say so."""
         try:
-            step = self.clock.finished(plan)
+            return self.clock.finished(plan)
         # What only watches must end no request, nor reach who asks for a snapshot.
         except Exception:
             logger.exception("the times of step %d cannot be read", plan.step_id)
             return None
-        self._plan_time.finished(step)
-        return step
 
     def record(self, step: StepRecord | None) -> None:
         """Give the observers what came since the last time."""
@@ -206,7 +200,6 @@ class EngineSteps:
         """Until a request arrives. While none does, what was left for later."""
         self._work.clear()
         self.clock.idle()
-        self._plan_time.idle()
         if not self._live.scheduler.waiting and await self._stays_quiet():
             await self._work.wait()
 

@@ -35,13 +35,11 @@ class _Mailbox:
         self.finished = delta.finished
         if self.kind is RequestOutputKind.DELTA:
             self.ready.append(delta)
-        elif self.kind is RequestOutputKind.CUMULATIVE:
-            self.ready.clear()  # a slow reader needs only the newest
-            self.ready.append(self._collector.merge(delta))
         else:
             self._collector.add(delta)
-            if delta.finished and (output := self._collector.output) is not None:
-                self.ready.append(output)
+            if delta.finished or self.kind is RequestOutputKind.CUMULATIVE:
+                self.ready.clear()  # a slow reader needs only the newest
+                self.ready.append(self._collector.output)
         if self.ready or self.finished:  # FINAL_ONLY: its reader sleeps to the end
             self.arrived.set()
 

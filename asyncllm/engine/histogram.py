@@ -30,13 +30,8 @@ class Histogram:
         self._total = 0.0
         self._unbinned: list[float] = []
 
-    def observe(self, value: float) -> None:
-        self._unbinned.append(value)
-        if len(self._unbinned) >= MOST_UNBINNED:
-            self._bin()
-
-    def observe_many(self, values: Sequence[float]) -> None:
-        self._unbinned.extend(values)
+    def observe(self, *values: float) -> None:
+        self._unbinned += values
         if len(self._unbinned) >= MOST_UNBINNED:
             self._bin()
 

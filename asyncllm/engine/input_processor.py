@@ -15,7 +15,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.request_limits import RequestLimits
@@ -92,19 +92,28 @@ class InputProcessor:
         Large texts and grammars are for threads: the libraries drop the GIL.
         """
         parsed = parse_prompt(prompt)
-        text = parsed.text if parsed.messages is None else self._encoder.rendered(parsed)
-        has_text = parsed.token_ids is None or params.bad_words
-        if has_text and _num_chars_to_encode(parsed, text, params) >= LARGE_TEXT_CHARS:
-            encoded = await asyncio.get_running_loop().run_in_executor(
-                self._executor(), self._encode, parsed, text, params
-            )
-        else:
-            encoded = self._encode(parsed, text, params)
+        text, ids, bad_words = await self._encode(parsed, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else await self.grammars.compile_async(wanted)
         if type(priority) is not int or abs(priority) >= 2**63:
             raise InvalidRequestError("priority must be a 64-bit integer", "priority")
-        request = self._request(request_id, encoded, params, arrival_time, priority, cache_salt)
+        max_tokens = self._limits.max_tokens(len(ids), params, parsed)
+        self._limits.check(params, len(ids), max_tokens)
+        stop_token_ids = self._stop_token_ids(params)
+        salt = parsed.cache_salt if cache_salt is None else cache_salt
+        request = Request(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=ids,
+            sampling_params=self._with_scores(params, len(stop_token_ids)),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            metrics=RequestMetrics(arrival_time=arrival_time),
+            priority=priority,
+            bad_words_ids=bad_words,
+            cache_key=self._cache_key(salt, len(ids)),
+            num_shown_logprobs=params.logprobs,
+        )
         request.sequences = [
             self._sequence(request, index, grammar) for index in range(params.num_sequences)
         ]
@@ -118,48 +127,24 @@ class InputProcessor:
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
 
-    def _encode(self, parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> _Encoded:
-        ids = self._encoder.token_ids(parsed, text, params)
-        bad_words = self._encoder.bad_words_ids(params.bad_words or ())
-        return _Encoded(parsed, text, ids, bad_words)
-
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(MAX_TOKENIZER_THREADS, "asyncllm-tokenizer")
-        return self._threads
-
     # --- the request -------------------------------------------------------------------------
 
-    def _request(
-        self,
-        request_id: str,
-        encoded: _Encoded,
-        params: SamplingParams,
-        arrival_time: float,
-        priority: int,
-        cache_salt: str | None,
-    ) -> Request:
-        """Checked, without its sequences."""
-        parsed, ids = encoded.parsed, encoded.token_ids
-        max_tokens = self._limits.max_tokens(len(ids), params, parsed)
-        self._limits.check(params, len(ids), max_tokens)
-        salt = parsed.cache_salt if cache_salt is None else cache_salt
-        has_key = salt is not None or self._rope_window is not None
-        stop_token_ids = self._stop_token_ids(params)
-        chooses = params.best_of is not None or params.use_beam_search
-        return Request(
-            request_id=request_id,
-            prompt=encoded.text,
-            prompt_token_ids=ids,
-            sampling_params=self._with_scores(params, len(stop_token_ids)) if chooses else params,
-            max_tokens=max_tokens,
-            stop_token_ids=stop_token_ids,
-            metrics=RequestMetrics(arrival_time=arrival_time),
-            priority=priority,
-            bad_words_ids=encoded.bad_words,
-            cache_key=self._cache_key(salt, len(ids)) if has_key else b"",
-            num_shown_logprobs=params.logprobs,
-        )
+    async def _encode(
+        self, parsed: ParsedPrompt, params: SamplingParams
+    ) -> tuple[str | None, list[int], tuple[tuple[int, ...], ...]]:
+        """The prompt's text and its ids, and the ids of each of the `bad_words`."""
+        text = parsed.text if parsed.messages is None else self._encoder.rendered(parsed)
+
+        def encode() -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+            ids = self._encoder.token_ids(parsed, text, params)
+            return ids, self._encoder.bad_words_ids(params.bad_words or ())
+
+        has_text = parsed.token_ids is None or params.bad_words
+        if not has_text or _num_chars_to_encode(parsed, text, params) < LARGE_TEXT_CHARS:
+            return text, *encode()
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(MAX_TOKENIZER_THREADS, "asyncllm-tokenizer")
+        return text, *await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def _sequence(self, request: Request, index: int, grammar: CompiledGrammar | None) -> Sequence:
         params, seed = request.sampling_params, request.sampling_params.seed
@@ -218,15 +203,6 @@ class InputProcessor:
         is_ignored = params.ignore_eos and params.structured_outputs is None
         own = self._eos_token_ids if not is_ignored else frozenset()
         return own.union(params.stop_token_ids) if params.stop_token_ids else own
-
-
-class _Encoded(NamedTuple):
-    """A request's texts, and what they are as token ids."""
-
-    parsed: ParsedPrompt
-    text: str | None
-    token_ids: list[int]
-    bad_words: tuple[tuple[int, ...], ...]
 
 
 def _num_chars_to_encode(parsed: ParsedPrompt, text: str | None, params: SamplingParams) -> int:

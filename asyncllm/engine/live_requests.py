@@ -130,7 +130,7 @@ class LiveRequests:
             self._deferred.append((request_id, cause))
             return False
         self.scheduler.abort(request_id)
-        request = self.outputs.abort(request_id, time.monotonic())
+        request = self.outputs.end(request_id, time.monotonic())
         if request is None:
             return False
         self.admission.leave(request)
@@ -160,7 +160,7 @@ class LiveRequests:
         """End a request with this error; nothing where it is not live."""
         self.scheduler.abort(request.request_id, FinishReason.ERROR)
         self.admission.leave(request)
-        self.outputs.fail(request, error, time.monotonic())
+        self.outputs.end(request.request_id, time.monotonic(), error)
         self._forget_ended()
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:

@@ -14,19 +14,12 @@ from asyncllm.types import Request
 
 
 class OutputCollector:
-    """`add` deltas, read `output`; `merge` is both. A copy is linear in the text: `add` is not."""
+    """`add` deltas, read `output`. A copy is linear in the text: `add` is not."""
 
     def __init__(self) -> None:
         self._whole: RequestOutput | None = None  # but for its completions
         self._completions: dict[int, CompletionOutput] = {}  # but for their texts
         self._texts: dict[int, list[str]] = {}  # in pieces: strings that grow are copied each time
-
-    def merge(self, delta: RequestOutput) -> RequestOutput:
-        """Add a delta; everything so far, completions in order of their index."""
-        self.add(delta)
-        output = self.output
-        assert output is not None, "a delta was just added"
-        return output
 
     def add(self, delta: RequestOutput) -> None:
         if self._whole is None:
@@ -43,20 +36,15 @@ class OutputCollector:
                 self._texts[completion.index].append(completion.text)
 
     @property
-    def output(self) -> RequestOutput | None:
-        """A copy of all so far; None before the first delta."""
-        if self._whole is None:
-            return None
+    def output(self) -> RequestOutput:
+        """A copy of all so far, completions in order of their index; at least a delta was added."""
+        assert self._whole is not None, "nothing was added yet"
         completions = [
-            _copy(self._completions[index], self._join_text(index))
+            _copy(self._completions[index], "".join(self._texts[index]))
             for index in sorted(self._completions)
         ]
+        self._texts = {c.index: [c.text] for c in completions}  # joined once
         return replace(self._whole, outputs=completions)
-
-    def _join_text(self, index: int) -> str:
-        text = "".join(self._texts[index])
-        self._texts[index] = [text]  # the next join begins with one piece
-        return text
 
 
 def _update(whole: RequestOutput, delta: RequestOutput) -> None:
@@ -103,8 +91,8 @@ class BestAnswers:
 
     def receive(self, delta: RequestOutput) -> None:
         self._collector.add(delta)
-        if delta.finished and (output := self._collector.output) is not None:
-            self._sink(self._choose(output))
+        if delta.finished:
+            self._sink(self._choose(self._collector.output))
 
     def _choose(self, output: RequestOutput) -> RequestOutput:
         answers, params = output.outputs, self._request.sampling_params

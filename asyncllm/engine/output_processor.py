@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from typing import NamedTuple
 
 from asyncllm.engine.output_state import (
@@ -59,10 +58,6 @@ class OutputProcessor:
         self._ended: list[Request] = []
         self._step_time = -math.inf  # of the last step's tokens
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
     def requests(self) -> list[Request]:
         """Those whose last output is not out yet, oldest first; a copy."""
         return [owner.request for owner in self._requests.values()]
@@ -87,14 +82,13 @@ class OutputProcessor:
         self,
         updates: list[TokenUpdate],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
-        now: float | None = None,
+        now: float,
     ) -> list[Stop]:
-        """Take a step's tokens and emit what they bring. `now`: `time.monotonic()` if None.
+        """Take a step's tokens and emit what they bring. now: monotonic seconds.
 
         Returns the sequences that ended here and that the scheduler still has; their last output is
         out already.
         """
-        now = time.monotonic() if now is None else now
         for seq_id, chunk in prompt_logprobs.items():
             self._keep_prompt_logprobs(seq_id, chunk)
         stops: list[Stop] = []
@@ -110,20 +104,17 @@ class OutputProcessor:
         self.process(updates, {}, now)
         del latencies[num_known:]
 
-    def abort(self, request_id: str, now: float | None = None) -> Request | None:
-        """End a request with "abort", its last output out; None where it is not live."""
+    def end(self, request_id: str, now: float, error: Exception | None = None) -> Request | None:
+        """End a request from outside, its last output out: with "error", or with "abort".
+
+        None where it is not live.
+        """
         owner = self._requests.get(request_id)
         if owner is None:
             return None
-        self._end(owner, "abort", now)
+        owner.error = error or owner.error
+        self._end(owner, "abort" if error is None else "error", now)
         return owner.request
-
-    def fail(self, request: Request, error: Exception, now: float | None = None) -> None:
-        """End a request with `error`; nothing where it is not live."""
-        owner = self._requests.get(request.request_id)
-        if owner is not None:
-            owner.error = error
-            self._end(owner, "error", now)
 
     def take_ended(self) -> list[Request]:
         """Those whose last output went out since the last call."""
@@ -247,14 +238,14 @@ class OutputProcessor:
             assert delta.finish_reason is not None
             owner.first_reason, owner.num_first_generated = delta.finish_reason, state.num_tokens
 
-    def _end(self, owner: RequestState, reason: FinishReasonText, now: float | None) -> None:
-        """End what still goes on in a request, from outside."""
+    def _end(self, owner: RequestState, reason: FinishReasonText, now: float) -> None:
+        """End what still goes on in a request."""
         for seq in owner.request.sequences:
             state = self._sequences.get(seq.seq_id)
             if state is not None:
                 self._finish(state, state.add_end(_held_text(state), reason))
         try:
-            self._emit(owner, time.monotonic() if now is None else now)
+            self._emit(owner, now)
         except Exception:  # who ends this one may have others to end
             logger.exception("request %s: its sink failed", owner.request.request_id)
 

@@ -188,25 +188,22 @@ def new_states(
         owes_prompt_logprobs=params.prompt_logprobs is not None,
     )
     stops = StopStrings(params.stop) if params.stop else NO_STOP_STRINGS
-    return owner, [_new_state(seq, owner, tokenizer, stops) for seq in request.sequences]
-
-
-def _new_state(
-    seq: Sequence, owner: RequestState, tokenizer: Tokenizer | None, stops: StopStrings
-) -> SequenceState:
-    params = seq.request.sampling_params
-    text = sequence_text(seq.request, tokenizer, stops)
     num_logprobs, wanted = params.num_logprobs, params.repetition_detection
-    return SequenceState(
-        seq,
-        owner,
-        text,
-        text.push_plain,
-        num_logprobs,
-        cumulative_logprob=None if num_logprobs is None else 0.0,
-        num_tokens=len(seq.token_ids) - len(seq.request.prompt_token_ids),  # 0, but for a beam's
-        repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
-    )
+    states = []
+    for seq in request.sequences:
+        text = sequence_text(request, tokenizer, stops)
+        state = SequenceState(
+            seq,
+            owner,
+            text,
+            text.push_plain,
+            num_logprobs,
+            cumulative_logprob=None if num_logprobs is None else 0.0,
+            num_tokens=seq.num_output_tokens,  # 0, but for a beam's
+            repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
+        )
+        states.append(state)
+    return owner, states
 
 
 def _is_plain(params: SamplingParams) -> bool:

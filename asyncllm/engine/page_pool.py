@@ -58,12 +58,8 @@ class PagePool:
             for page, count in zip(pages, counts, strict=True)
         )
 
-    def take(self) -> int:
-        """The least recently freed page, for new content. Count 1, its old hash forgotten."""
-        return self.take_many(1)[0]
-
-    def take_many(self, num_pages: int) -> list[int]:
-        """As many `take`s."""
+    def take(self, num_pages: int) -> list[int]:
+        """The least recently freed pages, for new content. Count 1, their old hashes forgotten."""
         free, counts, hash_of, page_of = self._free, self._counts, self._hash_of, self._page_of
         assert num_pages <= len(free), "take() from an empty pool: the caller must check num_free"
         pages = list(islice(free, num_pages))
@@ -74,18 +70,36 @@ class PagePool:
                 del page_of[hash_of.pop(page)]
         return pages
 
+    def num_left(self, hashes: Sequence[bytes], num_pages: int) -> int:
+        """Pages that would be free after `hold`, which may revive free ones."""
+        found = [self._page_of.get(block_hash) for block_hash in hashes]
+        num_used = len([page for page in found if page is not None and self._counts[page]])
+        return len(self._free) - num_pages + num_used
+
+    def hold(self, hashes: Sequence[bytes], num_pages: int) -> tuple[list[int], set[int]]:
+        """The pages of these blocks, and new ones: `num_pages` in all, and those to be filled.
+
+        All that are there are shared first, so that taking new ones cannot evict them.
+        """
+        found = [self._page_of.get(block_hash) for block_hash in hashes]
+        for page in found:
+            if page is not None:
+                self.share(page)
+        new = self.take(num_pages - len(found) + found.count(None))
+        rest = iter(new)
+        pages = [next(rest) if page is None else page for page in found]
+        pages += rest
+        self.publish(pages[: len(hashes)], hashes)
+        return pages, set(new)
+
     def share(self, page: int) -> None:
         """One more user of `page`, with its content."""
         if self._counts[page] == 0:
             del self._free[page]
         self._counts[page] += 1
 
-    def release(self, page: int) -> None:
-        """One user less. The last one frees it; content under a hash stays findable."""
-        self.release_many((page,))
-
-    def release_many(self, pages: Iterable[int]) -> None:
-        """A `release` of each."""
+    def release(self, pages: Iterable[int]) -> None:
+        """One user less of each. The last one frees it; content under a hash stays findable."""
         free, counts, hash_of = self._free, self._counts, self._hash_of
         for page in pages:
             count = counts[page] - 1
@@ -96,17 +110,14 @@ class PagePool:
                 if page not in hash_of:
                     free.move_to_end(page, last=False)
 
-    def publish(self, page: int, block_hash: bytes) -> None:
-        """Make `page` findable. Where another page holds the same block, that one stays the one."""
-        self.publish_many((page,), (block_hash,))
-
-    def publish_many(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """A `publish` of each."""
+    def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Make each page findable. Where another holds the same block, that one stays the one."""
         counts, hash_of, page_of = self._counts, self._hash_of, self._page_of
         for page, block_hash in zip(pages, hashes, strict=True):
             assert counts[page] > 0, f"page {page} published while free"
             if block_hash not in page_of:
-                self._forget_hash(page)
+                if page in hash_of:
+                    del page_of[hash_of[page]]
                 page_of[block_hash] = page
                 hash_of[page] = block_hash
 
@@ -114,11 +125,6 @@ class PagePool:
         """Forget every hash (the content of all pages became worthless)."""
         self._page_of.clear()
         self._hash_of.clear()
-
-    def _forget_hash(self, page: int) -> None:
-        block_hash = self._hash_of.pop(page, None)
-        if block_hash is not None:
-            del self._page_of[block_hash]
 
     def check_integrity(self, users: dict[int, int]) -> None:
         """Assert that counts match `users` (page -> number of holders) and all maps agree."""

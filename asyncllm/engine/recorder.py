@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import get_args
 
 from asyncllm.engine.histogram import Counts, Histogram, latency_edges
 from asyncllm.engine.stats import (
@@ -48,11 +49,9 @@ LEAD = (0.0, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 
 LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
        5.0)  # fmt: skip
 
-FINISH_REASONS: tuple[FinishReasonText, ...] = ("stop", "length", "abort", "error")
-ABORT_CAUSES: tuple[AbortCause, ...] = (
-    "application", "disconnect", "slow_reader", "shutdown", "server_error",
-)  # fmt: skip
-STEP_KINDS: tuple[StepKind, ...] = ("decode", "prefill", "mixed", "swap")
+FINISH_REASONS: tuple[FinishReasonText, ...] = get_args(FinishReasonText)
+ABORT_CAUSES: tuple[AbortCause, ...] = get_args(AbortCause)
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,8 +119,8 @@ class Recorder:
         self.prompt_tokens += iteration.num_prompt_tokens
         self.cached_tokens += iteration.num_cached_tokens
         self.generation_tokens += iteration.num_generation_tokens
-        self.time_to_first_token.observe_many(iteration.time_to_first_tokens)
-        self.inter_token_latency.observe_many(iteration.inter_token_latencies)
+        self.time_to_first_token.observe(*iteration.time_to_first_tokens)
+        self.inter_token_latency.observe(*iteration.inter_token_latencies)
         if iteration.step is not None:
             self._record_step(iteration.step)
         for request in iteration.finished:
@@ -170,12 +169,8 @@ class Recorder:
             generation_tokens=self.generation_tokens,
             prefill_tokens=self.prefill_tokens,
             device_seconds=self.device_seconds,
-            loop_cpu_seconds=self.loop_cpu_seconds(),
+            loop_cpu_seconds=time.thread_time(),
         )
-
-    def loop_cpu_seconds(self) -> float:
-        """CPU time of the calling thread, which is the loop's."""
-        return time.thread_time()
 
     def mark_since(self, earliest: float) -> Mark | None:
         """The first mark at or after `earliest`; None where nothing happened since."""

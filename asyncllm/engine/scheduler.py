@@ -22,11 +22,11 @@ from __future__ import annotations
 from itertools import repeat
 
 from asyncllm.config import PreemptionMode, SchedulingPolicy
-from asyncllm.engine.block_manager import BlockManager, PrefixMatch
+from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
-from asyncllm.engine.running_set import RunningSet, may_decode
+from asyncllm.engine.prefill_planner import PrefillPlanner, StepDraft
+from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
-from asyncllm.engine.step_draft import StepDraft
 from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.step_plan import PrefillRow, StepPlan
 from asyncllm.types import (
@@ -39,7 +39,6 @@ from asyncllm.types import (
     TokenUpdate,
 )
 
-FREE_PAGES_WATERMARK = 0.01  # fraction of pages kept free at admission, so that decodes can grow
 PUBLISHED_BLOCKS = 16  # of an answer at a time, and the rest at its end
 
 
@@ -73,12 +72,13 @@ class Scheduler:
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._chunk_policy = chunk_policy
+        self._prefills = PrefillPlanner(
+            blocks, self.running, self.waiting, self._stats, chunk_policy, max_num_batched_tokens
+        )
         self._preemption_mode = preemption_mode
         self._swap_cost = swap_cost
         self._next_step_id = 0
         self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan
-        self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -128,8 +128,7 @@ class Scheduler:
         draft = StepDraft(self._max_num_batched_tokens)
         if not self.running.is_idle:  # a first prompt waits for nothing that is not its own
             self._plan_decodes(draft)
-            self._plan_forced(draft)
-        self._plan_prefills(draft)
+        self._prefills.plan(draft)
         if draft.empty:
             return None
         self._next_step_id += 1
@@ -152,7 +151,7 @@ class Scheduler:
         if running.has_forks or running.forced or blocks.device.num_free < len(seqs):
             for seq in running.in_order([*seqs, *running.forced]):
                 if seq.status is SequenceStatus.RUNNING:
-                    self._take_pages(seq, self._next_positions(seq), draft)
+                    self._take_pages(seq, draft)
         else:
             draft.page_appends += blocks.extend(seqs)
         if rewritten := running.take_rewritten():
@@ -161,173 +160,24 @@ class Scheduler:
             for seq in rewritten:
                 draft.init_slot(seq, blocks.pages_of(seq))
         draft.decodes = running.take_batch()
+        draft.budget -= len(draft.decodes)
 
-    def _next_positions(self, seq: Sequence) -> list[int]:
-        """The next position to compute, and those after it that begin a block."""
-        first, size = seq.num_computed, self.blocks.block_size
-        if seq.num_prefill <= first + 1:
-            return [first]
-        return [first, *range((first // size + 1) * size, seq.num_prefill, size)]
-
-    def _take_pages(self, seq: Sequence, positions: list[int], draft: StepDraft) -> None:
-        """Pages for these positions of `seq`, or its own preemption where it is the youngest.
+    def _take_pages(self, seq: Sequence, draft: StepDraft) -> None:
+        """Pages for the next tokens of `seq`, or its own preemption where it is the youngest.
 
         All or none: what was taken in a step cannot be swapped out by the same step.
         """
-        blocks = self.blocks
-        needing = [position for position in positions if blocks.needs_page(seq, position)]
-        while blocks.device.num_free < len(needing):
+        blocks, end = self.blocks, max(seq.num_computed + 1, seq.num_prefill)
+        missing = blocks.missing_blocks(seq, end)
+        while blocks.device.num_free < len(missing):
             victim = self.running.seqs[-1]
             self._preempt(victim, draft)
             if victim is seq:
                 return
-            # The victim may have shared the page and left it.
-            needing = [position for position in needing if blocks.needs_page(seq, position)]
-        for position in needing:
-            append, copy = blocks.reserve(seq, position)
-            draft.page_appends.append(append)
-            if copy is not None:
-                draft.page_copies.append(copy)
-
-    def _plan_forced(self, draft: StepDraft) -> None:
-        """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
-        draft.budget -= len(draft.decodes)
-        for seq in self.running.take_forced():
-            if draft.budget > 0:
-                self._prefill_chunk(seq, draft)
-
-    def _plan_prefills(self, draft: StepDraft) -> None:
-        started = self.running.prefilling()
-        if not started and not self.waiting:
-            return
-        begun = [seq.num_prefill - seq.num_computed for seq in started]
-        num_beside = self._max_num_batched_tokens - draft.budget  # decodes and jumps
-        room = self._chunk_policy.room(num_beside, self._num_startable_tokens(), begun)
-        draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
-        draft.budget, draft.shared = min(draft.budget, room.num_tokens), room.shared
-        if started and not draft.preempted:
-            self._admit_short(draft, started[0])
-        for seq in started:
-            if draft.budget > 0:
-                self._prefill_chunk(seq, draft)
-        if not draft.preempted:
-            self._admit_waiting(draft)
-
-    def _num_startable_tokens(self) -> int:
-        """Prompt tokens that wait only for their turn, not for a slot or for pages."""
-        blocks, waiting = self.blocks, self.waiting
-        num_startable = min(len(waiting), self.running.num_free_slots)
-        num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
-        return min(num_tokens, blocks.device.num_free * blocks.block_size)
-
-    def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
-        """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
-        start, left = seq.num_computed, seq.num_prefill - seq.num_computed
-        if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
-            draft.budget = left
-        end = min(seq.num_prefill, start + draft.budget)
-        samples: tuple[Sequence, ...] = ()
-        if end == seq.num_prefill:
-            samples = (seq, *self._fork(seq, draft))
-        draft.prefills.append(
-            PrefillRow(
-                seq=seq,
-                slot=seq.slot,
-                start=start,
-                token_ids=seq.token_ids[start:end],
-                block_ids=self.blocks.pages_of(seq)[: self.blocks.num_blocks(end)],
-                samples=samples,
-            )
-        )
-        draft.take(end - start)
-        seq.num_computed = end
-        for sampled in samples:
-            self.running.join(sampled)
-            sampled.num_computed = end
-            sampled.num_in_flight += 1
-
-    def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
-        """Siblings that share this prompt from here on; those without a slot queue on their own."""
-        siblings = self.waiting.take_siblings(seq)
-        forks = siblings[: self.running.num_free_slots]
-        for child in forks:
-            self.blocks.fork(seq, child)
-            child.num_prefill = child.num_computed = seq.num_prefill
-            child.num_cached_tokens = seq.num_cached_tokens
-            self._take_slot(child, draft)
-            self.running.note_fork(seq, child)
-        for child in siblings[len(forks) :]:
-            self.waiting.add(child)
-        return forks
-
-    # --- admission ---------------------------------------------------------------------------
-
-    def _admit_short(self, draft: StepDraft, oldest: Sequence) -> None:
-        """Where a long prompt takes many steps, half of each is for prompts that it finishes."""
-        kept = draft.budget - draft.budget // 2
-        if oldest.num_prefill - oldest.num_computed > draft.budget:
-            draft.budget -= kept
-            self._admit_waiting(draft, to_the_end=True)
-            draft.budget = max(draft.budget, 0) + kept  # what they share is no debt of the oldest's
-
-    def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
-        """From the head of the queue. `to_the_end`: only prefills that end in this step."""
-        while self.waiting and draft.budget > 0 and self.running.num_free_slots:
-            seq = self.waiting.head
-            if seq.num_in_flight > 0:
-                return  # preempted a moment ago: its last token is known after the step in flight
-            if seq.status is SequenceStatus.SWAPPED:
-                admitted = self._swap_in(seq, draft)
-            else:
-                admitted = self._admit(seq, draft, to_the_end)
-            if not admitted:
-                return
-            self.waiting.remove(seq)
-
-    def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
-        """Admit a sequence with nothing computed, if its known tokens fit; False where not."""
-        # Logprobs of a position need its hidden state, which no page holds.
-        match = PrefixMatch(()) if seq.owes_prompt_logprobs else self.blocks.match_prefix(seq)
-        num_left = len(seq.token_ids) - len(match) * self.blocks.block_size
-        if to_the_end and num_left > draft.budget:
-            return False
-        if not self._fits(self.blocks.num_pages_to_admit(seq, match)):
-            return False
-        draft.swap_in += self.blocks.admit(seq, match)
-        num_cached = len(match) * self.blocks.block_size
-        if seq.num_prefill == 0 and seq.num_output_tokens == 0:  # its first admission
-            seq.num_cached_tokens = num_cached
-            self._stats.prefix_cache_queries += seq.num_prompt_tokens
-            self._stats.prefix_cache_hits += num_cached
-        seq.num_computed = num_cached
-        seq.num_prefill = len(seq.token_ids)
-        self._take_slot(seq, draft)
-        self._prefill_chunk(seq, draft)
-        return True
-
-    def _swap_in(self, seq: Sequence, draft: StepDraft) -> bool:
-        """Bring a swapped sequence back, if it fits with its next token; False where not."""
-        if not self._fits(self.blocks.num_pages_to_swap_in(seq)):
-            return False
-        draft.swap_in += self.blocks.swap_in(seq)
-        self._take_slot(seq, draft)
-        if seq.num_computed < seq.num_prefill:
-            self._prefill_chunk(seq, draft)
-        elif may_decode(seq):
-            self._take_pages(seq, [seq.num_computed], draft)
-            draft.decodes = draft.decodes.plus([seq])
-            draft.budget -= 1
-            seq.num_computed += 1
-            seq.num_in_flight += 1
-        return True
-
-    def _fits(self, num_pages: int) -> bool:
-        watermark = self._watermark if self.running.seqs else 0
-        return self.blocks.device.num_free - num_pages >= watermark
-
-    def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
-        self.running.add(seq)
-        draft.init_slot(seq, self.blocks.pages_of(seq))
+            missing = blocks.missing_blocks(seq, end)  # the victim may have left a shared page
+        appends, copies = blocks.reserve(seq, missing)
+        draft.page_appends += appends
+        draft.page_copies += copies
 
     # --- preemption --------------------------------------------------------------------------
 

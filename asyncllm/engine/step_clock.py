@@ -8,6 +8,17 @@ clock), never from a synchronisation. The launch lead is what is left of step N 
 been launched; below zero the device had to wait. Steps end in the order of their launch, so a queue
 joins the two. Idleness (nothing to plan) ends the comparison between neighbours. `LoopLag` measures
 what holds the loop itself.
+
+From these times follows when to plan: late, so that a request that arrives meanwhile is in it.
+
+    device   |        step N         |          step N+1             |
+    plan at once    ^ N+1: an arrival from here on waits for step N+2, a whole step more
+    plan late                  ^ N+1, a lead before the expected end of N
+
+The expected end is a floor, so that the device is not kept waiting: every forward pass reads all
+weights, as the last steps of decodes did, and SHORTEST says how much less than the quickest of them
+it may take. One slow step therefore delays nothing, and no wait is longer than MOST_SECONDS.
+The lead is what the host then needs: to plan and launch, as it lately took, and to wake up.
 """
 
 from __future__ import annotations
@@ -23,6 +34,11 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.worker.executor import LaunchedStep
 
 LAG_INTERVAL_S = 0.05
+SHORTEST = 0.97  # of the quickest of the last NUM_STEPS decode steps
+NUM_STEPS = 8
+MOST_SECONDS = 0.05
+WAKE_SECONDS = 0.4e-3  # the loop may be at work
+FORGET = 0.9  # per step, of the longest time that the host took to plan and launch
 
 
 @dataclass(slots=True)
@@ -40,10 +56,13 @@ class StepClock:
         self.host = HostSeconds()
         self._in_flight: deque[tuple[LaunchedStep, float]] = deque()  # (step, launched at)
         self._last_end: float | None = None  # on the device, of the step before
+        self._decode_seconds: deque[float] = deque(maxlen=NUM_STEPS)
+        self._lead_seconds = 0.0  # that the host lately took to plan and launch
 
-    def launched(self, step: LaunchedStep) -> None:
-        """The step has been given to the device just now."""
+    def launched(self, step: LaunchedStep, host_seconds: float) -> None:
+        """The step has been given to the device just now; to plan and launch it took so long."""
         self._in_flight.append((step, time.monotonic()))
+        self._lead_seconds = max(host_seconds, self._lead_seconds * FORGET)
 
     def finished(self, plan: StepPlan) -> StepRecord:
         """The oldest step in flight, `plan`, is over."""
@@ -51,19 +70,33 @@ class StepClock:
         times, before = step.device_times(), self._last_end
         num_prefill = sum(len(row.token_ids) for row in plan.prefills)
         self._last_end = times.ended
+        kind, duration = kind_of(plan), max(times.ended - times.started, 0.0)
+        if kind == "decode":
+            self._decode_seconds.append(duration)
         return StepRecord(
             step_id=plan.step_id,
-            kind=kind_of(plan),
+            kind=kind,
             rows=len(plan.decodes) + len(plan.prefills),
             tokens=len(plan.decodes) + num_prefill,
             prefill_tokens=num_prefill,
             start=times.started,
-            duration=max(times.ended - times.started, 0.0),
+            duration=duration,
             launch_lead=None if before is None else before - launched_at,
             starved=0.0 if before is None else max(times.started - before, 0.0),
             num_swap_out=len(plan.swap_out),
             num_swap_in=len(plan.swap_in),
         )
+
+    def seconds_to_plan(self, now: float) -> float:
+        """From `now` until the next plan should be made; 0 where at once.
+
+        now: monotonic seconds.
+        """
+        if self._last_end is None:
+            return 0.0
+        lead = WAKE_SECONDS + self._lead_seconds
+        due = self._last_end + SHORTEST * min(self._decode_seconds, default=0.0) - lead
+        return min(max(due - now, 0.0), MOST_SECONDS)
 
     def idle(self) -> None:
         """There is nothing to plan: the time until the next launch is nobody's fault."""

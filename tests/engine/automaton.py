@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +43,28 @@ class Automaton:
         bits[list(self.allowed(self.num_accepted))] = 1
         bitmask[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
+    @staticmethod
+    def accept_many(many: list[Automaton], token_ids: list[list[int]]) -> list[Exception | None]:
+        def accept(one: Automaton, tokens: list[int]) -> None:
+            for token_id in tokens:
+                one.accept(token_id)
+
+        return [_raised(accept, *each) for each in zip(many, token_ids, strict=True)]
+
+    @staticmethod
+    def fill_many(many: list[Automaton], bitmasks: np.ndarray) -> list[Exception | None]:
+        return [_raised(one.fill, row) for one, row in zip(many, bitmasks, strict=True)]
+
     def forced_tokens(self) -> list[int]:
         forced: list[int] = []
         while len(allowed := self.allowed(self.num_accepted + len(forced))) == 1:
             forced += allowed
         return forced
+
+
+def _raised(call: Callable[..., None], *args: Any) -> Exception | None:
+    try:
+        call(*args)
+    except Exception as error:
+        return error
+    return None

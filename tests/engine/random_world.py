@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from asyncllm.engine import chunk_policy as policy_module
-from asyncllm.engine import scheduler as scheduler_module
+from asyncllm.engine import prefill_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
@@ -79,7 +79,7 @@ class World:
             num_host_pages,
             enable_prefix_caching=rng.random() < 0.8,
         )
-        scheduler_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
+        planner_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.engine.block_manager import BlockManager, PrefixMatch
+from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.page_pool import PagePool
 from asyncllm.types import Sequence
 from tests.engine.builders import make_sequence
@@ -14,10 +14,9 @@ SIZE = 4  # tokens per page
 
 def admit(blocks: BlockManager, seq: Sequence) -> list[tuple[int, int]]:
     """Give `seq` its pages, and say that they are computed."""
-    match = blocks.match_prefix(seq)
-    needed, free = blocks.num_pages_to_admit(seq, match), blocks.device.num_free
-    swap_in = blocks.admit(seq, match)
-    assert free - blocks.device.num_free == needed, "num_pages_to_admit was wrong"
+    num_cached = blocks.match_prefix(seq)
+    swap_in = blocks.admit(seq, num_cached)
+    assert swap_in is not None
     seq.num_computed = seq.num_prefill = len(seq.token_ids)
     blocks.publish(seq)
     blocks.check_integrity()
@@ -27,7 +26,7 @@ def admit(blocks: BlockManager, seq: Sequence) -> list[tuple[int, int]]:
 def num_cached(blocks: BlockManager, prompt: list[int]) -> int:
     """Blocks of `prompt` that a new sequence would find; forgotten at once."""
     probe = make_sequence(999, [*prompt, 0])
-    found = len(blocks.match_prefix(probe))
+    found = blocks.match_prefix(probe)
     blocks.forget(probe)
     return found
 
@@ -37,62 +36,58 @@ def num_cached(blocks: BlockManager, prompt: list[int]) -> int:
 
 def test_pages_are_taken_in_the_order_of_their_freeing() -> None:
     pool = PagePool(3, first=1)
-    pages = [pool.take() for _ in range(3)]
-    assert pages == [1, 2, 3]
+    assert [*pool.take(1), *pool.take(2)] == [1, 2, 3]
     for page in (2, 3, 1):
-        pool.publish(page, bytes([page]))
-        pool.release(page)
-    assert [pool.take() for _ in range(3)] == [2, 3, 1]
+        pool.publish([page], [bytes([page])])
+        pool.release([page])
+    assert [*pool.take(2), *pool.take(1)] == [2, 3, 1]
 
 
 def test_pages_without_a_hash_are_taken_before_any_with_one() -> None:
     pool = PagePool(3)
-    for _ in range(3):
-        pool.take()
-    pool.publish(0, b"worth keeping")
-    for page in range(3):
-        pool.release(page)
-    assert {pool.take(), pool.take()} == {1, 2}
+    pages = pool.take(3)
+    pool.publish([0], [b"worth keeping"])
+    pool.release(pages)
+    assert set(pool.take(2)) == {1, 2}
     assert pool.find(b"worth keeping") == 0
-    assert pool.take() == 0
+    assert pool.take(1) == [0]
     assert pool.find(b"worth keeping") is None
 
 
 def test_a_free_page_is_revived_with_its_content() -> None:
     pool = PagePool(2)
-    page = pool.take()
-    pool.publish(page, b"h")
-    pool.release(page)
+    (page,) = pool.take(1)
+    pool.publish([page], [b"h"])
+    pool.release([page])
     assert pool.is_free(page) and pool.find(b"h") == page
     pool.share(page)
     assert pool.num_used == 1 and not pool.is_shared(page)
     pool.share(page)
     assert pool.is_shared(page)
-    assert pool.take() != page
+    assert pool.take(1) != [page]
     pool.check_integrity({page: 2, 1 - page: 1})
 
 
 def test_the_first_page_published_under_a_hash_stays_the_one() -> None:
     pool = PagePool(3)
-    first, second = pool.take(), pool.take()
-    pool.publish(first, b"h")
-    pool.publish(second, b"h")
+    first, second = pool.take(2)
+    pool.publish([first, second], [b"h", b"h"])
     assert pool.find(b"h") == first and pool.hash_of(second) is None
-    pool.release(second)
-    assert pool.take() == second, "a duplicate is worth nothing"
+    pool.release([second])
+    assert pool.take(1) == [second], "a duplicate is worth nothing"
     assert pool.find(b"h") == first
 
 
 def test_the_pool_refuses_misuse() -> None:
     pool = PagePool(1)
-    page = pool.take()
+    (page,) = pool.take(1)
     with pytest.raises(AssertionError, match="empty pool"):
-        pool.take()
-    pool.release(page)
+        pool.take(1)
+    pool.release([page])
     with pytest.raises(AssertionError, match="released more often"):
-        pool.release(page)
+        pool.release([page])
     with pytest.raises(AssertionError, match="published while free"):
-        pool.publish(page, b"h")
+        pool.publish([page], [b"h"])
     with pytest.raises(AssertionError, match="counted 0, held by 1"):
         pool.check_integrity({page: 1})
 
@@ -117,15 +112,15 @@ def test_a_finished_sequences_full_blocks_are_found_again() -> None:
 def test_the_last_token_is_always_left_to_compute() -> None:
     blocks = BlockManager(10, SIZE)
     admit(blocks, make_sequence(1, range(8)))
-    assert len(blocks.match_prefix(make_sequence(2, range(8)))) == 1
-    assert len(blocks.match_prefix(make_sequence(3, range(9)))) == 2
+    assert blocks.match_prefix(make_sequence(2, range(8))) == 1
+    assert blocks.match_prefix(make_sequence(3, range(9))) == 2
 
 
 def test_a_prompt_is_hashed_only_up_to_its_first_miss() -> None:
     blocks = BlockManager(100, SIZE)
     admit(blocks, make_sequence(1, range(8)))
     seq = make_sequence(2, [*range(8), *range(100, 200)])
-    assert len(blocks.match_prefix(seq)) == 2
+    assert blocks.match_prefix(seq) == 2
     assert len(blocks._hashes.known(seq)) == 3, "27 blocks, the third is unknown"
 
 
@@ -136,7 +131,7 @@ def test_a_block_is_found_only_after_the_same_blocks_and_under_the_same_key() ->
     assert num_cached(blocks, [3] * 4 + [2] * 4) == 0
     assert num_cached(blocks, [2] * 4) == 0
     salted = make_sequence(2, [1] * 9, cache_key=b"salt")
-    assert len(blocks.match_prefix(salted)) == 0
+    assert blocks.match_prefix(salted) == 0
 
 
 def test_only_what_is_computed_is_published() -> None:
@@ -158,7 +153,7 @@ def test_tails_are_evicted_first() -> None:
     admit(blocks, seq)
     blocks.forget(seq)
     for left in (2, 1, 0):
-        blocks.device.take()
+        blocks.device.take(1)
         assert num_cached(blocks, prompt) == left
 
 
@@ -179,19 +174,21 @@ def test_admission_never_evicts_what_it_matched() -> None:
     blocks = BlockManager(3, SIZE)
     first = make_sequence(1, range(9))
     admit(blocks, first)
+    pages = blocks.pages_of(first)
     blocks.forget(first)
     second = make_sequence(2, range(12))
-    match = blocks.match_prefix(second)
-    assert len(match) == 2 and blocks.num_pages_to_admit(second, match) == 3
-    blocks.admit(second, match)
-    assert [page for page, _ in match.pages] == blocks.pages_of(second)[:2]
+    num_matched = blocks.match_prefix(second)
+    assert num_matched == 2
+    assert blocks.admit(second, num_matched, num_spared=1) is None, "it takes all three"
+    blocks.admit(second, num_matched)
+    assert pages[:2] == blocks.pages_of(second)[:2]
     assert len(set(blocks.pages_of(second))) == 3
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
     blocks = BlockManager(10, SIZE, enable_prefix_caching=False)
     admit(blocks, make_sequence(1, range(9)))
-    assert blocks.match_prefix(make_sequence(2, range(9))) == PrefixMatch(())
+    assert blocks.match_prefix(make_sequence(2, range(9))) == 0
 
 
 def test_a_reset_forgets_all_blocks() -> None:
@@ -219,7 +216,7 @@ def test_blocks_from_before_a_reset_are_never_published_again(reset_while: str) 
         child.num_computed = 12
         blocks.publish(child)
         blocks.swap_out(seq)
-    blocks.swap_in(seq)
+    blocks.admit(seq)
     blocks.publish(seq)
     blocks.check_integrity()
     assert num_cached(blocks, prompt) == 0
@@ -233,16 +230,17 @@ def test_forks_share_pages_until_one_writes() -> None:
     parent, child = make_sequence(1, range(6)), make_sequence(2, range(6))
     admit(blocks, parent)
     blocks.fork(parent, child)
+    child.num_computed = 6
     blocks.check_integrity()
     full, half = blocks.pages_of(parent)
     assert blocks.pages_of(child) == [full, half]
 
-    assert blocks.needs_page(child, 6)
-    append, copy = blocks.reserve(child, 6)
-    assert copy == (half, append.block_id) and append.block_index == 1
+    assert blocks.missing_blocks(child, 7) == [1]
+    (append,), copies = blocks.reserve(child, [1])
+    assert copies == [(half, append.block_id)] and append.block_index == 1
     assert blocks.pages_of(child) == [full, append.block_id]
     assert blocks.pages_of(parent) == [full, half]
-    assert not blocks.needs_page(parent, 6), "the last holder writes in place"
+    assert not blocks.missing_blocks(parent, 7), "the last holder writes in place"
     blocks.check_integrity()
 
 
@@ -251,9 +249,10 @@ def test_a_new_page_needs_no_copy() -> None:
     parent, child = make_sequence(1, range(8)), make_sequence(2, range(8))
     admit(blocks, parent)
     blocks.fork(parent, child)
-    assert blocks.needs_page(child, 8)
-    append, copy = blocks.reserve(child, 8)
-    assert copy is None and append.block_index == 2
+    child.num_computed = 8
+    assert blocks.missing_blocks(child, 9) == [2]
+    (append,), copies = blocks.reserve(child, [2])
+    assert not copies and append.block_index == 2
 
 
 def test_a_fork_outlives_its_parent() -> None:
@@ -263,7 +262,8 @@ def test_a_fork_outlives_its_parent() -> None:
     blocks.fork(parent, child)
     blocks.forget(parent)
     blocks.check_integrity()
-    assert not blocks.needs_page(child, 6)
+    child.num_computed = 6
+    assert not blocks.missing_blocks(child, 7)
     blocks.forget(child)
     blocks.check_empty()
 
@@ -283,12 +283,11 @@ def test_swapping_out_and_in() -> None:
     blocks.check_integrity()
 
     for _ in range(3):  # the device's copies are gone
-        blocks.device.release(blocks.device.take())
-    taken = [blocks.device.take() for _ in range(3)]
-    for page in taken:
-        blocks.device.release(page)
-    assert blocks.num_pages_to_swap_in(seq) == 3
-    back = blocks.swap_in(seq)
+        blocks.device.release(blocks.device.take(1))
+    blocks.device.release(blocks.device.take(3))
+    assert blocks.admit(seq, num_spared=1) is None, "it takes all three"
+    back = blocks.admit(seq)
+    assert back is not None
     assert [host_page for host_page, _ in back] == [host_page for _, host_page in out]
     assert [page for _, page in back] == blocks.pages_of(seq)
     assert blocks.host.num_used == 0
@@ -301,7 +300,7 @@ def test_what_is_still_on_the_device_is_not_copied_back() -> None:
     admit(blocks, seq)
     pages = blocks.pages_of(seq)
     blocks.swap_out(seq)
-    assert len(blocks.swap_in(seq)) == 1, "only the half page, which has no hash"
+    assert len(blocks.admit(seq) or ()) == 1, "only the half page, which has no hash"
     assert blocks.pages_of(seq)[:2] == pages[:2]
 
 
@@ -324,11 +323,11 @@ def test_a_new_sequence_finds_swapped_blocks_on_the_host() -> None:
     seq = make_sequence(1, range(10))
     admit(blocks, seq)
     blocks.swap_out(seq)
-    for page in [blocks.device.take() for _ in range(3)]:
-        blocks.device.release(page)
+    blocks.device.release(blocks.device.take(3))
     second = make_sequence(2, range(10))
-    assert [page for page, _ in blocks.match_prefix(second).pages] == [None, None]
+    assert blocks.match_prefix(second) == 2
     swap_in = admit(blocks, second)
+    assert len(swap_in) == 2, "the device holds none of them"
     assert [page for _, page in swap_in] == blocks.pages_of(second)[:2]
     assert num_cached(blocks, list(range(8))) == 2, "findable on the device again"
     blocks.check_integrity()
@@ -340,8 +339,8 @@ def test_a_swapped_prefill_gets_all_its_pages_back() -> None:
     blocks.admit(seq, blocks.match_prefix(seq))
     seq.num_prefill, seq.num_computed = 18, 6
     assert len(blocks.swap_out(seq)) == 2, "what is not computed need not be kept"
-    assert blocks.num_pages_to_swap_in(seq) == 5
-    blocks.swap_in(seq)
+    assert blocks.admit(seq, num_spared=1) is None, "it takes all five"
+    blocks.admit(seq)
     assert len(blocks.pages_of(seq)) == 5
     blocks.check_integrity()
 

@@ -24,7 +24,7 @@ def test_many_at_once_are_as_one_by_one(size: int) -> None:
     values = np.random.default_rng(size).lognormal(-5, 2, size).tolist()
     values[:2] = [0.01, 5e-6][: len(values)]  # on a bound, and under every edge
     at_once, one_by_one = Histogram(BOUNDS, latency_edges()), Histogram(BOUNDS, latency_edges())
-    at_once.observe_many(values)
+    at_once.observe(*values)
     for value in values:
         one_by_one.observe(value)
     assert np.array_equal(at_once.counts, one_by_one.counts)
@@ -35,16 +35,16 @@ def test_many_at_once_are_as_one_by_one(size: int) -> None:
 def test_quantiles_are_right_to_a_bin() -> None:
     values = np.random.default_rng(7).lognormal(-5, 1, 10_000)
     histogram = Histogram(BOUNDS, latency_edges())
-    histogram.observe_many(values)
+    histogram.observe(*values)
     shares = (0.5, 0.9, 0.99)
     assert histogram.quantiles(shares) == pytest.approx(np.quantile(values, shares), rel=0.06)
 
 
 def test_quantiles_of_a_difference() -> None:
     histogram = Histogram(BOUNDS, latency_edges())
-    histogram.observe_many([0.002] * 100)
+    histogram.observe(*[0.002] * 100)
     before = histogram.counts.copy()
-    histogram.observe_many([0.05] * 20)
+    histogram.observe(*[0.05] * 20)
     assert histogram.quantiles((0.5,), histogram.counts - before) == pytest.approx([0.05], rel=0.06)
     with pytest.raises(ValueError, match="nothing"):
         histogram.quantiles((0.5,), before - before)
@@ -52,6 +52,6 @@ def test_quantiles_of_a_difference() -> None:
 
 def test_beyond_the_last_edge() -> None:
     histogram = Histogram((1, 2))
-    histogram.observe_many([9.0] * 3)
+    histogram.observe(*[9.0] * 3)
     assert histogram.cumulative() == [0, 0, 3]
     assert histogram.quantiles((0.5,)) == [2.0]

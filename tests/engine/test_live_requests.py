@@ -20,8 +20,8 @@ from asyncllm import (
 )
 from asyncllm.engine import engine_steps
 from asyncllm.engine.engine_core import EngineCore
-from asyncllm.engine.plan_time import PlanTime
 from asyncllm.engine.stats import IterationStats, SchedulerStats
+from asyncllm.engine.step_clock import StepClock
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import TokenUpdate
 from asyncllm.worker.worker import Worker
@@ -352,7 +352,7 @@ def test_the_last_moment_before_a_plan_is_no_turns_that_keep_the_gil_from_a_step
             steps = core_of(engine).steps
             with monkeypatch.context() as patch:
                 patch.setattr(Worker, "runs_on_host", runs_on_host)
-                patch.setattr(PlanTime, "seconds_to_wait", lambda self, now: 3.5)
+                patch.setattr(StepClock, "seconds_to_plan", lambda self, now: 3.5)
                 patch.setattr(engine_steps, "TIMER_SECONDS", 1.0)
                 patch.setattr(engine_steps, "time", SimpleNamespace(monotonic=lambda: now[0]))
                 patch.setattr(engine_steps, "asyncio", SimpleNamespace(sleep=sleep))

@@ -16,8 +16,8 @@ from asyncllm.engine.chunk_policy import (
     UNBOUNDED,
     ChunkPolicy,
 )
+from asyncllm.engine.prefill_planner import StepDraft
 from asyncllm.engine.scheduler import PUBLISHED_BLOCKS, Scheduler
-from asyncllm.engine.step_draft import StepDraft
 from asyncllm.step_plan import PageAppend, StepPlan
 from asyncllm.types import (
     FinishReason,
@@ -750,7 +750,7 @@ def test_an_answer_in_progress_is_found_some_blocks_later() -> None:
     assert not scheduler.blocks.match_prefix(make_request(2, asked).sequences[0])
     run_step(scheduler)
     found = scheduler.blocks.match_prefix(make_request(3, asked).sequences[0])
-    assert len(found) == PUBLISHED_BLOCKS
+    assert found == PUBLISHED_BLOCKS
 
 
 def test_siblings_share_the_prompt_and_copy_its_last_page() -> None:

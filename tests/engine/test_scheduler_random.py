@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 
 from asyncllm.engine import chunk_policy as policy_module
-from asyncllm.engine import scheduler as scheduler_module
+from asyncllm.engine import prefill_planner as planner_module
 from tests.engine.random_world import World
 
 FIXED_SEEDS = range(1000, 1008)
@@ -57,7 +57,7 @@ MUST_HAPPEN = (
 def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
     """Worlds from `seed` on until both pipelines have done `num_steps`; what happened in them."""
     seen: Counter[str] = Counter()
-    watermark, end_share = scheduler_module.FREE_PAGES_WATERMARK, policy_module.END_SHARE
+    watermark, end_share = planner_module.FREE_PAGES_WATERMARK, policy_module.END_SHARE
     num_ahead = num_synchronous = 0
     try:
         while min(num_ahead, num_synchronous) < num_steps:
@@ -71,7 +71,7 @@ def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
         print(f"failed in the world of seed {seed}")
         raise
     finally:
-        scheduler_module.FREE_PAGES_WATERMARK, policy_module.END_SHARE = watermark, end_share
+        planner_module.FREE_PAGES_WATERMARK, policy_module.END_SHARE = watermark, end_share
     return seen, num_ahead, num_synchronous
 
 

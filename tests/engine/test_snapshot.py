@@ -68,11 +68,10 @@ def test_an_answer_that_was_given_is_in_the_snapshot() -> None:
 
 def test_picture_of_pages() -> None:
     pool = PagePool(6, first=1)
-    pages = [pool.take() for _ in range(4)]
+    pages = pool.take(4)
     pool.share(pages[1])
-    pool.publish(pages[2], b"hash")
-    pool.release(pages[2])
-    pool.release(pages[3])
+    pool.publish([pages[2]], [b"hash"])
+    pool.release(pages[2:])
     assert pool.picture(1) == "usc..."
     assert pool.picture(4) == "u."
 

@@ -43,9 +43,9 @@ def test_lead_and_busy_time(now: list[float]) -> None:
     clock = StepClock()
     steps = [TimedStep(DeviceTimes(100.0, 100.4)), TimedStep(DeviceTimes(100.4, 100.9)),
              TimedStep(DeviceTimes(101.2, 101.5))]  # fmt: skip
-    clock.launched(steps[0])
+    clock.launched(steps[0], 0.0)
     now[0] = 100.1  # ahead of the end of the first
-    clock.launched(steps[1])
+    clock.launched(steps[1], 0.0)
     first = clock.finished(empty_plan(1))
     assert (first.start, first.launch_lead, first.starved) == (100.0, None, 0.0)
     assert first.duration == pytest.approx(0.4)
@@ -53,7 +53,7 @@ def test_lead_and_busy_time(now: list[float]) -> None:
     assert second.launch_lead == pytest.approx(0.3)
     assert second.starved == 0.0
     now[0] = 101.2  # too late: the device had run dry at 100.9
-    clock.launched(steps[2])
+    clock.launched(steps[2], 0.0)
     third = clock.finished(empty_plan(3))
     assert third.launch_lead == pytest.approx(-0.3)
     assert third.starved == pytest.approx(0.3)
@@ -62,20 +62,20 @@ def test_lead_and_busy_time(now: list[float]) -> None:
 @pytest.mark.parametrize("end", ["idle", "reset"])
 def test_idleness_is_not_starving(now: list[float], end: str) -> None:
     clock = StepClock()
-    clock.launched(TimedStep(DeviceTimes(100.0, 100.4)))
+    clock.launched(TimedStep(DeviceTimes(100.0, 100.4)), 0.0)
     clock.finished(empty_plan(1))
     getattr(clock, end)()
     now[0] = 200.0
-    clock.launched(TimedStep(DeviceTimes(200.0, 200.1)))
+    clock.launched(TimedStep(DeviceTimes(200.0, 200.1)), 0.0)
     record = clock.finished(empty_plan(2))
     assert (record.launch_lead, record.starved) == (None, 0.0)
 
 
 def test_reset_forgets_what_was_in_flight() -> None:
     clock = StepClock()
-    clock.launched(TimedStep(DeviceTimes(1.0, 2.0)))
+    clock.launched(TimedStep(DeviceTimes(1.0, 2.0)), 0.0)
     clock.reset()
-    clock.launched(TimedStep(DeviceTimes(5.0, 6.0)))
+    clock.launched(TimedStep(DeviceTimes(5.0, 6.0)), 0.0)
     assert clock.finished(empty_plan(1)).start == 5.0
 
 
@@ -89,7 +89,7 @@ def test_kinds() -> None:
         "prefill", "mixed", "swap",
     ]  # fmt: skip
     clock = StepClock()
-    clock.launched(TimedStep())
+    clock.launched(TimedStep(), 0.0)
     record = clock.finished(mixed)
     assert (record.rows, record.tokens, record.prefill_tokens) == (2, 8, 7)
 

@@ -16,13 +16,17 @@ def delta(
     return output
 
 
+def merge(collector: OutputCollector, news: RequestOutput) -> RequestOutput:
+    collector.add(news)
+    return collector.output
+
+
 def test_deltas_add_up() -> None:
     collector = OutputCollector()
-    assert collector.output is None
     first = CompletionOutput(0, "a", [5], -1.0, [{5: Logprob(-1.0)}])
     last = CompletionOutput(0, "b", [6], -3.0, [{6: Logprob(-2.0)}], "stop", "x")
     collector.add(delta(first, prompt_logprobs=[None, {2: Logprob(-1.0)}]))
-    whole = collector.merge(delta(last, finished=True, num_cached_tokens=1))
+    whole = merge(collector, delta(last, finished=True, num_cached_tokens=1))
     (completion,) = whole.outputs
     assert (completion.text, completion.token_ids) == ("ab", [5, 6])
     assert completion.logprobs == [{5: Logprob(-1.0)}, {6: Logprob(-2.0)}]
@@ -35,8 +39,8 @@ def test_deltas_add_up() -> None:
 def test_what_was_handed_out_stays_as_it_was() -> None:
     collector = OutputCollector()
     update = CompletionOutput(0, "a", [5], None, [{5: Logprob(-1.0)}])
-    first = collector.merge(delta(update))
-    collector.merge(delta(CompletionOutput(0, "b", [6], None, [{6: Logprob(-1.0)}])))
+    first = merge(collector, delta(update))
+    merge(collector, delta(CompletionOutput(0, "b", [6], None, [{6: Logprob(-1.0)}])))
     assert (first.outputs[0].text, first.outputs[0].token_ids) == ("a", [5])
     assert (update.token_ids, update.logprobs) == ([5], [{5: Logprob(-1.0)}])
     assert len(first.outputs[0].logprobs or []) == 1
@@ -45,7 +49,7 @@ def test_what_was_handed_out_stays_as_it_was() -> None:
 def test_completions_in_order_of_their_index() -> None:
     collector = OutputCollector()
     collector.add(delta(CompletionOutput(1, "b", [6], finish_reason="stop")))
-    whole = collector.merge(delta(CompletionOutput(0, "a", [5])))
+    whole = merge(collector, delta(CompletionOutput(0, "a", [5])))
     assert [(c.index, c.text, c.finish_reason) for c in whole.outputs] == [
         (0, "a", None),
         (1, "b", "stop"),
@@ -56,4 +60,4 @@ def test_an_error_is_kept() -> None:
     collector = OutputCollector()
     error = RequestFailedError("broken")
     collector.add(delta(CompletionOutput(0, "", [], finish_reason="error"), error=error))
-    assert collector.merge(delta(CompletionOutput(1, "b", [6]))).error is error
+    assert merge(collector, delta(CompletionOutput(1, "b", [6]))).error is error

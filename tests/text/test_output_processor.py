@@ -24,8 +24,8 @@ LOGPROBS = TokenLogprobs(-0.5, 2, [7, 8, 9], [-0.25, -0.5, -2.0])
 def merged(outputs: list[RequestOutput]) -> RequestOutput:
     collector = OutputCollector()
     for output in outputs:
-        whole = collector.merge(output)
-    return whole
+        collector.add(output)
+    return collector.output
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -193,14 +193,14 @@ def test_abort(byte_level: Tokenizer) -> None:
     a, b = request.sequences
     feed.step({a: 9, b: ids_of(byte_level, "<")[0]})
     assert feed.outputs["r"][-1].outputs[-1].text == "", "it may begin a stop string"
-    assert feed.processor.abort("r", feed.now) is request
+    assert feed.processor.end("r", feed.now) is request
     last = feed.outputs["r"][-1]
     assert last.finished
     assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in last.outputs] == [
         (1, "<", [], "abort")
     ]
     assert request.metrics.finished_time == feed.now
-    assert feed.processor.abort("r") is None
+    assert feed.processor.end("r", feed.now) is None
     feed.processor.check_empty()
 
 
@@ -208,7 +208,7 @@ def test_abort_before_the_first_token(byte_level: Tokenizer) -> None:
     feed = TokenFeed(byte_level)
     request = make_request(prompt_logprobs=1, logprobs=1)
     feed.add(request)
-    feed.processor.abort("r")
+    feed.processor.end("r", feed.now)
     (output,) = feed.outputs["r"]
     assert output.finished
     assert output.outputs == [CompletionOutput(0, "", [], 0.0, [], "abort")]
@@ -220,11 +220,11 @@ def test_fail(byte_level: Tokenizer) -> None:
     request = make_request(n=2)
     feed.add(request)
     error = RequestFailedError("the device is lost")
-    feed.processor.fail(request, error, feed.now)
+    feed.processor.end("r", feed.now, error)
     (output,) = feed.outputs["r"]
     assert output.error is error and output.finished
     assert [c.finish_reason for c in output.outputs] == ["error", "error"]
-    feed.processor.fail(request, RequestFailedError("again"))
+    assert feed.processor.end("r", feed.now, RequestFailedError("again")) is None
     assert len(feed.outputs["r"]) == 1
     feed.processor.check_empty()
 
@@ -249,8 +249,8 @@ def test_a_failing_hook_ends_its_own_sequence_only(byte_level: Tokenizer) -> Non
     assert str(feed.outputs["bad"][0].error) == told
     assert not feed.outputs["bad"][-1].finished, "its sibling goes on"
     assert feed.outputs["good"][-1].error is None
-    feed.processor.abort("bad")
-    feed.processor.abort("good")
+    feed.processor.end("bad", feed.now)
+    feed.processor.end("good", feed.now)
     feed.processor.check_empty()
 
 
@@ -400,7 +400,7 @@ def test_metrics_and_statistics(byte_level: Tokenizer) -> None:
 def test_statistics_of_an_abort_without_tokens(byte_level: Tokenizer) -> None:
     feed = TokenFeed(byte_level)
     feed.add(make_request())
-    feed.processor.abort("r", 103.0)
+    feed.processor.end("r", 103.0)
     (finished,) = feed.processor.take_iteration_stats().finished
     assert finished.finish_reason == "abort"
     assert finished.e2e_time == pytest.approx(3.0)
@@ -454,7 +454,7 @@ def test_random_requests_equal_the_oracle(byte_level: Tokenizer, sentencepiece: 
         feed = TokenFeed(tokenizer)
         feed.add(*requests)
         aborted: set[str] = set()
-        while feed.processor.num_requests:
+        while feed.processor.requests():
             live = [
                 seq
                 for request in requests
@@ -465,7 +465,7 @@ def test_random_requests_equal_the_oracle(byte_level: Tokenizer, sentencepiece: 
             feed.step({seq: rng.choice(pool) for seq in chosen})
             if rng.random() < 0.02:
                 victim = rng.choice(live).request
-                if feed.processor.abort(victim.request_id) is not None:
+                if feed.processor.end(victim.request_id, feed.now) is not None:
                     aborted.add(victim.request_id)
                     abort_all(victim.sequences)
         feed.processor.check_empty()

@@ -107,7 +107,7 @@ def test_an_abort_has_the_last_token_s_time_and_the_held_text(byte_level: Tokeni
     for token_id in (*ids_of(byte_level, "The"), 5, half):
         last_time = feed.now
         feed.step({request.sequences[0]: token_id})
-    feed.processor.abort("r", feed.now + 5)
+    feed.processor.end("r", feed.now + 5)
     last = feed.updates["r"][-1]
     assert isinstance(last, RequestOutput) and last.outputs[0].text == "\ufffd"
     (finished,) = feed.processor.take_iteration_stats().finished

@@ -11,6 +11,7 @@ simple and settled; a test reads ours back with prometheus_client's own parser.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -119,7 +120,7 @@ class Metrics:
         """Raises `EngineDeadError` where there is no engine to read."""
         engine, recorder = self._engine, self._engine.recorder
         source = Source(
-            engine.stats(), recorder, engine.host_seconds, engine.work, recorder.loop_cpu_seconds()
+            engine.stats(), recorder, engine.host_seconds, engine.work, time.thread_time()
         )
         if self._exposition is None:
             self._exposition = self._make_exposition(source)

@@ -1,0 +1,215 @@
+"""The prompts of a step: which go on, how many tokens of each, and who is admitted.
+
+`StepDraft` is what the scheduler has decided so far of one step. It comes here with its decodes
+planned, and takes prompts as far as its budget, the chunk policy, slots and pages go.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.chunk_policy import ChunkPolicy
+from asyncllm.engine.running_set import RunningSet
+from asyncllm.engine.stats import SchedulerStats
+from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.step_plan import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, SlotInit, StepPlan
+from asyncllm.types import Sequence, SequenceStatus
+
+FREE_PAGES_WATERMARK = 0.01  # fraction of pages kept free at admission, so that decodes can grow
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """`budget`: prompt tokens that the step may still take. The lists become the plan's fields.
+
+    `to_end`, `shared`: as of chunk_policy's `Room`, the latter less what was taken.
+    """
+
+    budget: int = 0
+    to_end: int = 0
+    shared: int = sys.maxsize
+    preempted: bool = False  # then nothing is admitted: memory is short
+    decodes: DecodeBatch = NO_DECODES
+    prefills: list[PrefillRow] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    slot_inits: list[SlotInit] = field(default_factory=list)
+    page_appends: list[PageAppend] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.decodes or self.prefills or self.swap_out)
+
+    def init_slot(self, seq: Sequence, block_ids: list[int]) -> None:
+        """All that the device must know of `seq`, which owns a slot and these pages."""
+        self.slot_inits.append(
+            SlotInit(seq, seq.slot, block_ids, seq.num_computed, list(seq.token_ids))
+        )
+
+    def take(self, num_tokens: int) -> None:
+        """The next tokens of a prompt."""
+        self.shared -= num_tokens
+        self.budget = min(self.budget - num_tokens, self.shared)
+
+    def finish(self, step_id: int) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            decodes=self.decodes,
+            prefills=tuple(self.prefills),
+            swap_out=tuple(self.swap_out),
+            page_copies=tuple(self.page_copies),
+            swap_in=tuple(self.swap_in),
+            slot_inits=tuple(self.slot_inits),
+            page_appends=tuple(self.page_appends),
+        )
+
+
+class PrefillPlanner:
+    """Works on the scheduler's pages, slots and queue; counts in `stats` what the cache served."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        stats: SchedulerStats,
+        chunk_policy: ChunkPolicy,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._blocks = blocks
+        self._running = running
+        self._waiting = waiting
+        self._stats = stats
+        self._chunk_policy = chunk_policy
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
+
+    def plan(self, draft: StepDraft) -> None:
+        """Forced tokens, prompts that have begun, and, if nobody was preempted, those that wait."""
+        if self._running.forced:
+            self._plan_forced(draft)
+        started = self._running.prefilling()
+        if not started and not self._waiting:
+            return
+        begun = [seq.num_prefill - seq.num_computed for seq in started]
+        num_beside = self._max_num_batched_tokens - draft.budget  # decodes and jumps
+        room = self._chunk_policy.room(num_beside, self._num_startable_tokens(), begun)
+        draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
+        draft.budget, draft.shared = min(draft.budget, room.num_tokens), room.shared
+        if started and not draft.preempted:
+            self._admit_short(draft, started[0])
+        for seq in started:
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
+        if not draft.preempted:
+            self._admit_waiting(draft)
+
+    def _plan_forced(self, draft: StepDraft) -> None:
+        """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
+        for seq in self._running.take_forced():
+            if draft.budget > 0:
+                self._prefill_chunk(seq, draft)
+
+    def _num_startable_tokens(self) -> int:
+        """Prompt tokens that wait only for their turn, not for a slot or for pages."""
+        blocks, waiting = self._blocks, self._waiting
+        num_startable = min(len(waiting), self._running.num_free_slots)
+        num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
+        return min(num_tokens, blocks.device.num_free * blocks.block_size)
+
+    def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
+        """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
+        start, left = seq.num_computed, seq.num_prefill - seq.num_computed
+        if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
+            draft.budget = left
+        end = min(seq.num_prefill, start + draft.budget)
+        samples: tuple[Sequence, ...] = ()
+        if end == seq.num_prefill:
+            samples = (seq, *self._fork(seq, draft))
+        draft.prefills.append(
+            PrefillRow(
+                seq=seq,
+                slot=seq.slot,
+                start=start,
+                token_ids=seq.token_ids[start:end],
+                block_ids=self._blocks.pages_of(seq)[: self._blocks.num_blocks(end)],
+                samples=samples,
+            )
+        )
+        draft.take(end - start)
+        seq.num_computed = end
+        for sampled in samples:
+            self._running.join(sampled)
+            sampled.num_computed = end
+            sampled.num_in_flight += 1
+
+    def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
+        """Siblings that share this prompt from here on; those without a slot queue on their own."""
+        siblings = self._waiting.take_siblings(seq)
+        forks = siblings[: self._running.num_free_slots]
+        for child in forks:
+            self._blocks.fork(seq, child)
+            child.num_prefill = child.num_computed = seq.num_prefill
+            child.num_cached_tokens = seq.num_cached_tokens
+            self._take_slot(child, draft)
+            self._running.note_fork(seq, child)
+        for child in siblings[len(forks) :]:
+            self._waiting.add(child)
+        return forks
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def _admit_short(self, draft: StepDraft, oldest: Sequence) -> None:
+        """Where a long prompt takes many steps, half of each is for prompts that it finishes."""
+        kept = draft.budget - draft.budget // 2
+        if oldest.num_prefill - oldest.num_computed > draft.budget:
+            draft.budget -= kept
+            self._admit_waiting(draft, to_the_end=True)
+            draft.budget = max(draft.budget, 0) + kept  # what they share is no debt of the oldest's
+
+    def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
+        """From the head of the queue. `to_the_end`: only prefills that end in this step."""
+        while self._waiting and draft.budget > 0 and self._running.num_free_slots:
+            seq = self._waiting.head
+            if seq.num_in_flight > 0:
+                return  # preempted a moment ago: its last token is known after the step in flight
+            if not self._admit(seq, draft, to_the_end):
+                return
+            self._waiting.remove(seq)
+
+    def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
+        """Admit a sequence, if its known tokens fit; False where not. A swapped one goes on."""
+        is_swapped = seq.status is SequenceStatus.SWAPPED
+        # Logprobs of a position need its hidden state, which no page holds.
+        looks_up = not (is_swapped or seq.owes_prompt_logprobs)
+        num_blocks = self._blocks.match_prefix(seq) if looks_up else 0
+        num_cached = num_blocks * self._blocks.block_size
+        if to_the_end and not is_swapped and len(seq.token_ids) - num_cached > draft.budget:
+            return False
+        num_spared = self._watermark if self._running.seqs else 0
+        swap_in = self._blocks.admit(seq, num_blocks, num_spared)
+        if swap_in is None:
+            return False
+        draft.swap_in += swap_in
+        if not is_swapped:
+            if seq.num_prefill == 0 and seq.num_output_tokens == 0:  # its first admission
+                seq.num_cached_tokens = num_cached
+                self._stats.prefix_cache_queries += seq.num_prompt_tokens
+                self._stats.prefix_cache_hits += num_cached
+            seq.num_computed, seq.num_prefill = num_cached, len(seq.token_ids)
+        self._take_slot(seq, draft)
+        if seq.num_computed < seq.num_prefill:
+            self._prefill_chunk(seq, draft)
+        else:
+            draft.decodes = draft.decodes.plus([seq])
+            draft.budget -= 1
+            seq.num_computed += 1
+            seq.num_in_flight += 1
+        return True
+
+    def _take_slot(self, seq: Sequence, draft: StepDraft) -> None:
+        self._running.add(seq)
+        draft.init_slot(seq, self._blocks.pages_of(seq))
