@@ -2,8 +2,8 @@
 """Times single steps of an engine's worker on one CUDA device, kernel by kernel.
 
     scripts/bench_step.py --model DIR --batch 1,8,64 --context 640 --prefill 128,2048
-    ... --persistent    decode steps of up to 8 rows by the layers and by the one kernel of
-                        persistent_decode.py; without it by whichever the start finds quicker
+    ... --persistent    decode steps of up to 8 rows by the layers and by the persistent kernel;
+                        without it by whichever the start finds quicker
 
 Decode steps are replays of the captured graphs, as the engine runs them; a prefill step is one
 prompt, launched as the engine launches it. Weights are made up. Beside the time stand the bytes
@@ -124,7 +124,7 @@ class Bench:
         self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
 
     def use_persistent_decode(self, batches: Sequence[int]) -> None:
-        """Captures the decode graphs of these batch sizes again, with the one kernel."""
+        """Captures the decode graphs of these batch sizes again, with the persistent kernel."""
         runner, device = self._runner, self._state.positions.device
         model, cache = runner._model, runner._cache
         assert isinstance(model, DenseDecoder)
@@ -185,9 +185,9 @@ class Bench:
         ms = time_ms(work, prepare)
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
-        way = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
+        kernel = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
         return {
-            "step": step if way == LAYERS else f"{step} by {way}",
+            "step": step if kernel == LAYERS else f"{step} by {kernel}",
             "batch": batch,
             "context": self._context,
             "ms": round(ms, 4),
@@ -260,7 +260,7 @@ def main() -> None:
         cuda_graph_sizes=args.batch,
         gpu_memory_utilization=0.85,
         swap_space=0,
-        # A backend that is named is never exchanged for the one kernel.
+        # A backend that is named is never exchanged for the persistent kernel.
         attention_backend="flashinfer" if args.persistent else "auto",
     ).create_engine_config()
     with torch.inference_mode():

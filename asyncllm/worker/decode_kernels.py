@@ -19,7 +19,7 @@ from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.model_runner import ModelRunner
 
-ONE_KERNEL = "one kernel"
+PERSISTENT = "persistent"
 
 
 def begin_loading(start: Start) -> Callable[[], Launch | None]:
@@ -35,6 +35,6 @@ def other_kernels(
     if launch is None:
         return []
     assert isinstance(model, DenseDecoder)
-    one_kernel = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
-    step = partial(runner.decode_step, forward=one_kernel.forward)
-    return [DecodeKernel(ONE_KERNEL, step, range(1, MAX_ROWS + 1))]
+    persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
+    step = partial(runner.decode_step, forward=persistent.forward)
+    return [DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))]

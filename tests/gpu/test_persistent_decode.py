@@ -1,4 +1,4 @@
-"""The one-kernel decode step against the kernels of every other step, captured and replayed."""
+"""The persistent decode kernel against the kernels of every other step, captured and replayed."""
 
 from __future__ import annotations
 
