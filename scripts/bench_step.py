@@ -30,8 +30,7 @@ from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_kernels import LAYERS
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import persistent_decode
-from asyncllm.kernels.declaration import DenseShape
-from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.declaration import DenseShape, num_sms
 from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder

@@ -11,8 +11,7 @@ from functools import partial
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_kernels import DecodeKernel
 from asyncllm.kernels import persistent_decode
-from asyncllm.kernels.declaration import Launch, Start
-from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.declaration import Launch, Start, num_sms
 from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
@@ -24,7 +23,8 @@ PERSISTENT = "persistent"
 
 def begin_loading(start: Start) -> Callable[[], Launch | None]:
     """Load what `other_kernels` needs, by a thread; the weights may still be missing."""
-    return persistent_decode.KERNEL.begin_loading_for(start)
+    kernel = persistent_decode.KERNEL
+    return kernel.begin_loading(start.device, kernel.definitions(start))
 
 
 def other_kernels(

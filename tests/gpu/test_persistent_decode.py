@@ -12,8 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from asyncllm.attention.base import AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.kernels.declaration import DenseShape
-from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.declaration import DenseShape, num_sms
 from asyncllm.kernels.persistent_decode import KERNEL, definitions
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import TokenInputs

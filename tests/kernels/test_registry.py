@@ -13,7 +13,6 @@ import torch
 from asyncllm.cache_folder import cache_folder
 from asyncllm.engine_args import EngineArgs
 from asyncllm.kernels import nvcc, registry
-from asyncllm.kernels.declaration import CudaKernel
 from asyncllm.kernels.nvcc import Library
 from asyncllm.worker import kernel_prewarm
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, early_start
@@ -134,9 +133,7 @@ def test_a_start_without_compiler_and_cache(
 
 def test_a_kernel_is_its_folder() -> None:
     folder = Path(registry.__file__).parent
-    assert len({kernel.name for kernel in registry.KERNELS}) == len(registry.KERNELS)
-    for kernel in registry.KERNELS:
-        assert (folder / kernel.name / "__init__.py").exists()
-        if isinstance(kernel, CudaKernel):
-            assert kernel.source == folder / kernel.name / f"{kernel.name}.cu"
-            assert f"asyncllm_{kernel.name}(" in kernel.source.read_text()
+    assert {kernel.source for kernel in registry.CUDA_KERNELS} == {*folder.rglob("*.cu")}
+    for kernel in registry.CUDA_KERNELS:
+        assert kernel.source == folder / kernel.name / f"{kernel.name}.cu"
+        assert f"asyncllm_{kernel.name}(" in kernel.source.read_text()

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start
-from asyncllm.kernels.jit_kernel import current_stream
+from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start, current_stream
 from asyncllm.kernels.records import Attend, AttendRows, AttentionLayer, DecodeRows, Rotation
 
 HEAD_DIMS = (64, 128)

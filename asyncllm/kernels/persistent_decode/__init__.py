@@ -18,8 +18,15 @@ from pathlib import Path
 import torch
 
 from asyncllm.kernels.balanced_decode import shape_definitions
-from asyncllm.kernels.declaration import CudaKernel, Definitions, DenseShape, Launch, Start
-from asyncllm.kernels.jit_kernel import current_stream, num_sms
+from asyncllm.kernels.declaration import (
+    CudaKernel,
+    Definitions,
+    DenseShape,
+    Launch,
+    Start,
+    current_stream,
+    num_sms,
+)
 from asyncllm.kernels.records import AttentionLayer, DecodeRows, HeadNorm, Norm, Rotation
 
 MAX_ROWS = 8
@@ -48,7 +55,7 @@ class Args(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("layers", "final_norm", "head", "embeddings", "logits")),
-        *((name, _pointer) for name in ("exchange", "turn", "stuck", "block_tables", "positions")),
+        *((name, _pointer) for name in ("exchange", "phase", "stuck", "block_tables", "positions")),
         *((name, _pointer) for name in ("rotary_rows", "cos_sin")),
         *((name, _int64) for name in ("table_stride", "page_stride", "kv_stride", "layer_bytes")),
         *((name, _int32) for name in ("num_layers", "rows", "hidden", "heads", "kv_heads")),
@@ -160,7 +167,7 @@ class PersistentDecode:
             "head": model.head.data_ptr(),
             "exchange": self._exchange.data_ptr(),
             "layer_bytes": 4 * num_words,
-            "turn": words,
+            "phase": words,
             "stuck": words + 4,
         }
 

@@ -54,7 +54,7 @@ struct Args {
     const void* embeddings;       // [rows, hidden]
     void* logits;                 // [rows, vocab]
     void* exchange;               // [2, num_layers, layer_bytes]: exchange.cuh
-    uint32_t* turn;               // one word, zero at first
+    uint32_t* phase;              // one word, zero at first
     uint32_t* stuck;              // set where a block waited in vain
     const int32_t* block_tables;  // [rows, table_stride]
     const int32_t* positions;     // [rows], of the new tokens

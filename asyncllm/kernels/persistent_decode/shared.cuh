@@ -98,7 +98,7 @@ constexpr int MAX_BLOCK_SPLITS = 8;  // of a block; as __init__.py has it
 
 struct Shared {
     Stages ring[WARPS];
-    Signal full[WARPS][DEPTH], empty[WARPS][DEPTH];
+    Barrier full[WARPS][DEPTH], empty[WARPS][DEPTH];
     union {
         struct {
             Inputs x[WARPS];
