@@ -17,17 +17,24 @@ import torch
 from asyncllm.attention.base import AttentionLayer, PrefillRows
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.kernels.declaration import Launch
-from asyncllm.kernels.prefill_lists import (
-    HEADS_SHARE,
-    KERNEL,
-    NUM_LISTS,
-    PLAN_ORDER,
-    Args,
-    tile_size,
-)
+from asyncllm.kernels.prefill_lists import KERNEL, Args
 
 NUM_BUFFERS = 2  # steps between plan and completion: one running, one launched ahead
 LINE_WORDS = 32  # a list begins with a line of the cache
+# The lists in the order of memory: where each block's tiles end, then an entry for each tile.
+BLOCK_ENDS, HEADS, TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS = range(7)
+NUM_LISTS = 7
+# As FlashInfer's PrefillPlanSM90Info has them. Its last says which row a tile is of: the kernel
+# looks at it for what we do not use, so it may be any list.
+PLAN_ORDER = (
+    TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS, HEADS, BLOCK_ENDS, TILES,
+)  # fmt: skip
+HEADS_SHARE = 0  # of the same plan: each head has tiles of its own
+
+
+def tile_size(head_dim: int) -> int:
+    """Queries of a tile."""
+    return 192 if head_dim == 64 else 128
 
 
 class Limits(NamedTuple):

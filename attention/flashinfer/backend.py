@@ -29,7 +29,7 @@ from asyncllm.attention.flashinfer.prefill import PrefillPlan, prefill_backend
 from asyncllm.attention.flashinfer.whole_steps import FlashInferSteps
 from asyncllm.attention.flashinfer.xqa import Xqa
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.kernels import balanced_decode, prefill_lists
 from asyncllm.kernels.balanced_decode import MAX_ROWS, BalancedDecode
@@ -123,8 +123,7 @@ class FlashInferAttention:
         dtype, device = cache.layers[0].dtype, cache.layers[0].device
         _check_supported(layer, dtype)
         capability = torch.cuda.get_device_capability(device)
-        kind = LayerKind.of(layer)
-        names = choose_decode_kernels(kind, dtype, cache.block_size, capability).names
+        names = choose_decode_kernels(layer, dtype, cache.block_size, capability).names
         is_balanced = names[0] == "balanced_decode"
         return _KindKernels(
             FusedDecode(layer, FUSED_ROWS, num_sms, device),
