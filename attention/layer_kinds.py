@@ -8,7 +8,6 @@ Shapes and a card's capability decide, no device is asked: `asyncllm doctor` pri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -27,9 +26,10 @@ class LayerKinds:
     """A model's kinds, numbered in the order in which its layers have them first."""
 
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
-        found: dict[AttentionLayer, list[AttentionLayer]] = {}
+        found: dict[tuple[object, ...], list[AttentionLayer]] = {}
         for layer in layers:  # neither index nor a norm's weights decide anything
-            found.setdefault(replace(layer, index=0, head_norm=None), []).append(layer)
+            heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
+            found.setdefault((*heads, layer.scale, layer.window), []).append(layer)
         self.layers = [alike[0] for alike in found.values()]  # one of each kind
         self.number_of = {  # layer index -> the number of its kind
             layer.index: number for number, alike in enumerate(found.values()) for layer in alike

@@ -89,7 +89,9 @@ class TorchAttention:
         gathered = self._cache.layers[layer.index][tables]
         keys = gathered[:, :, 0].flatten(1, 2).transpose(1, 2)
         values = gathered[:, :, 1].flatten(1, 2).transpose(1, 2)
-        return _attend(layer, q.unsqueeze(2), keys, values, rows.positions.unsqueeze(1)).squeeze(2)
+        return _attention(layer, q.unsqueeze(2), keys, values, rows.positions.unsqueeze(1)).squeeze(
+            2
+        )
 
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
@@ -99,11 +101,11 @@ class TorchAttention:
         keys = gathered[:, 0].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
         values = gathered[:, 1].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
         positions = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(0)
-        out = _attend(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
+        out = _attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
         return out.squeeze(0).transpose(0, 1)
 
 
-def _attend(
+def _attention(
     layer: AttentionLayer,
     q: torch.Tensor,
     keys: torch.Tensor,

@@ -148,7 +148,7 @@ class Bench:
 
     @property
     def is_stuck(self) -> bool:
-        return self._persistent is not None and self._persistent.kernel.is_stuck
+        return self._persistent is not None and self._persistent.is_stuck
 
     def logits(self, batch: int) -> torch.Tensor:
         """Returns the logits of the step that `decode` times, [batch, V]."""

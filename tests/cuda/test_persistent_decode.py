@@ -125,9 +125,9 @@ class Case:
             model, cache, lambda args, blocks, _: function(args, blocks, seed), num_blocks
         )
         logits = decode.forward(self.token_ids, self.rows, self.positions + 1)
-        assert not decode.kernel.is_stuck
-        assert (decode.kernel._exchange[1] == -1).all()  # emptied for the next step
-        assert (decode.kernel._exchange[0] != -1).any()
+        assert not decode.is_stuck
+        assert (decode._exchange[1] == -1).all()  # emptied for the next step
+        assert (decode._exchange[0] != -1).any()
         again = self.cache(torch.bfloat16)
         for layer, fresh in zip(cache.layers, again.layers, strict=True):
             fresh.copy_(layer)
@@ -281,8 +281,8 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
 
     decode = new()
     assert logits(decode).isnan().any(dim=1).all()
-    assert decode.kernel.is_stuck
-    assert int(decode.kernel._words[0]) == -(1 << 31)  # every block has taken its turn
+    assert decode.is_stuck
+    assert int(decode._words[0]) == -(1 << 31)  # every block has been counted
     for layer, fresh in zip(cache.layers, step.cache(torch.bfloat16).layers, strict=True):
         layer.copy_(fresh)
     function = patient

@@ -117,7 +117,7 @@ def test_equals_the_layers(model: Model) -> None:
         assert (ours - expected).norm() < 0.03 * expected.norm(), positions
         for layer, wanted in zip(model.cache.layers, keys_values, strict=True):
             assert (layer[new] - wanted).double().norm() < 0.03 * wanted.double().norm()
-    assert not model.persistent.kernel.is_stuck
+    assert not model.persistent.is_stuck
 
 
 def test_replayed_many_times(model: Model) -> None:
@@ -140,4 +140,4 @@ def test_replayed_many_times(model: Model) -> None:
                 logits.zero_()
                 graph.replay()
                 assert torch.equal(logits, expected)
-    assert not model.persistent.kernel.is_stuck
+    assert not model.persistent.is_stuck
