@@ -2,7 +2,7 @@
 
 Kernels are compiled, planned and bound for constants, so those are chosen per kind and not per
 model: where full attention alternates with windows, each runs its best kernel in the same step.
-Shapes and a card's capability decide, no device is asked: `asyncllm doctor` prints the result.
+Shapes and a GPU's capability decide, no device is asked: `asyncllm doctor` prints the result.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def choose_decode_kernels(
 ) -> DecodeKernels:
     """For decode steps of several rows. The first may miss some, by their number or for want of a
     compiler; the next takes these. One row has fused_decode before all."""
-    card = f"compute capability {capability}"
-    limits: dict[str, str | None] = {"balanced_decode": card, "xqa": card}
+    gpu = f"compute capability {capability}"
+    limits: dict[str, str | None] = {"balanced_decode": gpu, "xqa": gpu}
     if capability in balanced_decode.KERNEL.capabilities:
         limits["balanced_decode"] = balanced_decode.limit(layer, dtype, block_size)
     if capability[0] in XQA_CAPABILITIES:

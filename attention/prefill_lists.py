@@ -2,7 +2,7 @@
 
 FlashInfer's planner copies lists for the most rows that there may be. Ours lie below each other
 like the rows of a matrix, whose first columns a step fills and one copy takes. Its last row is what
-the step is told of prompts: the pages, which are read there, travel with the lists.
+the step reads of prompts: the pages travel with the lists.
 
 Knows what the kernel reads, as FlashInfer 0.6.12 has it, and not how it is launched.
 """
@@ -87,7 +87,7 @@ class PrefillLists:
             )
             return _Buffer(args, memory.numpy()[self._rows_start :])  # which keeps the memory
 
-        self._turns = RotatingBuffers([buffer() for _ in range(NUM_BUFFERS)], device)
+        self._buffers = RotatingBuffers([buffer() for _ in range(NUM_BUFFERS)], device)
 
     @property
     def workspace(self) -> torch.Tensor:
@@ -104,7 +104,7 @@ class PrefillLists:
         kv_lens, pages = prefills.kv_lens, prefills.pages
         num_rows = len(kv_lens)
         rows = (prefills.query_indptr, kv_lens, prefills.page_indptr, pages)
-        with self._turns as buffer:
+        with self._buffers as buffer:
             args = buffer.args
             np.concatenate(rows, out=buffer.rows[: 3 * num_rows + 2 + len(pages)])
             args.num_decodes = num_decodes

@@ -116,13 +116,14 @@ def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
     first, second = (
         norm.constants.weight for norm in (layer.input_norm, layer.post_attention_norm)
     )
-    head_norm = layer.attention.layer.head_norm
+    norm = layer.attention.layer.head_norm
+    q_norm, k_norm = _addresses([None, None] if norm is None else [norm.q_weight, norm.k_weight])
     return Layer(
         weights=_addresses([linear.weights["weight"] for linear in layer.linears]),
         biases=_addresses([linear.weights.get("bias") for linear in layer.linears]),
         norms=_addresses([first, None, second, None]),  # of the four products' inputs
-        q_norm=None if head_norm is None else head_norm.q_weight.data_ptr(),
-        k_norm=None if head_norm is None else head_norm.k_weight.data_ptr(),
+        q_norm=q_norm,
+        k_norm=k_norm,
         cache=pages.data_ptr(),
     )
 

@@ -15,8 +15,8 @@ CUDA_KERNELS = (
     persistent_decode.KERNEL,
 )
 # Triton compiles a variant at its first launch. `prewarm(start)` of these folders' kernel.py yields
-# launches, on tensors that nobody reads, of the variants that steps will ask for; of the others'
-# kernels the padding steps of a start launch them.
+# launches, on tensors that nobody reads, of the variants that steps will ask for. The others are
+# launched by the padding steps of a start.
 PREWARMED = ("sampling", "slots", "rms_norm", "rope_kv_write")
 
 

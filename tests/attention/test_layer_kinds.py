@@ -1,4 +1,4 @@
-"""Kernels are chosen for each kind of layers, on cards that are not there."""
+"""Kernels are chosen for each kind of layers, on GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALIKE = [replace(FULL, index=i) for i in range(4)]
         (FULL, BF16, 16, ADA, "paged_decode", "xqa does not do compute capability (8, 9)"),
     ],
 )
-def test_decode_kernels_by_kind_and_card(
+def test_decode_kernels_by_kind_and_gpu(
     layer: AttentionLayer,
     dtype: torch.dtype,
     block_size: int,

@@ -48,7 +48,7 @@ struct Thread;
 // Where some threads meet, each with something for the others.
 struct Meeting {
     std::vector<Thread*> waiting;
-    uint64_t turn = 0;
+    uint64_t phase = 0;
     unsigned char slots[2][WARP][64];
 };
 
@@ -162,17 +162,17 @@ inline void entry() {
     stop();
 }
 
-// Until `size` threads have come here; returns what each brought, valid until its next meeting.
+// Until `size` threads have come here; returns what each brought, valid until it comes to the next.
 template <typename T>
 const unsigned char (*meet(Meeting& meeting, size_t size, int place, const T& mine))[64] {
     static_assert(sizeof(T) <= 64);
-    auto& slots = meeting.slots[meeting.turn % 2];
+    auto& slots = meeting.slots[meeting.phase % 2];
     if (place < WARP) std::memcpy(slots[place], &mine, sizeof(T));
     meeting.waiting.push_back(current);
     if (meeting.waiting.size() == size) {
         ready.insert(ready.end(), meeting.waiting.begin(), meeting.waiting.end());
         meeting.waiting.clear();
-        meeting.turn++;
+        meeting.phase++;
         idle_polls = 0;
     }
     stop();

@@ -112,7 +112,7 @@ def test_nobody_overtakes_who_still_reads(function: Any) -> None:
 def test_it_takes_few_rows_of_what_it_divides() -> None:
     kernel = SkinnyGemm(torch.device("cpu"))
     small, x = random(64, 2048), random(33, 2048)
-    assert not kernel.takes(Normed(x[:16]), small)  # no card that has it
+    assert not kernel.takes(Normed(x[:16]), small)  # no GPU that has it
     kernel._launch = lambda args, blocks, stream: 0
     assert kernel.takes(Normed(x[:2]), small) and kernel.takes(Normed(x[:32]), small)
     assert not kernel.takes(Normed(x[:1]), small) and not kernel.takes(Normed(x), small)

@@ -1,5 +1,5 @@
-// What our kernels use of a CUDA device, by names of our own. tests/cuda/emulator.h has the same
-// names for a CPU, so that a kernel which is written in them can be run and checked there.
+// The parts of a CUDA device that our kernels use, by names of our own. tests/cuda/emulator.h has the
+// same names for a CPU, so that a kernel which is written in them can be run and checked there.
 #pragma once
 
 #include "layout.cuh"
@@ -108,7 +108,7 @@ __device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {
     asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&barrier))
                  : "memory");
 }
-// What this thread wrote to shared memory is before later bulk copies to the same place.
+// This thread's writes to shared memory come before later bulk copies to the same place.
 __device__ __forceinline__ void show_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -152,8 +152,8 @@ __device__ __forceinline__ void store_remote(uint4& to, const float (&values)[4]
         : "memory");
 }
 
-// What other blocks write during this kernel: past the first cache, which may hold the old, and in
-// this place of the program. Each word is whole, and says nothing about others.
+// Loads of what other blocks write during this kernel: past the first cache, which may hold the old,
+// and in this place of the program. Each word is whole, and says nothing about others.
 __device__ __forceinline__ uint4 load_fresh(const void* p) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -244,7 +244,7 @@ __device__ __forceinline__ uint32_t to_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-// Of a number below 2^126.
+// For a number below 2^126.
 __device__ __forceinline__ float divide(float x, float by) { return __fdividef(x, by); }
 // 0 where that is below 2^-126.
 __device__ __forceinline__ float power_of_2(float x) {

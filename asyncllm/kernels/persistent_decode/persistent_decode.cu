@@ -28,7 +28,7 @@ namespace {
 
 constexpr uint16_t NAN_HALF = 0x7fff;
 
-// What all of a block's threads find in its shared memory.
+// Fills what all of a block's threads read in its shared memory.
 __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     const int thread = thread_index();
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// What a warp reads from memory, on its way, and multiplies: weights, and keys and values. Another warp,
+// The ring of what a warp reads from memory and multiplies: weights, and keys and values. Another warp,
 // its producer, asks for them in the order in which they will be needed, whatever the step waits for.
 #pragma once
 

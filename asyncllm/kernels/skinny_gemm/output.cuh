@@ -1,4 +1,4 @@
-// What a product leaves: from what the warps of both blocks add up to what the next kernel takes.
+// The outputs of a product: from what the warps of both blocks add up to what the next kernel takes.
 #pragma once
 
 #include "shared.cuh"

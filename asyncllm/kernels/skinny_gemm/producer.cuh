@@ -1,11 +1,11 @@
-// What a block reads from memory: copies in flight.
+// Copies of what a block reads from memory.
 #pragma once
 
 #include "shared.cuh"
 
 namespace {
 
-// Of so many, those that one part has: from `first` on, at most `most`.
+// How many of `num` one part has: from `first` on, at most `most`.
 __device__ __forceinline__ int part_of(int num, int first, int most) {
     return num <= first ? 0 : num - first < most ? num - first : most;
 }

@@ -1,4 +1,4 @@
-// What a block keeps in shared memory, and the order in which it computes.
+// A block's shared memory, and the order in which it computes.
 #pragma once
 
 #include "../include/windows.cuh"
@@ -62,9 +62,9 @@ template <int ROWS, int TILES>
 struct Shared {
     static constexpr int STAGES = TILES == WARPS ? 2 : 4;
     Stage<ROWS, TILES> stages[STAGES];
-    // Of the tiles whose outputs are this block's, as the tensor cores leave them: of either block, each
-    // part of its slices. Two groups alternate: who hands over the next but one has seen the next
-    // summed, and nobody hands that over before all of its block have read the one before it.
+    // Sums of the tiles whose outputs are this block's, as the tensor cores leave them: of either
+    // block, each part of its slices. Two groups alternate: who hands over the next but one has seen
+    // the next summed, and nobody hands that over before all of its block have read the one before it.
     uint4 sums[2][2][Tiling<ROWS, TILES>::PARTS_OF_SLICE][Tiling<ROWS, TILES>::OWN_TILES][ROWS / 8][32];
     float factors[ROWS];
     Barrier full[STAGES], empty[STAGES];

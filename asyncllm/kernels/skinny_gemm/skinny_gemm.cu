@@ -20,7 +20,7 @@ namespace {
 template <int ROWS, int TILES>
 using Sums = float[Tiling<ROWS, TILES>::TILES_OF_WARP][ROWS / 8][4];
 
-// Of two windows, from `first` on.
+// Multiplies two windows, from `first` on.
 template <int ROWS, int TILES>
 __device__ __forceinline__ void multiply_windows(Sums<ROWS, TILES>& sums, const Stage<ROWS, TILES>& stage,
                                                  int first, int num_tiles, const Lane& me) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void hand_over(const Sums<ROWS, TILES>& sums, Shared<
     }
 }
 
-// Of the norm before, by the sums of squares that its product left.
+// The factors of the norm before, by the sums of squares that its product left.
 template <int ROWS, int TILES>
 __device__ __forceinline__ void find_factors(const Args& args, Shared<ROWS, TILES>& shared,
                                              const Lane& me) {
