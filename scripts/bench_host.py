@@ -108,7 +108,7 @@ class Meter:
 
         core.steps.finish = count  # type: ignore[method-assign]
         self.wrap(core.steps, "finish", "finish")
-        self.wrap(core.steps, "tell", "finish", "text", "emit")
+        self.wrap(core.steps, "emit", "finish", "text", "emit")
         self.wrap(core.steps, "observe", "finish")
 
     def reset(self) -> None:
