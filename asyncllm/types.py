@@ -191,7 +191,7 @@ class Sequence:
 
 @dataclass(slots=True, frozen=True)
 class TokenMasks:
-    """The tokens allowed next in some rows of a step, as `TokenConstraint.fill_many` writes them."""
+    """The tokens allowed next in some rows of a step, as `fill_many` writes them."""
 
     rows: np.ndarray  # int32 [masked], places in `plan.sampled`
     bits: np.ndarray  # int32 [masked, ceil(V / 32)]

@@ -71,13 +71,11 @@ class FlashAttnAttention:
         max_query = int(np.diff(prefills.query_indptr).max())
 
         def attend(layer: AttentionLayer) -> None:
-            cache = self._cache.layers[layer.index]
             if decodes is not None:
                 out[:num_decodes] = self._decode(layer, q[:num_decodes], decodes)
             out[num_decodes:end] = flash_attn_varlen_func(
                 q[num_decodes:end],
-                cache[:, 0],
-                cache[:, 1],
+                *self._cache.keys_values[layer.index],
                 cu_seqlens_q=query_indptr,
                 cu_seqlens_k=kv_indptr,
                 max_seqlen_q=max_query,
@@ -95,11 +93,9 @@ class FlashAttnAttention:
 
     def _decode(self, layer: AttentionLayer, q: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape."""
-        cache = self._cache.layers[layer.index]
         return flash_attn_with_kvcache(
             q.unsqueeze(1),
-            cache[:, 0],
-            cache[:, 1],
+            *self._cache.keys_values[layer.index],
             cache_seqlens=rows.positions + 1,
             block_table=rows.block_tables,
             softmax_scale=layer.scale,

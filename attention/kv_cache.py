@@ -40,6 +40,8 @@ class KVCache:
         self.num_pages = num_pages
         page = (2, block_size, num_kv_heads, head_dim)
         self.layers = [_zeros((num_pages, *page), dtype, device) for _ in range(num_layers)]
+        # Of each layer, views [num_pages, block_size, num_kv_heads, head_dim].
+        self.keys_values = [(layer[:, 0], layer[:, 1]) for layer in self.layers]
         self._host_pages = host_pages or HostPages((0, num_layers, *page), dtype, device)
 
     @property

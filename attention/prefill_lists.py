@@ -2,7 +2,7 @@
 
 FlashInfer's planner copies lists for the most rows that there may be. Ours lie below each other
 like the rows of a matrix, whose first columns a step fills and one copy takes. Its last row is what
-the step is told of prompts: the pages, which are read there, travel with the lists.
+the step reads of prompts: the pages travel with the lists.
 
 Knows what the kernel reads, as FlashInfer 0.6.12 has it, and not how it is launched.
 """
@@ -17,17 +17,24 @@ import torch
 from asyncllm.attention.base import AttentionLayer, PrefillRows
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.kernels.declaration import Launch
-from asyncllm.kernels.prefill_lists import (
-    HEADS_SHARE,
-    KERNEL,
-    NUM_LISTS,
-    PLAN_ORDER,
-    Args,
-    tile_size,
-)
+from asyncllm.kernels.prefill_lists import KERNEL, Args
 
 NUM_BUFFERS = 2  # steps between plan and completion: one running, one launched ahead
 LINE_WORDS = 32  # a list begins with a line of the cache
+# The lists in the order of memory: where each block's tiles end, then an entry for each tile.
+BLOCK_ENDS, HEADS, TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS = range(7)
+NUM_LISTS = 7
+# As FlashInfer's PrefillPlanSM90Info has them. Its last says which row a tile is of: the kernel
+# looks at it for what we do not use, so it may be any list.
+PLAN_ORDER = (
+    TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS, HEADS, BLOCK_ENDS, TILES,
+)  # fmt: skip
+HEADS_SHARE = 0  # of the same plan: each head has tiles of its own
+
+
+def tile_size(head_dim: int) -> int:
+    """Queries of a tile."""
+    return 192 if head_dim == 64 else 128
 
 
 class Limits(NamedTuple):
@@ -80,7 +87,7 @@ class PrefillLists:
             )
             return _Buffer(args, memory.numpy()[self._rows_start :])  # which keeps the memory
 
-        self._turns = RotatingBuffers([buffer() for _ in range(NUM_BUFFERS)], device)
+        self._buffers = RotatingBuffers([buffer() for _ in range(NUM_BUFFERS)], device)
 
     @property
     def workspace(self) -> torch.Tensor:
@@ -97,7 +104,7 @@ class PrefillLists:
         kv_lens, pages = prefills.kv_lens, prefills.pages
         num_rows = len(kv_lens)
         rows = (prefills.query_indptr, kv_lens, prefills.page_indptr, pages)
-        with self._turns as buffer:
+        with self._buffers as buffer:
             args = buffer.args
             np.concatenate(rows, out=buffer.rows[: 3 * num_rows + 2 + len(pages)])
             args.num_decodes = num_decodes

@@ -89,39 +89,35 @@ class TorchAttention:
         gathered = self._cache.layers[layer.index][tables]
         keys = gathered[:, :, 0].flatten(1, 2).transpose(1, 2)
         values = gathered[:, :, 1].flatten(1, 2).transpose(1, 2)
-        position = rows.positions.unsqueeze(1)
-        index = torch.arange(keys.shape[2], device=q.device)
-        seen = index <= position
-        if layer.window is not None:
-            seen &= index > position - layer.window
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2),
-            keys,
-            values,
-            attn_mask=seen[:, None, None],
-            scale=layer.scale,
-            enable_gqa=True,
+        return _attention(layer, q.unsqueeze(2), keys, values, rows.positions.unsqueeze(1)).squeeze(
+            2
         )
-        return out.squeeze(2)
 
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
     ) -> torch.Tensor:
         """q [tokens, heads, dim], the last `tokens` of kv_len positions: [tokens, heads, dim]."""
         gathered = self._cache.layers[layer.index][pages]  # [pages, 2, block, kv_heads, dim]
-        keys = gathered[:, 0].flatten(0, 1)[:kv_len].transpose(0, 1)
-        values = gathered[:, 1].flatten(0, 1)[:kv_len].transpose(0, 1)
-        position = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(1)
-        index = torch.arange(kv_len, device=q.device)
-        seen = index <= position
-        if layer.window is not None:
-            seen &= index > position - layer.window
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            keys.unsqueeze(0),
-            values.unsqueeze(0),
-            attn_mask=seen,
-            scale=layer.scale,
-            enable_gqa=True,
-        )
+        keys = gathered[:, 0].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
+        values = gathered[:, 1].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
+        positions = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(0)
+        out = _attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
         return out.squeeze(0).transpose(0, 1)
+
+
+def _attention(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """q, result [rows, heads, tokens, dim] at `positions` [rows, tokens]; keys, values
+    [rows, kv_heads, length, dim]."""
+    index, position = torch.arange(keys.shape[2], device=q.device), positions.unsqueeze(2)
+    seen = index <= position
+    if layer.window is not None:
+        seen &= index > position - layer.window
+    return F.scaled_dot_product_attention(
+        q, keys, values, attn_mask=seen.unsqueeze(1), scale=layer.scale, enable_gqa=True
+    )

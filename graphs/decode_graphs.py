@@ -34,15 +34,15 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         clear: Clear,
         pool: GraphPool,
         others: Sequence[DecodeKernel] = (),
-        trial: Autotune | None = None,
+        autotune: Autotune | None = None,
     ) -> None:
-        """`step`: the model's layers. slots: int32, of a step's rows, 0 behind them. `trial` times
-        the layers against the `others`, if there are any."""
+        """`step`: the model's layers. slots: int32, of a step's rows, 0 behind them.
+        `autotune` times the layers against the `others`, if there are any."""
         super().__init__()
         self._step = step
         self._others = others
         self._broken: set[str] = set()  # of the others, by name
-        self._trial = trial
+        self._autotune = autotune
         self.slots = slots
         self._clear = clear
         self._chosen: dict[int, str] = {}  # size -> the name of its implementation
@@ -77,8 +77,8 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         names = list(captured)
         if len(names) == 1:
             return names[0]
-        assert self._trial is not None, "several implementations, and nothing to time them"
-        seconds = self._trial(slots, [each.graph.replay for each in captured.values()])
+        assert self._autotune is not None, "several implementations, and nothing to time them"
+        seconds = self._autotune(slots, [each.graph.replay for each in captured.values()])
         times = ", ".join(f"{n} {s * 1e3:.3f} ms" for n, s in zip(names, seconds, strict=True))
         logger.info("a decode step of %d rows: %s", len(slots), times)
         return names[quickest(seconds)]

@@ -1,57 +1,135 @@
-"""A dense decoder's tensors for the kernel that runs its decode steps whole."""
+"""Decode steps of a dense decoder by the kernel that runs them whole."""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.kernels import persistent_decode
-from asyncllm.kernels.declaration import DenseShape, Launch
-from asyncllm.kernels.persistent_decode import DecoderTensors, LayerTensors
+from asyncllm.kernels.declaration import DenseShape, Launch, current_stream
+from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS, Args, Layer, exchange_words
 from asyncllm.models.decoder import DecoderLayer, DenseDecoder
 
 
 class PersistentDecode:
-    """Decode steps of `model`, which the kernel supports, over its KV cache."""
+    """For one model, which the kernel supports, and its KV cache. Steps must not overlap."""
 
     def __init__(
         self, model: DenseDecoder, cache: KVCache, launch: Launch, num_blocks: int
     ) -> None:
         """`launch`: the compiled kernel's; `num_blocks`: that are on the device at once."""
-        self._model = model
-        tensors = _decoder_tensors(model)
-        self.kernel = persistent_decode.PersistentDecode(tensors, cache.layers, launch, num_blocks)
+        self._model = model  # keeps its tensors' memory
+        self._launch = launch
+        self._num_blocks = num_blocks
+        sizes, device = _sizes_of(model), cache.layers[0].device
+        # What blocks pass to each other, of this step and of the next; all bits of a word: empty.
+        num_words = exchange_words(sizes, model.attention_layers[0], num_blocks)
+        shape = (2, sizes.num_layers, num_words)
+        self._exchange = torch.full(shape, -1, dtype=torch.int32, device=device)
+        # Which of these two is next; then whether a step got stuck.
+        self._words = torch.zeros(2, dtype=torch.int32, device=device)
+        words = self._words.data_ptr()
+        self._layers = _layer_table(model, cache.layers)
+        self._constants = {
+            **_numbers(model, sizes, cache.layers[0]),
+            "layers": self._layers.data_ptr(),
+            "final_norm": model.norm.constants.weight.data_ptr(),
+            "head": model.lm_head.weight.data_ptr(),
+            "exchange": self._exchange.data_ptr(),
+            "layer_bytes": 4 * num_words,
+            "phase": words,
+            "stuck": words + 4,
+        }
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether any step so far waited in vain for a block. Waits for the device."""
+        return bool(self._words[-1])
 
     def forward(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [rows, vocab_size] of int32 token_ids [rows]; see the kernel's `forward`."""
+        """Logits [rows, vocab_size] of int32 token_ids [rows] at `rows.positions`, whose keys and
+        values are written to their pages. Capturable. For at most MAX_ROWS rows. Each row has a NaN
+        where a block waited in vain for another.
+        """
         embeddings = self._model.embed_tokens(token_ids)
         rotation = self._model.rotary.rotation(rows.positions, prompt_lens)
-        return self.kernel.forward(embeddings, rotation, rows)
+        num_rows = len(embeddings)
+        assert num_rows <= MAX_ROWS
+        for indices in (rows.positions, rows.block_tables, rotation.rows):
+            assert indices.dtype is torch.int32 and indices.stride(-1) == 1
+        logits = embeddings.new_empty((num_rows, len(self._model.lm_head.weight)))
+        args = Args(
+            **self._constants,
+            embeddings=embeddings.data_ptr(),
+            logits=logits.data_ptr(),
+            block_tables=rows.block_tables.data_ptr(),
+            positions=rows.positions.data_ptr(),
+            rotary_rows=rotation.rows.data_ptr(),
+            cos_sin=rotation.cos_sin.data_ptr(),
+            table_stride=rows.block_tables.stride(0),
+            rows=num_rows,
+        )
+        KERNEL.launch(self._launch, args, self._num_blocks, current_stream(logits))
+        return logits
 
 
-def _decoder_tensors(model: DenseDecoder) -> DecoderTensors:
-    layers = [_layer_tensors(layer) for layer in model.layers]
+def _sizes_of(model: DenseDecoder) -> DenseShape:
+    """As its weights have them."""
     vocab_size, hidden_size = model.lm_head.weight.shape
-    intermediate_size = layers[0].weights[2].shape[0] // 2
-    return DecoderTensors(
-        layers=layers,
-        attention=model.attention_layers[0],
-        sizes=DenseShape(len(layers), hidden_size, intermediate_size, vocab_size),
-        final_norm=model.norm.constants,
-        head=model.lm_head.weight,
+    _, _, gate_up, _ = model.layers[0].linears
+    intermediate_size = gate_up.weights["weight"].shape[0] // 2
+    return DenseShape(len(model.layers), hidden_size, intermediate_size, vocab_size)
+
+
+def _numbers(model: DenseDecoder, sizes: DenseShape, pages: torch.Tensor) -> dict[str, int | float]:
+    """The numbers among the kernel's arguments that no step changes."""
+    layer, head_norm = model.attention_layers[0], model.attention_layers[0].head_norm
+    return {
+        "page_stride": pages.stride(0),
+        "kv_stride": pages.stride(1),
+        "num_layers": sizes.num_layers,
+        "hidden": sizes.hidden_size,
+        "heads": layer.num_heads,
+        "kv_heads": layer.num_kv_heads,
+        "intermediate": sizes.intermediate_size,
+        "vocab": sizes.vocab_size,
+        "eps": model.norm.constants.eps,
+        "head_eps": head_norm.eps if head_norm is not None else 0.0,
+        "scale": layer.scale,
+    }
+
+
+def _layer_table(model: DenseDecoder, pages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The kernel's `Layer`s: uint8, on the pages' device."""
+    layers = (Layer * len(model.layers))(
+        *(_layer_of(layer, cache) for layer, cache in zip(model.layers, pages, strict=True))
+    )
+    return torch.frombuffer(bytearray(layers), dtype=torch.uint8).to(pages[0].device)
+
+
+def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
+    first, second = (
+        norm.constants.weight for norm in (layer.input_norm, layer.post_attention_norm)
+    )
+    norm = layer.attention.layer.head_norm
+    q_norm, k_norm = _addresses([None, None] if norm is None else [norm.q_weight, norm.k_weight])
+    return Layer(
+        weights=_addresses([linear.weights["weight"] for linear in layer.linears]),
+        biases=_addresses([linear.weights.get("bias") for linear in layer.linears]),
+        norms=_addresses([first, None, second, None]),  # of the four products' inputs
+        q_norm=q_norm,
+        k_norm=k_norm,
+        cache=pages.data_ptr(),
     )
 
 
-def _layer_tensors(layer: DecoderLayer) -> LayerTensors:
-    attention, mlp = layer.attention, layer.mlp
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    norms = (layer.input_norm.constants.weight, layer.post_attention_norm.constants.weight)
-    return LayerTensors(
-        weights=[linear.weights["weight"] for linear in linears],
-        biases=[linear.weights.get("bias") for linear in linears],
-        norms=(norms[0], None, norms[1], None),
-        head_norm=attention.layer.head_norm,
-    )
+def _addresses(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Null for what there is not."""
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * len(tensors))(*addresses)

@@ -2,8 +2,8 @@
 """Times single steps of an engine's worker on one CUDA device, kernel by kernel.
 
     scripts/bench_step.py --model DIR --batch 1,8,64 --context 640 --prefill 128,2048
-    ... --persistent    decode steps of up to 8 rows by the layers and by the one kernel of
-                        persistent_decode.py; without it by whichever the start finds quicker
+    ... --persistent    decode steps of up to 8 rows by the layers and by the persistent kernel;
+                        without it by whichever the start finds quicker
 
 Decode steps are replays of the captured graphs, as the engine runs them; a prefill step is one
 prompt, launched as the engine launches it. Weights are made up. Beside the time stand the bytes
@@ -29,8 +29,7 @@ from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_kernels import LAYERS
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import persistent_decode
-from asyncllm.kernels.declaration import DenseShape
-from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.declaration import DenseShape, num_sms
 from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
@@ -123,7 +122,7 @@ class Bench:
         self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
 
     def use_persistent_decode(self, batches: Sequence[int]) -> None:
-        """Captures the decode graphs of these batch sizes again, with the one kernel."""
+        """Captures the decode graphs of these batch sizes again, with the persistent kernel."""
         runner, device = self._runner, self._state.positions.device
         model, cache = runner._model, runner._cache
         assert isinstance(model, DenseDecoder)
@@ -148,7 +147,7 @@ class Bench:
 
     @property
     def is_stuck(self) -> bool:
-        return self._persistent is not None and self._persistent.kernel.is_stuck
+        return self._persistent is not None and self._persistent.is_stuck
 
     def logits(self, batch: int) -> torch.Tensor:
         """Returns the logits of the step that `decode` times, [batch, V]."""
@@ -184,11 +183,9 @@ class Bench:
         ms = time_ms(work, prepare)
         num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
-        implementation = next(
-            name for name, sizes in graphs.implementations.items() if batch in sizes
-        )
+        kernel = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
         return {
-            "step": step if implementation == LAYERS else f"{step} by {implementation}",
+            "step": step if kernel == LAYERS else f"{step} by {kernel}",
             "batch": batch,
             "context": self._context,
             "ms": round(ms, 4),
@@ -261,7 +258,7 @@ def main() -> None:
         cuda_graph_sizes=args.batch,
         gpu_memory_utilization=0.85,
         swap_space=0,
-        # A backend that is named is never exchanged for the one kernel.
+        # A backend that is named is never exchanged for the persistent kernel.
         attention_backend="flashinfer" if args.persistent else "auto",
     ).create_engine_config()
     with torch.inference_mode():

@@ -21,7 +21,7 @@ import torch
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS
 from asyncllm.worker.decode_autotune import DecodeAutotune
-from asyncllm.worker.decode_kernels import ONE_KERNEL
+from asyncllm.worker.decode_kernels import PERSISTENT
 
 Args = dict[str, Any]
 Outcome = tuple[bool, str]  # whether it holds, and what was seen
@@ -241,16 +241,16 @@ def layers_lose() -> Iterator[None]:
         yield
 
 
-async def one_kernel_as_layers() -> Outcome:
+async def persistent_as_layers() -> Outcome:
     if torch.cuda.get_device_capability() not in KERNEL.capabilities:
         return True, "this GPU has no such kernel"
     args = ROOMY | {"max_num_seqs": MAX_ROWS}
     with layers_lose():
         async with AsyncLLMEngine("tiny", **args) as engine:
-            kernels = engine.startup["decode_ways"]
+            kernels = engine.startup["decode_kernels"]
             ours = Answers(await ask(engine, QUESTIONS, GREEDY), engine.stats())
     ok, detail = equal(ours, await answer(GREEDY, args | {"attention_backend": "flashinfer"}))
-    return ok and kernels.keys() == {ONE_KERNEL}, f"{detail}, by {kernels}"
+    return ok and kernels.keys() == {PERSISTENT}, f"{detail}, by {kernels}"
 
 
 @contextmanager
@@ -323,7 +323,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("batched = alone", batched_as_alone),
     ("FlashInfer = torch", partial(backend_as_torch, "flashinfer")),
     ("flash-attn = torch", partial(backend_as_torch, "flash_attn", block_size=256)),
-    ("one kernel = layers", one_kernel_as_layers),
+    ("persistent decode = layers", persistent_as_layers),
     ("no hidden synchronisation", no_synchronisation),
     ("no leak", no_leak),
 ]

@@ -56,7 +56,7 @@ def _between(points: tuple[tuple[int, float], ...], place: float) -> float:
     return y0 + (y1 - y0) * max(0.0, place - x0) / (x1 - x0)
 
 
-# Up to 8 rows by the one kernel, 9 and more padded to 16 by the layers.
+# Up to 8 rows by the persistent kernel, 9 and more padded to 16 by the layers.
 # fmt: off
 DECODES_8B = (
     (1, 3.52), (2, 3.65), (4, 3.72), (8, 3.9), (9, 4.39), (64, 5.0), (128, 5.4), (256, 6.45),

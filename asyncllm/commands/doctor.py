@@ -265,12 +265,12 @@ def _attention(config: Any, layers: Sequence[Any]) -> Iterator[Finding]:
     """Which kernel decodes which layers on the first CUDA device, and why not another."""
     import torch
 
-    from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+    from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
 
     kinds = LayerKinds(layers)
     shapes = getattr(torch, config.dtype), config.block_size, torch.cuda.get_device_capability()
     for number, layer in enumerate(kinds.layers):
-        chosen = choose_decode_kernels(LayerKind.of(layer), *shapes)
+        chosen = choose_decode_kernels(layer, *shapes)
         alike = [index for index, other in kinds.number_of.items() if other == number]
         text = f"{chosen.names[0]} decodes {len(alike)} layers like layer {layer.index}"
         yield Finding("model", f"attention {number}", text, advice=chosen.reason)

@@ -282,7 +282,7 @@ class AsyncLLMEngine:
             "host_pages": worker.memory.num_host_pages,
             "decode_graphs": worker.num_graphs,
             "decode_graphs_to_follow": worker.num_pending_graphs,
-            "decode_ways": worker.decode_ways or None,
+            "decode_kernels": worker.decode_kernels or None,
             "seconds": {name: round(seconds, 3) for name, seconds in worker.phases.items()},
         }
 

@@ -1,7 +1,7 @@
-"""The declaration of a hand-written kernel, and what it is asked about.
+"""The declaration of a CUDA kernel, and the start that it is asked about.
 
 A kernel is a folder with its source, its Python and one declaration, which registry.py lists. From
-that a start knows what to compile and to launch before it has weights; it knows no kernel by name.
+that a start knows what to compile before it has weights; it knows no kernel by name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -58,22 +57,13 @@ class Start:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class TritonKernel:
-    """Kernels of one folder in Triton, which compiles a variant at its first launch.
+def num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
-    `is_prewarmed`: `prewarm(start)` of its kernel.py yields launches, on tensors that nobody reads,
-    of the variants that steps will ask for; else the padding steps of a start launch them.
-    """
 
-    name: str
-    is_prewarmed: bool = True
-
-    def prewarm(self, start: Start) -> list[Callable[[], object]]:
-        """Imports Triton, which is slow."""
-        if not self.is_prewarmed:
-            return []
-        return list(import_module(f"asyncllm.kernels.{self.name}.kernel").prewarm(start))
+def current_stream(tensor: torch.Tensor) -> int:
+    """Address of the tensor's device's; 0 on a CPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +87,13 @@ class CudaKernel:
             return False
         return torch.cuda.get_device_capability(device) in self.capabilities
 
-    def library(self, start: Start) -> Library | None:
-        """The one that this start uses."""
-        definitions = self._definitions(start)
-        return None if definitions is None else self._library(start.device, definitions)
+    def definitions(self, start: Start) -> Definitions | None:
+        """`definitions_for`; None also on a device that it is not written for."""
+        return self.definitions_for(start) if self.supports(start.device) else None
 
-    def begin_loading_for(self, start: Start) -> Callable[[], Launch | None]:
-        """`begin_loading`; None also where this start does not use it."""
-        return self.begin_loading(start.device, self._definitions(start))
+    def library(self, device: torch.device, definitions: Definitions) -> Library:
+        capability = torch.cuda.get_device_capability(device)
+        return Library(self.source, capability, definitions, self.falls_back_to)
 
     def begin_loading(
         self, device: torch.device, definitions: Definitions | None = ()
@@ -113,13 +102,8 @@ class CudaKernel:
         for that. None where device or compiler do not do it, or there are no definitions."""
         if definitions is None or not self.supports(device):
             return lambda: None
-        loading = self._library(device, definitions).begin_loading()
-
-        def wait() -> Launch | None:
-            library = loading()
-            return None if library is None else self.function_of(library)
-
-        return wait
+        loading = self.library(device, definitions).begin_loading()
+        return lambda: None if (library := loading()) is None else self.function_of(library)
 
     def function_of(self, library: ctypes.CDLL) -> Launch:
         """Raises `TypeError` where a struct of the library is not as its mirror."""
@@ -134,16 +118,9 @@ class CudaKernel:
         if error := launch(ctypes.byref(args), num_blocks, stream):
             raise RuntimeError(f"{self.name}: CUDA error {error}")
 
-    def _definitions(self, start: Start) -> Definitions | None:
-        return self.definitions_for(start) if self.supports(start.device) else None
-
-    def _library(self, device: torch.device, definitions: Definitions) -> Library:
-        capability = torch.cuda.get_device_capability(device)
-        return Library(self.source, capability, definitions, self.falls_back_to)
-
 
 class _Field(ctypes.Structure):
-    """One entry of EXPORT_LAYOUT (include/layout.cuh); the last one has no name, and the size."""
+    """One entry of EXPORT_LAYOUT (include/layout.cuh); the last one is `sizeof`, the struct's."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -152,25 +129,16 @@ class _Field(ctypes.Structure):
     )
 
 
-Layout = dict[str, tuple[int, int]]  # field -> offset, size
-
-
 def _check_layout(library: ctypes.CDLL, struct: type[ctypes.Structure]) -> None:
     describe = getattr(library, f"asyncllm_layout_{struct.__name__}")
     describe.restype = ctypes.POINTER(_Field)
-    entries, theirs = describe(), Layout()
-    place = 0
-    while entries[place].name is not None:
-        theirs[entries[place].name.decode()] = (entries[place].offset, entries[place].size)
-        place += 1
-    theirs["sizeof"] = (entries[place].offset, 0)
-    ours = {name: _place_of(struct, name) for name, *_ in struct._fields_}
-    ours["sizeof"] = (ctypes.sizeof(struct), 0)
-    if ours != theirs:
-        wrong = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    theirs: dict[str, tuple[int, int]] = {}  # field -> offset, size
+    for entry in describe():  # a pointer, which has no end
+        theirs[entry.name.decode()] = entry.offset, entry.size
+        if entry.name == b"sizeof":
+            break
+    fields = [(name, getattr(struct, name)) for name, *_ in struct._fields_]
+    ours = {name: (field.offset, field.size) for name, field in fields}
+    ours["sizeof"] = 0, ctypes.sizeof(struct)
+    if wrong := sorted({name for name, _ in ours.items() ^ theirs.items()}):
         raise TypeError(f"{struct.__module__}.{struct.__name__} is not the source's: {wrong}")
-
-
-def _place_of(struct: type[ctypes.Structure], name: str) -> tuple[int, int]:
-    field = getattr(struct, name)
-    return field.offset, field.size

@@ -14,14 +14,13 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from asyncllm.host import cache_folder
+from asyncllm.host import cache_folder, replaced
 
 logger = logging.getLogger("asyncllm")
 
@@ -95,12 +94,17 @@ class Library:
         return (*FLAGS, f"-gencode=arch=compute_{gpu},code=sm_{gpu}", *self.definitions)
 
     def _compile(self, path: Path) -> bool:
+        """Whole or not at all: other engines may start at the same time."""
         compiler = find_compiler()
         if compiler is None:
             self._log_fallback(logging.INFO, "no nvcc")
             return False
         try:
-            _run(compiler, self._flags, self.source, path)
+            with replaced(path) as made:
+                command = [compiler, *self._flags, str(self.source), "-o", str(made)]
+                subprocess.run(
+                    command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS
+                )
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             self._log_fallback(logging.WARNING, said[-MAX_ERROR_CHARS:])
@@ -123,13 +127,3 @@ def find_compiler() -> str | None:
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
-
-
-def _run(compiler: str, flags: Sequence[str], source: Path, library: Path) -> None:
-    """Whole or not at all: other engines may start at the same time."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [compiler, *flags, str(source), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-        made.replace(library)

@@ -38,12 +38,8 @@ def wait_previous():
 
 
 @cache
-def has_programmatic_launch(device: torch.device) -> bool:
-    """Hopper and newer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-@cache
 def launch_flags(device: torch.device) -> dict[str, Any]:
-    """For the launch of a kernel whose `PDL` says whether it waits for the one before itself."""
-    return {"PDL": True, "launch_pdl": True} if has_programmatic_launch(device) else {"PDL": False}
+    """For the launch of a kernel whose `PDL` says whether it waits for the one before itself, as it
+    can on Hopper and newer."""
+    has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}

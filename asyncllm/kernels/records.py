@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-# What a mask leaves alone when nothing that it allows is finite: whatever else forbids them (bad
-# words, min_tokens), a grammar's only tokens stay possible. Far from what float32 can hold, because
-# a small temperature multiplies it.
+# The least logit of a token that a mask allows: whatever else forbids it (bad words, min_tokens), a
+# grammar's only token stays possible. Far from what float32 can hold, because a small temperature
+# multiplies it.
 LEAST_LOGIT = -1e30
 
 

@@ -11,20 +11,20 @@ from functools import partial
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.decode_kernels import DecodeKernel
 from asyncllm.kernels import persistent_decode
-from asyncllm.kernels.declaration import Launch, Start
-from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.declaration import Launch, Start, num_sms
 from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.model_runner import ModelRunner
 
-ONE_KERNEL = "one kernel"
+PERSISTENT = "persistent"
 
 
 def begin_loading(start: Start) -> Callable[[], Launch | None]:
     """Load what `other_kernels` needs, by a thread; the weights may still be missing."""
-    return persistent_decode.KERNEL.begin_loading_for(start)
+    kernel = persistent_decode.KERNEL
+    return kernel.begin_loading(start.device, kernel.definitions(start))
 
 
 def other_kernels(
@@ -35,6 +35,6 @@ def other_kernels(
     if launch is None:
         return []
     assert isinstance(model, DenseDecoder)
-    one_kernel = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
-    step = partial(runner.decode_step, forward=one_kernel.forward)
-    return [DecodeKernel(ONE_KERNEL, step, range(1, MAX_ROWS + 1))]
+    persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
+    step = partial(runner.decode_step, forward=persistent.forward)
+    return [DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))]

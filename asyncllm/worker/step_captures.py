@@ -66,11 +66,11 @@ class StepCaptures:
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
-    def decodes(self, others: list[DecodeKernel], trial: DecodeAutotune) -> None:
-        """`others`: implementations of a step besides the layers, which `trial` times."""
+    def decodes(self, others: list[DecodeKernel], autotune: DecodeAutotune) -> None:
+        """`others`: implementations of a step besides the layers, which `autotune` times."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots, clear = runner.inputs.decode_slots, runner.inputs.clear
-        decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, trial)
+        decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, autotune)
         # What resampling computes must not lie where the logits are that it reads, which are a
         # step's outputs: it has a pool of its own.
         pool = GraphPool()

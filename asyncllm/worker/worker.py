@@ -114,7 +114,7 @@ class Worker:
         return len(self.runner.graphs) if self.runner.graphs is not None else 0
 
     @property
-    def decode_ways(self) -> dict[str, list[int]]:
+    def decode_kernels(self) -> dict[str, list[int]]:
         """Implementation of decode steps -> the sizes captured so; empty where they are eager."""
         return self.runner.graphs.implementations if self.runner.graphs is not None else {}
 

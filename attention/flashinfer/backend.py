@@ -29,10 +29,11 @@ from asyncllm.attention.flashinfer.prefill import PrefillPlan, prefill_backend
 from asyncllm.attention.flashinfer.whole_steps import FlashInferSteps
 from asyncllm.attention.flashinfer.xqa import Xqa
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.kernels import balanced_decode, prefill_lists
 from asyncllm.kernels.balanced_decode import MAX_ROWS, BalancedDecode
+from asyncllm.kernels.declaration import num_sms
 from asyncllm.kernels.fused_decode.kernel import FusedDecode
 from asyncllm.kernels.paged_decode.kernel import paged_decode
 from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
@@ -60,7 +61,7 @@ class FlashInferAttention:
         self._kinds = LayerKinds(layers)
         device = cache.layers[0].device
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_sms = num_sms(device)
         xqa = Xqa(cache, self._workspace, self._num_sms)
         self._kernels = [self._choose_kernels(layer, xqa) for layer in self._kinds.layers]
         plans = [PrefillPlan(self._kinds, cache, self._workspace) for _ in range(NUM_PLANS)]
@@ -123,8 +124,7 @@ class FlashInferAttention:
         dtype, device = cache.layers[0].dtype, cache.layers[0].device
         _check_supported(layer, dtype)
         capability = torch.cuda.get_device_capability(device)
-        kind = LayerKind.of(layer)
-        names = choose_decode_kernels(kind, dtype, cache.block_size, capability).names
+        names = choose_decode_kernels(layer, dtype, cache.block_size, capability).names
         is_balanced = names[0] == "balanced_decode"
         return _KindKernels(
             FusedDecode(layer, FUSED_ROWS, num_sms, device),

@@ -18,7 +18,7 @@ import torch
 from asyncllm.attention.base import AttentionLayer
 from asyncllm.attention.flashinfer.api import jit
 from asyncllm.attention.flashinfer.prefill import prefill_backend
-from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
 
 PARALLEL_BUILDS = 4  # each runs its own compilers side by side
 
@@ -65,8 +65,7 @@ def modules_for(
                 dim, dim, 0, has_window, False, False,
             )
         ]  # fmt: skip
-        kind = LayerKind.of(layer)
-        if "xqa" in choose_decode_kernels(kind, dtype, block_size, capability).names:
+        if "xqa" in choose_decode_kernels(layer, dtype, block_size, capability).names:
             group = layer.num_heads // layer.num_kv_heads
             found.append(
                 jit.gen_xqa_module(dtype, dtype, block_size, dim, group, has_window, dtype)

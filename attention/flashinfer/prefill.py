@@ -50,7 +50,7 @@ class PrefillPlan:
     def __init__(self, kinds: LayerKinds, cache: KVCache, workspace: torch.Tensor) -> None:
         """`workspace` may be shared with what else runs on the stream."""
         self._block_size = cache.block_size
-        self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
+        self._keys_values = cache.keys_values
         kernel = PublicWrapper if api.private is None else PrefillModule
         self._kinds = kinds
         self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]

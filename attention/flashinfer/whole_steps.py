@@ -16,7 +16,7 @@ from asyncllm.attention.flashinfer.prefill import PrefillModule
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.prefill_lists import Limits, PrefillLists
 from asyncllm.kernels.balanced_decode import MAX_ROWS, BalancedDecode
-from asyncllm.kernels.declaration import Launch
+from asyncllm.kernels.declaration import Launch, num_sms
 
 MAX_PREFILLS = 256  # rows
 MAX_PAGES = 1 << 16  # of all rows
@@ -42,12 +42,11 @@ class FlashInferSteps:
         `make_lists`: prefill_lists.cu's. Belongs to the current stream."""
         device = workspace.device
         limits = Limits(max_tokens, MAX_PREFILLS, MAX_PAGES)
-        self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
+        self._keys_values = cache.keys_values
         self._balanced = balanced
         self._side = torch.cuda.Stream(device)
-        num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
         stream = torch.cuda.current_stream(device).cuda_stream
-        self._lists = PrefillLists(layer, limits, make_lists, num_blocks, device, stream)
+        self._lists = PrefillLists(layer, limits, make_lists, num_sms(device), device, stream)
         self._module = PrefillModule(layer, cache, workspace, self._lists.workspace)
         self._module.follow(self._lists.places, self._lists.pages)
 

@@ -24,7 +24,7 @@ class Xqa:
     """`workspace` may be shared with what else runs on the stream."""
 
     def __init__(self, cache: KVCache, workspace: torch.Tensor, num_sms: int) -> None:
-        self._keys_values = [(layer[:, 0], layer[:, 1]) for layer in cache.layers]
+        self._keys_values = cache.keys_values
         self._block_size = cache.block_size
         self._dtype = cache.layers[0].dtype
         self._workspace = workspace

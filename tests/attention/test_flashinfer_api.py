@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
 from asyncllm.attention.registry import import_backend
 from tests.attention.fake_flashinfer import FakeFlashInfer, import_anew
@@ -90,8 +91,10 @@ def test_prefills_are_planned_for_each_kind_of_layers(
     fake, prefill = FakeFlashInfer(monkeypatch, version), import_ours("prefill")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(prefill.PrefillPlan, "_allocate", lambda self, size: None)  # pins memory
-    pages = torch.zeros(5, 2, 16, 2, 64, dtype=torch.bfloat16)
-    cache = type("Cache", (), {"layers": [pages] * 3, "block_size": 16})()
+    cache = KVCache(
+        num_layers=3, num_pages=5, block_size=16, num_kv_heads=2, head_dim=64,
+        dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
     plan = prefill.PrefillPlan(LayerKinds(LAYERS), cache, torch.zeros(8, dtype=torch.uint8))
     backends = [args[0] for args in fake.prefills]
     assert (backends, fake.wrappers)[version != "0.6.12"] == ["fa3", "fa2"]

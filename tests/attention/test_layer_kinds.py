@@ -1,10 +1,11 @@
-"""Kernels are chosen for each kind of layers, on cards that are not there."""
+"""Kernels are chosen for each kind of layers, on GPUs that are not there."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,40 +15,40 @@ import torch
 
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, Rotation
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.layer_kinds import LayerKind, LayerKinds, choose_decode_kernels
+from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
 from asyncllm.kernels import balanced_decode
 from tests.attention.fake_flashinfer import FakeFlashInfer
 
 BF16, HOPPER, ADA = torch.bfloat16, (9, 0), (8, 9)
-FULL = LayerKind(32, 8, 128, 128**-0.5, None)
-WINDOW = FULL._replace(window=1024)
-ALTERNATING = [AttentionLayer(i, *(WINDOW, FULL)[i % 2]) for i in range(4)]
-ALIKE = [AttentionLayer(i, *FULL) for i in range(4)]
+FULL = AttentionLayer(0, 32, 8, 128, 128**-0.5)
+WINDOW = replace(FULL, window=1024)
+ALTERNATING = [replace((WINDOW, FULL)[i % 2], index=i) for i in range(4)]
+ALIKE = [replace(FULL, index=i) for i in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "block_size", "capability", "names", "reason"),
+    ("layer", "dtype", "block_size", "capability", "names", "reason"),
     [
         (FULL, BF16, 16, HOPPER, "balanced_decode xqa paged_decode", ""),
         (WINDOW, BF16, 16, HOPPER, "xqa paged_decode", "balanced_decode does not do a window"),
         (FULL, torch.float16, 16, HOPPER, "xqa paged_decode", "does not do torch.float16"),
-        (FULL._replace(head_dim=256), BF16, 16, HOPPER, "xqa paged_decode", "head_dim 256"),
-        (FULL._replace(num_kv_heads=2), BF16, 16, HOPPER, "xqa paged_decode", "16 query heads"),
+        (replace(FULL, head_dim=256), BF16, 16, HOPPER, "xqa paged_decode", "head_dim 256"),
+        (replace(FULL, num_kv_heads=2), BF16, 16, HOPPER, "xqa paged_decode", "16 query heads"),
         (FULL, BF16, 8, HOPPER, "paged_decode", "xqa does not do block_size 8"),
         (FULL, BF16, 48, HOPPER, "balanced_decode paged_decode", "xqa does not do block_size 48"),
         (FULL, BF16, 16, (12, 0), "xqa paged_decode", "compute capability (12, 0)"),
         (FULL, BF16, 16, ADA, "paged_decode", "xqa does not do compute capability (8, 9)"),
     ],
 )
-def test_decode_kernels_by_kind_and_card(
-    kind: LayerKind,
+def test_decode_kernels_by_kind_and_gpu(
+    layer: AttentionLayer,
     dtype: torch.dtype,
     block_size: int,
     capability: tuple[int, int],
     names: str,
     reason: str,
 ) -> None:
-    chosen = choose_decode_kernels(kind, dtype, block_size, capability)
+    chosen = choose_decode_kernels(layer, dtype, block_size, capability)
     assert " ".join(chosen.names) == names
     assert reason in chosen.reason and bool(reason) == bool(chosen.reason)
 
@@ -59,7 +60,7 @@ def test_balanced_decode_is_chosen_where_it_says_that_it_can() -> None:
     ):
         layer = AttentionLayer(0, num_heads, num_kv_heads, dim, 1.0, window)
         for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
-            names = choose_decode_kernels(LayerKind.of(layer), dtype, block_size, capability).names
+            names = choose_decode_kernels(layer, dtype, block_size, capability).names
             assert ("balanced_decode" in names) == (
                 capability in balanced_decode.KERNEL.capabilities
                 and balanced_decode.definitions([layer], dtype, block_size) is not None
@@ -68,12 +69,12 @@ def test_balanced_decode_is_chosen_where_it_says_that_it_can() -> None:
 
 def test_layers_are_grouped_by_their_constants() -> None:
     kinds = LayerKinds(ALTERNATING)
-    assert [LayerKind.of(layer) for layer in kinds.layers] == [WINDOW, FULL]
+    assert kinds.layers == ALTERNATING[:2]
     assert kinds.number_of == {0: 0, 1: 1, 2: 0, 3: 1}
     call = kinds.select([lambda layer, x: ("window", x), lambda layer, x: ("full", x)])
     assert [call(layer, 5)[0] for layer in ALTERNATING] == ["window", "full"] * 2
     assert LayerKinds(ALIKE).select([call]) is call, "nothing between a model of one kind and it"
-    scaled = [AttentionLayer(0, *FULL), AttentionLayer(1, *FULL._replace(scale=1.0))]
+    scaled = [FULL, replace(FULL, index=1, scale=1.0)]
     assert len(LayerKinds(scaled).layers) == 2
 
 
@@ -221,6 +222,6 @@ def test_layers_that_are_alike_run_by_one_kernel(
 def test_what_no_prefill_kernel_does_is_refused_for_any_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    odd = [*ALIKE[:3], AttentionLayer(3, *FULL._replace(head_dim=80))]
+    odd = [*ALIKE[:3], replace(FULL, index=3, head_dim=80)]
     with pytest.raises(ValueError, match="cannot prefill head_dim 80"):
         Backend(monkeypatch, odd)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.kv_cache import KVCache
 from tests.attention.fake_flashinfer import FakeFlashInfer
 
 LAYERS = [AttentionLayer(0, 8, 2, 64, 0.125), AttentionLayer(1, 8, 2, 64, 0.25, window=30)]
@@ -18,9 +18,10 @@ LAYERS = [AttentionLayer(0, 8, 2, 64, 0.125), AttentionLayer(1, 8, 2, 64, 0.25, 
 def bound(version: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeFlashInfer, Any, Any]:
     fake = FakeFlashInfer(monkeypatch, version)
     module = importlib.import_module("asyncllm.attention.flashinfer.xqa")
-    cache: Any = SimpleNamespace(
-        layers=[torch.zeros(5, 2, 16, 2, 64, dtype=torch.bfloat16) for _ in LAYERS], block_size=16
-    )
+    cache = KVCache(
+        num_layers=len(LAYERS), num_pages=5, block_size=16, num_kv_heads=2, head_dim=64,
+        dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
     xqa = module.Xqa(cache, torch.zeros(8, dtype=torch.uint8), 132)
     rows = torch.zeros(3, 8, 64, dtype=torch.bfloat16)
     lengths = torch.ones(3, 1, dtype=torch.uint32)

@@ -48,16 +48,16 @@ struct Thread;
 // Where some threads meet, each with something for the others.
 struct Meeting {
     std::vector<Thread*> waiting;
-    uint64_t turn = 0;
+    uint64_t phase = 0;
     unsigned char slots[2][WARP][64];
 };
 
-// An asynchronous copy that comes when it likes, and its signal.
+// An asynchronous copy that comes when it likes, and its barrier.
 struct BulkCopy {
     void* to;
     const void* from;  // null: zeros
     int bytes;
-    uint64_t* signal;
+    uint64_t* barrier;
 };
 
 struct Block {
@@ -66,8 +66,8 @@ struct Block {
     std::vector<unsigned char> bytes;
     bool has_ended = false;  // one of its threads
     Meeting whole, first;
-    int pair_arrivals = 0;  // of a pair's first block, for both
-    std::vector<Thread*> pair_waiting;
+    int cluster_arrivals = 0;  // of a cluster's first block, for both
+    std::vector<Thread*> cluster_waiting;
     std::vector<BulkCopy> on_the_way;
     std::vector<Meeting> warps;
 
@@ -86,7 +86,7 @@ struct Thread {
     Block* block;
     int index;
     std::deque<std::vector<Copy>> groups;  // asked for and not yet copied; the last one is open
-    int pair_turns = 0;  // meetings of its pair that it has come to
+    int cluster_phases = 0;  // meetings of its cluster that it has come to
 };
 
 inline jmp_buf scheduler;
@@ -162,17 +162,17 @@ inline void entry() {
     stop();
 }
 
-// Until `size` threads have come here; returns what each brought, valid until its next meeting.
+// Until `size` threads have come here; returns what each brought, valid until it comes to the next.
 template <typename T>
 const unsigned char (*meet(Meeting& meeting, size_t size, int place, const T& mine))[64] {
     static_assert(sizeof(T) <= 64);
-    auto& slots = meeting.slots[meeting.turn % 2];
+    auto& slots = meeting.slots[meeting.phase % 2];
     if (place < WARP) std::memcpy(slots[place], &mine, sizeof(T));
     meeting.waiting.push_back(current);
     if (meeting.waiting.size() == size) {
         ready.insert(ready.end(), meeting.waiting.begin(), meeting.waiting.end());
         meeting.waiting.clear();
-        meeting.turn++;
+        meeting.phase++;
         idle_polls = 0;
     }
     stop();
@@ -280,26 +280,26 @@ void wait_copies() {
     }
 }
 
-// So many threads arrive in a turn; `bytes` that have come before they are expected count as negative.
-using Signal = uint64_t;
+// So many threads arrive in a phase; `bytes` that have come before they are expected count as negative.
+using Barrier = uint64_t;
 namespace emulator {
-struct SignalState {
+struct BarrierState {
     int16_t parity;
-    int8_t arrivals, missing;  // of a turn; in this one
+    int8_t arrivals, missing;  // of a phase; in this one
     int32_t bytes;
 };
-inline void change(Signal& signal, bool arrives, int bytes) {
-    SignalState state;
-    std::memcpy(&state, &signal, 8);
+inline void change(Barrier& barrier, bool arrives, int bytes) {
+    BarrierState state;
+    std::memcpy(&state, &barrier, 8);
     if (arrives && state.missing == 0) {
-        std::fprintf(stderr, "a signal was given too often in a turn\n");
+        std::fprintf(stderr, "too many arrivals at a barrier in a phase\n");
         std::_Exit(3);
     }
     if (arrives) state.missing--;
     state.bytes += bytes;
     if (state.missing == 0 && state.bytes == 0)
         state = {static_cast<int16_t>(!state.parity), state.arrivals, state.arrivals, 0};
-    std::memcpy(&signal, &state, 8);
+    std::memcpy(&barrier, &state, 8);
     idle_polls = 0;
 }
 // Some copy of the block comes.
@@ -313,41 +313,41 @@ inline void receive() {
         std::memcpy(copy.to, copy.from, copy.bytes);
     else
         std::memset(copy.to, 0, copy.bytes);
-    change(*copy.signal, false, -copy.bytes);
+    change(*copy.barrier, false, -copy.bytes);
 }
 }  // namespace emulator
 template <int ARRIVALS = 1>
-void open_signal(Signal& signal) {
-    const emulator::SignalState state = {0, ARRIVALS, ARRIVALS, 0};
-    std::memcpy(&signal, &state, 8);
+void init_barrier(Barrier& barrier) {
+    const emulator::BarrierState state = {0, ARRIVALS, ARRIVALS, 0};
+    std::memcpy(&barrier, &state, 8);
 }
-inline void show_signals() {}
-inline void arrive(Signal& signal) { emulator::change(signal, true, 0); }
-inline void expect_bytes(Signal& signal, int bytes) { emulator::change(signal, true, bytes); }
-inline void wait_signal(Signal& signal, uint32_t parity) {
+inline void fence_barrier_init() {}
+inline void arrive(Barrier& barrier) { emulator::change(barrier, true, 0); }
+inline void arrive_and_expect_tx(Barrier& barrier, int bytes) { emulator::change(barrier, true, bytes); }
+inline void wait_barrier(Barrier& barrier, uint32_t parity) {
     for (;;) {
-        emulator::SignalState state;
-        std::memcpy(&state, &signal, 8);
+        emulator::BarrierState state;
+        std::memcpy(&state, &barrier, 8);
         if (static_cast<uint32_t>(state.parity) != parity) return;
         emulator::receive();
         emulator::poll();
     }
 }
-inline void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
+inline void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
         std::abort();
-    emulator::current->block->on_the_way.push_back({to, from, bytes, &signal});
+    emulator::current->block->on_the_way.push_back({to, from, bytes, &barrier});
     while (emulator::shuffle() % 4 == 0) emulator::receive();
 }
 // A thread's open group comes when it likes.
-inline void signal_copies(Signal& signal) {
+inline void arrive_after_copies(Barrier& barrier) {
     auto& copies = emulator::current->groups.back();
     for (const auto& copy : copies) {
-        emulator::current->block->on_the_way.push_back({copy.to, copy.from, 16, &signal});
-        emulator::SignalState state;
-        std::memcpy(&state, &signal, 8);
+        emulator::current->block->on_the_way.push_back({copy.to, copy.from, 16, &barrier});
+        emulator::BarrierState state;
+        std::memcpy(&state, &barrier, 8);
         state.bytes += 16;
-        std::memcpy(&signal, &state, 8);
+        std::memcpy(&barrier, &state, 8);
     }
     copies.clear();
     while (emulator::shuffle() % 4 == 0) emulator::receive();
@@ -484,23 +484,23 @@ T& in_block(T& mine, int rank) {
 }
 }  // namespace emulator
 
-inline int rank_in_pair() { return block_index() % 2; }
-inline void arrive_in_pair() {
+inline int cluster_rank() { return block_index() % 2; }
+inline void cluster_arrive() {
     emulator::Block& first = *emulator::blocks_by_index[block_index() / 2 * 2];
-    emulator::current->pair_turns++;
-    if (++first.pair_arrivals % (2 * emulator::num_threads)) return;
-    auto& waiting = first.pair_waiting;
+    emulator::current->cluster_phases++;
+    if (++first.cluster_arrivals % (2 * emulator::num_threads)) return;
+    auto& waiting = first.cluster_waiting;
     emulator::ready.insert(emulator::ready.end(), waiting.begin(), waiting.end());
     waiting.clear();
     emulator::idle_polls = 0;
 }
-inline void wait_for_pair() {
+inline void cluster_wait() {
     emulator::Block& first = *emulator::blocks_by_index[block_index() / 2 * 2];
-    if (first.pair_arrivals >= emulator::current->pair_turns * 2 * emulator::num_threads) return;
-    first.pair_waiting.push_back(emulator::current);
+    if (first.cluster_arrivals >= emulator::current->cluster_phases * 2 * emulator::num_threads) return;
+    first.cluster_waiting.push_back(emulator::current);
     emulator::stop();
 }
-inline void send(uint4& to, const float (&values)[4], Signal& signal, int rank) {
+inline void store_remote(uint4& to, const float (&values)[4], Barrier& barrier, int rank) {
     std::memcpy(&emulator::in_block(to, rank), values, 16);
-    emulator::change(emulator::in_block(signal, rank), false, -16);
+    emulator::change(emulator::in_block(barrier, rank), false, -16);
 }

@@ -1,4 +1,4 @@
-"""The one-kernel decode step, its CUDA source run on the CPU (emulator.h), against the layers.
+"""The persistent decode kernel, its CUDA source run on the CPU (emulator.h), against the layers.
 
 Both see the same weights in bfloat16 and are measured by how far they are from float32.
 """
@@ -118,16 +118,16 @@ class Case:
         hidden = model.forward(inputs, AttentionMixer(attend))
         return model.compute_logits(hidden), cache
 
-    def by_one_kernel(self, function: Launch, num_blocks: int, seed: int = 0) -> Any:
+    def by_persistent_kernel(self, function: Launch, num_blocks: int, seed: int = 0) -> Any:
         model, cache = self.model(torch.bfloat16), self.cache(torch.bfloat16)
         assert flags_of(self.config) is not None
         decode = PersistentDecode(
             model, cache, lambda args, blocks, _: function(args, blocks, seed), num_blocks
         )
         logits = decode.forward(self.token_ids, self.rows, self.positions + 1)
-        assert not decode.kernel.is_stuck
-        assert (decode.kernel._exchange[1] == -1).all()  # emptied for the next step
-        assert (decode.kernel._exchange[0] != -1).any()
+        assert not decode.is_stuck
+        assert (decode._exchange[1] == -1).all()  # emptied for the next step
+        assert (decode._exchange[0] != -1).any()
         again = self.cache(torch.bfloat16)
         for layer, fresh in zip(cache.layers, again.layers, strict=True):
             fresh.copy_(layer)
@@ -204,7 +204,7 @@ def check_against_layers(
     step = case(name, tmp_path, positions)
     exact, exact_cache = step.by_layers(torch.float32)
     layers, layers_cache = step.by_layers(torch.bfloat16)
-    ours, cache = step.by_one_kernel(function_for(compiled, step.config), num_blocks)
+    ours, cache = step.by_persistent_kernel(function_for(compiled, step.config), num_blocks)
     assert distance(ours, exact) <= 1.2 * distance(layers, exact)
     assert distance(layers, exact) < 0.05 * exact.double().norm()  # so the bound means something
     slots = step.rows.write_slots(BLOCK_SIZE)
@@ -225,7 +225,7 @@ def test_the_order_of_threads_does_not_matter(
 ) -> None:
     step = case("qwen3", tmp_path, [180, 4, 77])
     function = function_for(compiled, step.config)
-    outcomes = [step.by_one_kernel(function, 12, seed)[0] for seed in range(3)]
+    outcomes = [step.by_persistent_kernel(function, 12, seed)[0] for seed in range(3)]
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
@@ -281,8 +281,8 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
 
     decode = new()
     assert logits(decode).isnan().any(dim=1).all()
-    assert decode.kernel.is_stuck
-    assert int(decode.kernel._words[0]) == -(1 << 31)  # every block has taken its turn
+    assert decode.is_stuck
+    assert int(decode._words[0]) == -(1 << 31)  # every block has been counted
     for layer, fresh in zip(cache.layers, step.cache(torch.bfloat16).layers, strict=True):
         layer.copy_(fresh)
     function = patient

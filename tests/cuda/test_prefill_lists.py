@@ -12,19 +12,20 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer, PrefillRows
-from asyncllm.attention.prefill_lists import Limits, PrefillLists
-from asyncllm.kernels.prefill_lists import (
+from asyncllm.attention.prefill_lists import (
     BLOCK_ENDS,
     HEADS,
-    KERNEL,
     KV_LENS,
     PAGE_STARTS,
     PLAN_ORDER,
     QUERY_LENS,
     QUERY_STARTS,
     TILES,
+    Limits,
+    PrefillLists,
     tile_size,
 )
+from asyncllm.kernels.prefill_lists import KERNEL
 from tests.cuda.emulated import compile_for_cpu
 
 CPU = torch.device("cpu")

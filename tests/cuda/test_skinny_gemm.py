@@ -36,8 +36,8 @@ def function(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def kernel_of(function: Any, num_blocks: int) -> SkinnyGemm:
     """On a device of so many blocks. Each launch has a seed of its own."""
     kernel, seeds = SkinnyGemm(torch.device("cpu")), count(1)
-    kernel._kernel._launch = lambda args, blocks, stream: function(args, blocks, next(seeds))
-    kernel._kernel._num_blocks = num_blocks
+    kernel._launch = lambda args, blocks, stream: function(args, blocks, next(seeds))
+    kernel._num_blocks = num_blocks
     return kernel
 
 
@@ -112,8 +112,8 @@ def test_nobody_overtakes_who_still_reads(function: Any) -> None:
 def test_it_takes_few_rows_of_what_it_divides() -> None:
     kernel = SkinnyGemm(torch.device("cpu"))
     small, x = random(64, 2048), random(33, 2048)
-    assert not kernel.takes(Normed(x[:16]), small)  # no card that has it
-    kernel._kernel._launch = lambda args, blocks, stream: 0
+    assert not kernel.takes(Normed(x[:16]), small)  # no GPU that has it
+    kernel._launch = lambda args, blocks, stream: 0
     assert kernel.takes(Normed(x[:2]), small) and kernel.takes(Normed(x[:32]), small)
     assert not kernel.takes(Normed(x[:1]), small) and not kernel.takes(Normed(x), small)
     assert not kernel.takes(Normed(x[:8].float()), small)
@@ -127,6 +127,6 @@ def test_it_takes_few_rows_of_what_it_divides() -> None:
 
 def test_what_does_not_run_is_not_used() -> None:
     kernel = SkinnyGemm(torch.device("cpu"))
-    kernel._kernel._loading = lambda: lambda args, blocks, stream: 98
+    kernel._loading = lambda: lambda args, blocks, stream: 98
     assert not kernel.takes(Normed(random(8, 64)), random(64, 64))
-    assert kernel._kernel._launch is None and kernel._kernel._loading is None
+    assert kernel._launch is None and kernel._loading is None

@@ -56,7 +56,7 @@ def test_logits_are_those_of_torch(tmp_path: Path) -> None:
         return int(function(args, num_blocks, len(launched)))  # the seed
 
     ops = CudaOps(torch.device("cpu"))
-    kernel = ops._skinny_gemm._kernel
+    kernel = ops._skinny_gemm
     kernel._launch, kernel._num_blocks = launch, NUM_BLOCKS
     ours, expected = logits_by(ops), logits_by(TorchOps())
     assert len(launched) == 4 * CONFIG.num_layers + 1  # its head is small

@@ -116,7 +116,7 @@ def test_few_rows(shape: tuple[int, int, int, int], name: str) -> None:
 def test_from_the_projection_on(
     num_rows: int, has_norm: bool, shape: tuple[int, int, int, int]
 ) -> None:
-    """Behind a product that fills the card, in a graph: what is asked for early is there."""
+    """Behind a product that fills the GPU, in a graph: what is asked for early is there."""
     case = Case(*shape)
     heads, kv_heads, head_dim, block_size = shape
     if has_norm:

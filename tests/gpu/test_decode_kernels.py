@@ -1,4 +1,4 @@
-"""Engines whose decode steps of few rows one kernel runs, and the trial that chooses it."""
+"""Engines whose decode steps of few rows the persistent kernel runs, and the autotune of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from asyncllm import LLM, RequestOutput, SamplingParams
 from asyncllm.kernels.persistent_decode import KERNEL
 from asyncllm.worker.decode_autotune import DecodeAutotune
-from asyncllm.worker.decode_kernels import ONE_KERNEL
+from asyncllm.worker.decode_kernels import PERSISTENT
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,15 +35,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
 
 def prefer(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    """What every trial finds quickest: 0 for the layers, 1 for the one kernel."""
+    """What every autotune finds quickest: 0 for the layers, 1 for the persistent kernel."""
 
-    def trial(
+    def autotune(
         self: DecodeAutotune, slots: torch.Tensor, replays: Sequence[Callable[[], None]]
     ) -> list[float]:
         assert len(replays) == 2
         return [0.0 if i == place else 1.0 for i in range(2)]
 
-    monkeypatch.setattr(DecodeAutotune, "__call__", trial)
+    monkeypatch.setattr(DecodeAutotune, "__call__", autotune)
 
 
 def answers() -> tuple[list[RequestOutput], dict[str, list[int]]]:
@@ -53,26 +53,26 @@ def answers() -> tuple[list[RequestOutput], dict[str, list[int]]]:
         outputs = llm.chat(chats, GREEDY, use_tqdm=False)
         for chat in chats:
             outputs += llm.chat(chat, GREEDY, use_tqdm=False)
-        return outputs, llm.engine.startup["decode_ways"]
+        return outputs, llm.engine.startup["decode_kernels"]
 
 
 def test_the_same_tokens_as_by_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch, 0)
-    expected, ways = answers()
-    assert ways.keys() == {"layers"}
+    expected, kernels = answers()
+    assert kernels.keys() == {"layers"}
     prefer(monkeypatch, 1)
-    ours, ways = answers()
-    assert ways == {ONE_KERNEL: [1, 2, 4, 8], "layers": [16]}
+    ours, kernels = answers()
+    assert kernels == {PERSISTENT: [1, 2, 4, 8], "layers": [16]}
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_the_trial_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_autotune_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "asyncllm"), LLM("tiny", **ARGS) as llm:
         state = llm.engine._running().worker.runner._state
         assert not state.positions.any() and not state.block_tables.any()
         for layer in llm.engine._running().worker.runner._cache.layers:
             assert not layer[1:].any() and not layer[0, :, 1:].any()
-        ways = llm.engine.startup["decode_ways"]
-    assert sorted(size for sizes in ways.values() for size in sizes) == [1, 2, 4, 8, 16]
+        kernels = llm.engine.startup["decode_kernels"]
+    assert sorted(size for sizes in kernels.values() for size in sizes) == [1, 2, 4, 8, 16]
     times = [message for message in caplog.messages if message.startswith("a decode step of")]
-    assert len(times) == 4 and all("one kernel" in message for message in times)
+    assert len(times) == 4 and all("persistent" in message for message in times)

@@ -1,4 +1,4 @@
-"""The one-kernel decode step against the kernels of every other step, captured and replayed."""
+"""The persistent decode kernel against the kernels of every other step, captured and replayed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from asyncllm.attention.base import AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.kernels.declaration import DenseShape
-from asyncllm.kernels.jit_kernel import num_sms
+from asyncllm.kernels.declaration import DenseShape, num_sms
 from asyncllm.kernels.persistent_decode import KERNEL, definitions
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import TokenInputs
@@ -118,7 +117,7 @@ def test_equals_the_layers(model: Model) -> None:
         assert (ours - expected).norm() < 0.03 * expected.norm(), positions
         for layer, wanted in zip(model.cache.layers, keys_values, strict=True):
             assert (layer[new] - wanted).double().norm() < 0.03 * wanted.double().norm()
-    assert not model.persistent.kernel.is_stuck
+    assert not model.persistent.is_stuck
 
 
 def test_replayed_many_times(model: Model) -> None:
@@ -141,4 +140,4 @@ def test_replayed_many_times(model: Model) -> None:
                 logits.zero_()
                 graph.replay()
                 assert torch.equal(logits, expected)
-    assert not model.persistent.kernel.is_stuck
+    assert not model.persistent.is_stuck

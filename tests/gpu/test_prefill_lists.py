@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a card with FA3",
+        reason="needs a GPU with FA3",
     ),
 ]
 BLOCK_SIZE, MAX_TOKENS = 16, 2048
@@ -37,8 +37,14 @@ def random_rows(rng: random.Random) -> PrefillRows:
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 2, 64)])
 def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
     from asyncllm.attention.flashinfer.prefill import PrefillModule
-    from asyncllm.attention.prefill_lists import Limits, PrefillLists
-    from asyncllm.kernels.prefill_lists import BLOCK_ENDS, KERNEL, PAGE_STARTS, PLAN_ORDER
+    from asyncllm.attention.prefill_lists import (
+        BLOCK_ENDS,
+        PAGE_STARTS,
+        PLAN_ORDER,
+        Limits,
+        PrefillLists,
+    )
+    from asyncllm.kernels.prefill_lists import KERNEL
 
     num_heads, num_kv_heads, head_dim = heads
     device = torch.device("cuda")
@@ -87,6 +93,6 @@ def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
 
 
 def _num_tiles(rows: PrefillRows, head_dim: int) -> int:
-    from asyncllm.kernels.prefill_lists import tile_size
+    from asyncllm.attention.prefill_lists import tile_size
 
     return int((-(-np.diff(rows.query_indptr) // tile_size(head_dim))).sum())

@@ -20,7 +20,7 @@ ROWS = [2, 8, 9, 16, 17, 32]
 
 
 @pytest.fixture(scope="module")
-def few_rows() -> SkinnyGemm:
+def skinny_gemm() -> SkinnyGemm:
     return SkinnyGemm(torch.device("cuda"))
 
 
@@ -39,7 +39,7 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_equal_float64(few_rows: SkinnyGemm, shape: tuple[int, int], rows: int) -> None:
+def test_products_equal_float64(skinny_gemm: SkinnyGemm, shape: tuple[int, int], rows: int) -> None:
     out_features, size = shape
     weight = random(*shape) / size**0.5
     for biased, gated, parts in VARIANTS:
@@ -54,8 +54,8 @@ def test_products_equal_float64(few_rows: SkinnyGemm, shape: tuple[int, int], ro
         if gated:
             gate, up = exact.chunk(2, dim=1)
             exact = F.silu(gate) * up
-        few_rows.takes(normed, weight)  # waits for the compiler
-        ours = few_rows.linear(normed, weight, bias, gated)
+        skinny_gemm.takes(normed, weight)  # waits for the compiler
+        ours = skinny_gemm.linear(normed, weight, bias, gated)
         assert relative_error(ours, exact) < 4e-3, (biased, gated, parts)
 
 
@@ -63,7 +63,7 @@ def test_products_equal_float64(few_rows: SkinnyGemm, shape: tuple[int, int], ro
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_and_its_norm_equal_float64(
-    few_rows: SkinnyGemm, shape: tuple[int, int], rows: int, biased: bool
+    skinny_gemm: SkinnyGemm, shape: tuple[int, int], rows: int, biased: bool
 ) -> None:
     out_features, size = shape
     weight = random(*shape) / size**0.5
@@ -73,8 +73,8 @@ def test_the_sum_and_its_norm_equal_float64(
     exact = residual.double() + F.linear(
         x.double(), weight.double(), bias.double() if bias is not None else None
     )
-    few_rows.takes_sum(x, weight)  # waits for the compiler
-    normed = few_rows.add_linear(x, weight, bias, residual, norm)
+    skinny_gemm.takes_sum(x, weight)  # waits for the compiler
+    normed = skinny_gemm.add_linear(x, weight, bias, residual, norm)
     assert relative_error(residual, exact) < 3e-3
     assert normed.squares is not None
     mean = normed.squares.double().sum(1, keepdim=True) / out_features
@@ -83,24 +83,24 @@ def test_the_sum_and_its_norm_equal_float64(
     assert relative_error(ours, exact_norm) < 4e-3
 
 
-def test_a_row_does_not_depend_on_its_neighbours(few_rows: SkinnyGemm) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(skinny_gemm: SkinnyGemm) -> None:
     """Only on whether its step has room for 8, 16 or 32, by which columns are shared out."""
     weight, x = random(512, 192), random(32, 192)
     for most, fewer in ((8, (2, 7)), (16, (9, 15)), (32, (17, 24))):
-        whole = few_rows.linear(Normed(x[:most]), weight, None)
+        whole = skinny_gemm.linear(Normed(x[:most]), weight, None)
         for rows in fewer:
-            assert torch.equal(few_rows.linear(Normed(x[:rows]), weight, None), whole[:rows])
+            assert torch.equal(skinny_gemm.linear(Normed(x[:rows]), weight, None), whole[:rows])
 
 
 @pytest.mark.parametrize("size", [2048, 4096])
-def test_it_takes_up_to_32_rows(few_rows: SkinnyGemm, size: int) -> None:
+def test_it_takes_up_to_32_rows(skinny_gemm: SkinnyGemm, size: int) -> None:
     weight = random(64, size)
-    assert few_rows.takes(Normed(random(32, size)), weight)
-    assert not few_rows.takes(Normed(random(33, size)), weight)
+    assert skinny_gemm.takes(Normed(random(32, size)), weight)
+    assert not skinny_gemm.takes(Normed(random(33, size)), weight)
 
 
 @pytest.mark.parametrize("rows", [8, 16, 24])
-def test_a_captured_chain_equals_one_launched_by_one(few_rows: SkinnyGemm, rows: int) -> None:
+def test_a_captured_chain_equals_one_launched_by_one(skinny_gemm: SkinnyGemm, rows: int) -> None:
     """Each asks for its weights before the one before it has ended, and sends between blocks."""
     layers = [(random(2048, 512) / 23, random(512, 1024) / 32) for _ in range(8)]
     norm = Norm(random(512).abs(), 1e-5)
@@ -109,13 +109,13 @@ def test_a_captured_chain_equals_one_launched_by_one(few_rows: SkinnyGemm, rows:
     def run(residual: torch.Tensor, pause: bool) -> torch.Tensor:
         normed = Normed(x)
         for gate_up, down in layers:
-            y = few_rows.linear(normed, gate_up, None, gated=True)
-            normed = few_rows.add_linear(y, down, None, residual, norm)
+            y = skinny_gemm.linear(normed, gate_up, None, gated=True)
+            normed = skinny_gemm.add_linear(y, down, None, residual, norm)
             if pause:
                 torch.cuda.synchronize()
         return normed.values
 
-    few_rows.takes(Normed(x), layers[0][0])  # waits for the compiler
+    skinny_gemm.takes(Normed(x), layers[0][0])  # waits for the compiler
     expected = run(residual.clone(), pause=True)
     graph, changed = torch.cuda.CUDAGraph(), residual.clone()
     with torch.cuda.graph(graph):

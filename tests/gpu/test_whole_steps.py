@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a card with FA3",
+        reason="needs a GPU with FA3",
     ),
 ]
 BLOCK_SIZE, NUM_PAGES, TABLE_PAGES, SIZE, MOST_DECODES = 16, 3000, 64, 512, 64

@@ -34,8 +34,8 @@ def test_each_is_captured_once_and_replayed_by_turns(monkeypatch: pytest.MonkeyP
             clock.ms += self.ms if self.is_there else 40.0
             self.is_there = True
 
-    ways = [lambda name=name: order.append(name) for name in ("a", "b")]
-    assert captured_seconds(ways, Timed) == pytest.approx([2e-3, 1e-3])
+    implementations = [lambda name=name: order.append(name) for name in ("a", "b")]
+    assert captured_seconds(implementations, Timed) == pytest.approx([2e-3, 1e-3])
     captured = [step for name in ("a", "b") for step in (name, "begin", name, "end")]
     assert order == [*captured, *["replay 2.0", "replay 1.0"] * (1 + ROUNDS)]
 

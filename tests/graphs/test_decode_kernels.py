@@ -38,13 +38,13 @@ def plus(number: int, seen: list[int]) -> DecodeStep:
 
 
 def timed(times: Times) -> Callable[[torch.Tensor, Sequence[Callable[[], None]]], list[float]]:
-    def trial(slots: torch.Tensor, replays: Sequence[Callable[[], None]]) -> list[float]:
+    def autotune(slots: torch.Tensor, replays: Sequence[Callable[[], None]]) -> list[float]:
         for replay in replays:
             replay()
         assert len(replays) == len(times[len(slots)])
         return times[len(slots)]
 
-    return trial
+    return autotune
 
 
 def slots(number: int) -> tuple[torch.Tensor, Callable[[], object]]:
@@ -97,8 +97,10 @@ def test_who_was_timed_and_not_kept_is_gone() -> None:
         made.append(weakref.ref(graph))
         return graph
 
-    way = DecodeKernel("other", plus(2, []), range(1, 9))
-    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(make_graph), [way], timed({4: [1, 2]}))
+    other = DecodeKernel("other", plus(2, []), range(1, 9))
+    graphs = DecodeGraphs(
+        plus(1, []), *slots(4), GraphPool(make_graph), [other], timed({4: [1, 2]})
+    )
     graphs.capture(4)
     layers, other = made
     assert layers() is not None and other() is None
@@ -118,11 +120,11 @@ def test_what_a_kept_graph_uses_stays_where_its_way_fails_for_another_size(
 
     buffers = Buffers()
     used = weakref.ref(buffers)
-    ways = [DecodeKernel("other", buffers.step, range(1, 9))]
-    trial = timed({4: [2, 1]})
-    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), ways, trial)
+    others = [DecodeKernel("other", buffers.step, range(1, 9))]
+    autotune = timed({4: [2, 1]})
+    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), others, autotune)
     graphs.capture(4)
-    del buffers, ways
+    del buffers, others
     graphs.capture(2)
     assert graphs.implementations == {LAYERS: [2], "other": [4]} and used() is not None
 
@@ -135,8 +137,8 @@ def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixt
         calls += 1
         raise RuntimeError("CUDA error 720")
 
-    way = DecodeKernel("broken", broken, range(1, 9))
-    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), [way])
+    other = DecodeKernel("broken", broken, range(1, 9))
+    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), [other])
     for size in (4, 2):
         graphs.capture(size)
     assert graphs.implementations == {LAYERS: [2, 4]} and calls == 1

@@ -13,7 +13,6 @@ import torch
 from asyncllm.config import EngineArgs
 from asyncllm.host import cache_folder
 from asyncllm.kernels import nvcc, registry
-from asyncllm.kernels.declaration import CudaKernel
 from asyncllm.kernels.nvcc import Library
 from asyncllm.worker import kernel_prewarm
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, early_start
@@ -22,21 +21,21 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """A card that is not there, with a compiler."""
-    card = SimpleNamespace(capability=(9, 0), num_sms=132, compiler="/bin/true")
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A GPU that is not there, with a compiler."""
+    gpu = SimpleNamespace(capability=(9, 0), num_sms=132, compiler="/bin/true")
     sms = SimpleNamespace
     cuda = torch.cuda
-    monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: card.capability)
+    monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: gpu.capability)
     monkeypatch.setattr(
-        cuda, "get_device_properties", lambda device: sms(multi_processor_count=card.num_sms)
+        cuda, "get_device_properties", lambda device: sms(multi_processor_count=gpu.num_sms)
     )
     # FlashInfer is not installed without CUDA.
     monkeypatch.setattr(kernel_prewarm, "has_fast_ops", lambda device, dtype: True)
     monkeypatch.setattr(kernel_prewarm, "resolve_backend", lambda name, device: _resolved(name))
-    monkeypatch.setattr(nvcc, "find_compiler", lambda: card.compiler)
+    monkeypatch.setattr(nvcc, "find_compiler", lambda: gpu.compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return card
+    return gpu
 
 
 def _resolved(name: str) -> str:
@@ -70,22 +69,22 @@ ALL = ["balanced_decode", "prefill_lists", "persistent_decode"]
         ({"block_size": 8}, ALL[2:]),
     ],
 )
-def test_by_configuration(card: SimpleNamespace, args: dict[str, Any], expected: list[str]) -> None:
+def test_by_configuration(gpu: SimpleNamespace, args: dict[str, Any], expected: list[str]) -> None:
     assert stems(needed(**args)) == [SKINNY, *expected]
 
 
-def test_by_card(card: SimpleNamespace) -> None:
-    card.capability = (8, 0)
+def test_by_gpu(gpu: SimpleNamespace) -> None:
+    gpu.capability = (8, 0)
     assert needed() == []
-    card.capability = (12, 0)  # less shared memory
+    gpu.capability = (12, 0)  # less shared memory
     assert needed() == []
-    card.capability = (10, 0)  # no FA3
+    gpu.capability = (10, 0)  # no FA3
     assert stems(needed()) == [SKINNY, ALL[0], ALL[2]]
-    card.capability, card.num_sms = (9, 0), 600  # the tiny vocabulary is 512 times 8
+    gpu.capability, gpu.num_sms = (9, 0), 600  # the tiny vocabulary is 512 times 8
     assert stems(needed()) == [SKINNY, *ALL[:2]]
 
 
-def test_built_and_missing(card: SimpleNamespace, tmp_path: Path) -> None:
+def test_built_and_missing(gpu: SimpleNamespace, tmp_path: Path) -> None:
     kernels = needed()
     assert len({kernel.name for kernel in kernels}) == 4
     assert not any(kernel.is_built for kernel in kernels)
@@ -93,7 +92,7 @@ def test_built_and_missing(card: SimpleNamespace, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / f"{kernels[1].name}.so").touch()
     assert [kernel.is_built for kernel in kernels] == [False, True, False, False]
-    card.compiler = None
+    gpu.compiler = None
     assert needed() == [kernels[1]]  # the others never will be
 
 
@@ -106,7 +105,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Library]:
     return begun
 
 
-def test_a_start_begins_with_all_of_them(card: SimpleNamespace, begun: list[Library]) -> None:
+def test_a_start_begins_with_all_of_them(gpu: SimpleNamespace, begun: list[Library]) -> None:
     KernelPrewarm(CUDA).begin_all(EngineArgs("tiny", dtype="bfloat16").create_engine_config())
     assert begun == needed() and len(begun) == 4
 
@@ -122,11 +121,11 @@ def _not_ours() -> Path:
 @pytest.mark.parametrize("folder", [_no_home, _not_ours])
 def test_a_start_without_compiler_and_cache(
     folder: Callable[[], Path],
-    card: SimpleNamespace,
+    gpu: SimpleNamespace,
     begun: list[Library],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    card.compiler = None
+    gpu.compiler = None
     monkeypatch.setattr(nvcc, "cache_folder", folder)
     KernelPrewarm(CUDA).begin_all(EngineArgs("tiny", dtype="bfloat16").create_engine_config())
     assert not begun
@@ -134,9 +133,7 @@ def test_a_start_without_compiler_and_cache(
 
 def test_a_kernel_is_its_folder() -> None:
     folder = Path(registry.__file__).parent
-    assert len({kernel.name for kernel in registry.KERNELS}) == len(registry.KERNELS)
-    for kernel in registry.KERNELS:
-        assert (folder / kernel.name / "__init__.py").exists()
-        if isinstance(kernel, CudaKernel):
-            assert kernel.source == folder / kernel.name / f"{kernel.name}.cu"
-            assert f"asyncllm_{kernel.name}(" in kernel.source.read_text()
+    assert {kernel.source for kernel in registry.CUDA_KERNELS} == {*folder.rglob("*.cu")}
+    for kernel in registry.CUDA_KERNELS:
+        assert kernel.source == folder / kernel.name / f"{kernel.name}.cu"
+        assert f"asyncllm_{kernel.name}(" in kernel.source.read_text()

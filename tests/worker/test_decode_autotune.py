@@ -54,8 +54,8 @@ def test_rows(clock: DeviceClock, block_size: int, table: int, row_pages: int) -
 
         return step
 
-    trial = DecodeAutotune(state, block_size, num_pages)
-    assert trial(slots, [replay(3.0), replay(2.0)]) == pytest.approx([3 * MS, 2 * MS])
+    autotune = DecodeAutotune(state, block_size, num_pages)
+    assert autotune(slots, [replay(3.0), replay(2.0)]) == pytest.approx([3 * MS, 2 * MS])
     assert position <= CONTEXT_TOKENS
     for tensor in (slots, state.positions[:4], state.block_tables[:4]):
         assert not tensor.any()
@@ -74,9 +74,9 @@ def test_the_quickest_of_some_counts_and_they_alternate(clock: DeviceClock) -> N
 
         return step
 
-    trial = DecodeAutotune(DeviceState(2, 4, 8, CPU), 16, 9)
+    autotune = DecodeAutotune(DeviceState(2, 4, 8, CPU), 16, 9)
     slots = torch.zeros(1, dtype=torch.int32)
-    times = trial(slots, [replay("a", 2.0), replay("b", 1.0)])
+    times = autotune(slots, [replay("a", 2.0), replay("b", 1.0)])
     assert times == pytest.approx([2 * MS, 1 * MS])
     assert order == ["a", "b"] * NUM_ROUNDS
 
@@ -119,7 +119,7 @@ def test_a_later_autotune_writes_to_no_page_that_is_cached(
         before = [cache.clone() for cache in caches]
         with torch.inference_mode():
             ours.runner.graphs.capture(3)
-        assert ours.decode_ways == {"layers": [2, 3, 4]}
+        assert ours.decode_kernels == {"layers": [2, 3, 4]}
         for cache, old in zip(caches, before, strict=True):
             old[0, :, 0] = cache[0, :, 0]
             assert torch.equal(cache, old)

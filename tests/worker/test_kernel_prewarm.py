@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,7 +18,7 @@ import torch
 
 from asyncllm.config import EngineArgs
 from asyncllm.kernels import registry
-from asyncllm.kernels.declaration import Start, TritonKernel
+from asyncllm.kernels.declaration import Start
 from asyncllm.kernels.records import HeadNorm
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, early_start
@@ -147,7 +148,7 @@ def a_start(**changes: Any) -> Start:
 
 
 def launch_all(kernel: str, start: Start) -> None:
-    for launch in TritonKernel(kernel).prewarm(start):
+    for launch in import_module(f"{KERNELS}{kernel}.kernel").prewarm(start):
         launch()
 
 
@@ -210,8 +211,10 @@ def test_sampling_in_every_way_of_a_step(launched: Launched) -> None:
     assert sampled(single) == [(single, False), (single, True)]
 
 
-def test_every_triton_kernel_says_how_it_is_launched(launched: Launched) -> None:
-    for kernel in registry.KERNELS:
-        if isinstance(kernel, TritonKernel):
-            module = import_module(f"asyncllm.kernels.{kernel.name}.kernel")
-            assert hasattr(module, "prewarm") == kernel.is_prewarmed
+def test_every_triton_kernel_that_can_be_is_prewarmed(launched: Launched) -> None:
+    folder = Path(registry.__file__).parent
+    kernels = {file.parent.name for file in folder.glob("*/kernel.py")}
+    modules = {kernel: import_module(f"{KERNELS}{kernel}.kernel") for kernel in kernels}
+    assert {*registry.PREWARMED} == {
+        k for k, module in modules.items() if hasattr(module, "prewarm")
+    }

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start
-from asyncllm.kernels.jit_kernel import current_stream
+from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start, current_stream
 from asyncllm.kernels.records import Attend, AttendRows, AttentionLayer, DecodeRows, Rotation
 
 HEAD_DIMS = (64, 128)
@@ -48,16 +47,22 @@ def definitions(
 ) -> Definitions | None:
     """To compile the source with, for such layers and pages of so many tokens; None where it does
     not support them all."""
-    if dtype is not torch.bfloat16 or block_size % TILE:
-        return None
-    if not all(_supports(layer) for layer in layers):
+    if any(limit(layer, dtype, block_size) is not None for layer in layers):
         return None
     return shape_definitions(layers[0], block_size)
 
 
-def _supports(layer: AttentionLayer) -> bool:
+def limit(layer: AttentionLayer, dtype: torch.dtype, block_size: int) -> str | None:
+    """The first of these that it does not support, in words."""
     group = layer.num_heads // layer.num_kv_heads
-    return layer.window is None and layer.head_dim in HEAD_DIMS and group <= MAX_GROUP
+    limits = (
+        (dtype is torch.bfloat16, str(dtype)),
+        (layer.window is None, f"a window of {layer.window}"),
+        (layer.head_dim in HEAD_DIMS, f"head_dim {layer.head_dim}"),
+        (group <= MAX_GROUP, f"{group} query heads of one KV head"),
+        (block_size % TILE == 0, f"block_size {block_size}"),
+    )
+    return next((words for is_met, words in limits if not is_met), None)
 
 
 def shape_definitions(layer: AttentionLayer, block_size: int) -> Definitions:

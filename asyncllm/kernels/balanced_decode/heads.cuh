@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_head(const Args& args, int row, int head, E
         entries[i] = load_fresh(at(args.q, first + i * 32 + thread_index() % 4 * 8));
 }
 
-// Of half a head, a lane's entries of which it has in both halves.
+// Half a head: a lane has the same entries of both halves.
 struct Angles {
     float cosines[WINDOWS / 2][8], sines[WINDOWS / 2][8];
 

@@ -1,4 +1,4 @@
-// What the warps of a block have become one, in shared memory, and of a row that several blocks have
+// The sums of a block's warps become one, in shared memory, and of a row that several blocks have
 // the last of them to be done merges what they left. Always in the list's order, whoever is last.
 #pragma once
 
@@ -26,7 +26,7 @@ struct Shared {
     Run runs[1 + WARPS];  // in which the block's tiles begin, and that begin in a warp's split
     Run ended[2];         // of all of whose blocks this is the last: the first, one that begins here
 
-    // Of the row in which a split ends: by then the warp's ring is empty.
+    // The part of the row in which a split ends: by then the warp's ring is empty.
     __device__ __forceinline__ Part& last_part(int warp) {
         return *reinterpret_cast<Part*>(&rings[warp][0]);
     }

@@ -9,7 +9,7 @@ constexpr int CHUNKS = HEAD_DIM / 8;       // of 16 bytes, of a token's key
 constexpr int DEPTH = 3 * 128 / HEAD_DIM;  // tiles of a warp: 24 KiB
 constexpr int COPY_TOKENS = 32 / CHUNKS;   // that one copy of all lanes takes
 
-// Of the keys, 16-byte chunk c of token t is at c ^ (t % 2 * 4), so that 4 chunks of 2 tokens read at
+// Keys: 16-byte chunk c of token t is at c ^ (t % 2 * 4), so that 4 chunks of 2 tokens read at
 // once meet in no bank; of the values at c ^ (t % 8), one chunk of 8 tokens.
 struct Tile {
     unsigned char keys[TILE * HEAD_DIM * 2], values[TILE * HEAD_DIM * 2];
@@ -22,7 +22,7 @@ struct Tile {
     }
 };
 
-// What a warp asks for next.
+// The tile that a warp asks for next.
 struct Cursor {
     Place place;
     int left;   // tiles of the split

@@ -10,8 +10,8 @@ namespace {
 constexpr int BANDS = HEAD_DIM / 16;
 constexpr float NO_SCORE = -1e30f;  // below any score, and finite
 
-// Of some tiles of a row and KV head, for each query head: what their tokens' values add up to, by
-// weights of which the greatest is 1.
+// The sums over some tiles of a row and KV head, for each query head: what their tokens' values add up
+// to, by weights of which the greatest is 1.
 struct Part {
     struct Head {
         float sums[HEAD_DIM];

@@ -74,7 +74,7 @@ struct Place {
         angle = args.angle(row);
     }
 
-    // Of a chunk of 8 entries of a token's key, in the row's page.
+    // The offset of a chunk of 8 entries of a token's key, in the row's page.
     __device__ __forceinline__ int64_t in_cache(const Args& args, int page, int token, int chunk) const {
         return page * args.page_stride
                + static_cast<int64_t>(token % BLOCK_SIZE * args.kv_heads + kv_head) * HEAD_DIM + chunk * 8;

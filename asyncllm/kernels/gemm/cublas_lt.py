@@ -58,11 +58,9 @@ class CublasLt:
         self._library = _library()
         self._type = TYPES[dtype]
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
-        self._handle = self._made("cublasLtCreate", "cublasLtDestroy")
-        self._product = self._made(
-            "cublasLtMatmulDescCreate", "cublasLtMatmulDescDestroy", COMPUTE_FLOAT32, FLOAT32
-        )
-        self._set("cublasLtMatmulDescSetAttribute", self._product, DESC_TRANSA, TRANSPOSED, 4)
+        self._handle = self._made("cublasLt")
+        self._product = self._made("cublasLtMatmulDesc", COMPUTE_FLOAT32, FLOAT32)
+        self._set("cublasLtMatmulDesc", self._product, DESC_TRANSA, TRANSPOSED, 4)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._layouts: dict[Shape, tuple[ctypes.c_void_p, ...]] = {}
 
@@ -72,14 +70,9 @@ class CublasLt:
 
     def algorithms(self, shape: Shape) -> list[bytes]:
         """Those that the heuristic knows, best first."""
-        preference = self._made("cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceDestroy")
-        self._set(
-            "cublasLtMatmulPreferenceSetAttribute",
-            preference,
-            PREF_MAX_WORKSPACE_BYTES,
-            WORKSPACE_BYTES,
-            8,
-        )
+        kind = "cublasLtMatmulPreference"
+        preference = self._made(kind)
+        self._set(kind, preference, PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES, 8)
         found, results = ctypes.c_int(), (_Heuristic * MOST_ALGORITHMS)()
         weight, x, y = self._layouts_of(shape)
         self._call(
@@ -122,8 +115,7 @@ class CublasLt:
             tokens, out, size = shape
             self._layouts[shape] = tuple(
                 self._made(
-                    "cublasLtMatrixLayoutCreate",
-                    "cublasLtMatrixLayoutDestroy",
+                    "cublasLtMatrixLayout",
                     *(self._type, ctypes.c_uint64(rows), ctypes.c_uint64(columns)),
                     ctypes.c_int64(rows),
                 )
@@ -131,17 +123,19 @@ class CublasLt:
             )
         return self._layouts[shape]
 
-    def _made(self, create: str, destroy: str, *args: Any) -> ctypes.c_void_p:
+    def _made(self, kind: str, *args: Any) -> ctypes.c_void_p:
         """An object of the library's, which lives as long as what is returned."""
         made = ctypes.c_void_p()
-        self._call(create, ctypes.byref(made), *args)
+        self._call(f"{kind}Create", ctypes.byref(made), *args)
         assert made.value is not None
-        end = weakref.finalize(made, getattr(self._library, destroy), ctypes.c_void_p(made.value))
+        destroy = getattr(self._library, f"{kind}Destroy")
+        end = weakref.finalize(made, destroy, ctypes.c_void_p(made.value))
         end.atexit = False  # a handle's end waits for the device, which may be why we exit
         return made
 
-    def _set(self, function: str, of: ctypes.c_void_p, name: int, value: int, size: int) -> None:
-        self._call(function, of, name, ctypes.byref(ctypes.c_int64(value)), ctypes.c_size_t(size))
+    def _set(self, kind: str, of: ctypes.c_void_p, name: int, value: int, size: int) -> None:
+        value_at = ctypes.byref(ctypes.c_int64(value))
+        self._call(f"{kind}SetAttribute", of, name, value_at, ctypes.c_size_t(size))
 
     def _call(self, function: str, *args: Any) -> None:
         status = getattr(self._library, function)(*args)

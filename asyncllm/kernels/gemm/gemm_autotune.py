@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from asyncllm.kernels.autotune import quickest
-from asyncllm.kernels.gemm.cublas_lt import ALIGNMENT_BYTES, Shape
+from asyncllm.kernels.gemm.cublas_lt import ALIGNMENT_BYTES, CublasLt, Shape
 from asyncllm.kernels.gemm.gemm_cache import Choices, GemmCache
 
 logger = logging.getLogger("asyncllm")
@@ -28,20 +27,12 @@ MOST_WEIGHTS = 32
 Time = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
-class Algorithms(Protocol):
-    """The part of `CublasLt` that is used."""
-
-    def algorithms(self, shape: Shape) -> list[bytes]: ...
-    def can_run(self, shape: Shape, algorithm: bytes) -> bool: ...
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes) -> torch.Tensor: ...
-
-
 class AutotunedGemm:
     """torch's `linear`, for `sizes` tokens by the quickest algorithm."""
 
     def __init__(
         self,
-        library: Algorithms,
+        library: CublasLt,
         sizes: Collection[int],
         cache: GemmCache,
         time: Time,

@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 
-from asyncllm.host import cache_folder
+from asyncllm.host import cache_folder, replaced
 from asyncllm.kernels.gemm.cublas_lt import ALGORITHM_BYTES, Shape
 
 logger = logging.getLogger("asyncllm")
@@ -52,12 +50,8 @@ class GemmCache:
             for shape, algorithm in {**self.load(), **choices}.items()
         }
         try:
-            path = self._path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                made = Path(folder) / path.name
+            with replaced(self._path) as made:
                 made.write_text(json.dumps(entries))
-                os.replace(made, path)
         except (OSError, RuntimeError) as error:  # a read-only folder, no home
             logger.info("choices of GEMM algorithms are not kept: %s", error)
 

@@ -1,5 +1,5 @@
-// What our kernels use of a CUDA device, by names of our own. tests/cuda/emulator.h has the same
-// names for a CPU, so that a kernel which is written in them can be run and checked there.
+// The parts of a CUDA device that our kernels use, by names of our own. tests/cuda/emulator.h has the
+// same names for a CPU, so that a kernel which is written in them can be run and checked there.
 #pragma once
 
 #include "layout.cuh"
@@ -68,48 +68,47 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// A word in shared memory by which some threads tell others of copies. It has turns: one ends when a
-// thread, or as many as it was opened for, has arrived and the bytes that are expected have come.
-using Signal = uint64_t;
+// An mbarrier: a word in shared memory by which some threads tell others of copies. A phase ends when
+// a thread, or as many as it was initialised for, has arrived and the bytes expected have come.
+using Barrier = uint64_t;
 
 template <int ARRIVALS = 1>
-__device__ __forceinline__ void open_signal(Signal& signal) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&signal)), "n"(ARRIVALS)
+__device__ __forceinline__ void init_barrier(Barrier& barrier) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "n"(ARRIVALS)
                  : "memory");
 }
 // Before `sync_block`, after which all may use them.
-__device__ __forceinline__ void show_signals() {
+__device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void arrive(Signal& signal) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&signal)) : "memory");
+__device__ __forceinline__ void arrive(Barrier& barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
-// Arrives, too.
-__device__ __forceinline__ void expect_bytes(Signal& signal, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&signal)),
+__device__ __forceinline__ void arrive_and_expect_tx(Barrier& barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
                  "r"(bytes)
                  : "memory");
 }
-// Until the latest turn of this parity has ended; that before the first is of parity 1.
-__device__ __forceinline__ void wait_signal(Signal& signal, uint32_t parity) {
+// Until the latest phase of this parity has ended; that before the first is of parity 1.
+__device__ __forceinline__ void wait_barrier(Barrier& barrier, uint32_t parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
         "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-        ::"r"(shared_address(&signal)), "r"(parity)
+        ::"r"(shared_address(&barrier)), "r"(parity)
         : "memory");
 }
-__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, Signal& signal) {
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&signal))
+        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&barrier))
         : "memory");
 }
-// The signal's turn does not end before this thread's copies so far have come.
-__device__ __forceinline__ void signal_copies(Signal& signal) {
-    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&signal))
+// The barrier's phase does not end before this thread's copies so far have come.
+__device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&barrier))
                  : "memory");
 }
-// What this thread wrote to shared memory is before later bulk copies to the same place.
+// This thread's writes to shared memory come before later bulk copies to the same place.
 __device__ __forceinline__ void show_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -123,37 +122,38 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NUM));
 }
 
-// Pairs of blocks: clusters of two that reach each other's shared memory.
-__device__ __forceinline__ int rank_in_pair() {
+// Clusters of two blocks that reach each other's shared memory.
+__device__ __forceinline__ int cluster_rank() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 // The two halves of a cluster barrier, for who has something to do between them: that this thread has
-// come, and until all of both blocks have. Signals that were shown before are open to the other block
-// after; of what else was written they say nothing, for a release would wait until it is there.
-__device__ __forceinline__ void arrive_in_pair() {
+// come, and until all of both blocks have. The other block may use mbarriers initialised before; of
+// what else was written they say nothing, for a release would wait until it is there.
+__device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void wait_for_pair() {
+__device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// 16 bytes to the same place of the shared memory of that block of the pair, whose signal counts them:
-// who waits for it sees them. No release is needed, which would wait for all copies that are on their
-// way (docs/log/gemm.md).
-__device__ __forceinline__ void send(uint4& to, const float (&values)[4], Signal& signal, int rank) {
+// 16 bytes to the same place of the shared memory of that block of the cluster, whose barrier counts
+// them: who waits for it sees them. No release is needed, which would wait for all copies in flight
+// (docs/log/gemm.md).
+__device__ __forceinline__ void store_remote(uint4& to, const float (&values)[4], Barrier& barrier,
+                                             int rank) {
     asm volatile(
         "{\n.reg .b32 there, then;\nmapa.shared::cluster.u32 there, %0, %2;\n"
         "mapa.shared::cluster.u32 then, %1, %2;\n"
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], "
         "{%3, %4, %5, %6}, [then];\n}"
-        ::"r"(shared_address(&to)), "r"(shared_address(&signal)), "r"(rank), "f"(values[0]),
+        ::"r"(shared_address(&to)), "r"(shared_address(&barrier)), "r"(rank), "f"(values[0]),
           "f"(values[1]), "f"(values[2]), "f"(values[3])
         : "memory");
 }
 
-// What other blocks write during this kernel: past the first cache, which may hold the old, and in
-// this place of the program. Each word is whole, and says nothing about others.
+// Loads of what other blocks write during this kernel: past the first cache, which may hold the old,
+// and in this place of the program. Each word is whole, and says nothing about others.
 __device__ __forceinline__ uint4 load_fresh(const void* p) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -244,7 +244,7 @@ __device__ __forceinline__ uint32_t to_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-// Of a number below 2^126.
+// For a number below 2^126.
 __device__ __forceinline__ float divide(float x, float by) { return __fdividef(x, by); }
 // 0 where that is below 2^-126.
 __device__ __forceinline__ float power_of_2(float x) {

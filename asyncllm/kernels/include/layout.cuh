@@ -6,13 +6,13 @@
 #include <cstdint>
 
 struct AsyncllmField {
-    const char* name;  // null: the end, whose offset is the struct's size
+    const char* name;  // of the last one "sizeof": its size is the struct's
     uint64_t offset, size;
 };
 #define FIELD(name) {#name, offsetof(Described, name), sizeof(Described::name)}
 #define EXPORT_LAYOUT(STRUCT, ...)                                                                      \
     extern "C" const AsyncllmField* asyncllm_layout_##STRUCT() {                                        \
         using Described = STRUCT;                                                                       \
-        static const AsyncllmField fields[] = {__VA_ARGS__, {nullptr, sizeof(STRUCT), 0}};              \
+        static const AsyncllmField fields[] = {__VA_ARGS__, {"sizeof", 0, sizeof(STRUCT)}};             \
         return fields;                                                                                  \
     }

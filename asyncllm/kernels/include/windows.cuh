@@ -19,7 +19,7 @@ __device__ __forceinline__ const unsigned char* window_of(const unsigned char* r
     return row + (window * 4 + me.quad) * 16;
 }
 
-// Of two neighbouring windows, of which odd rows read the second first: rows begin in the same bank,
+// Two neighbouring windows, of which odd rows read the second first: rows begin in the same bank,
 // and what a warp reads at once is then in different ones.
 struct Windows {
     uint4 values[2];

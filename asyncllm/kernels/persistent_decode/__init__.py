@@ -5,22 +5,20 @@ times a layer: until a kernel's last block has ended, until the next one's first
 one block per SM stays for the whole step and asks for weights and old keys far ahead, across every
 point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled for the
 model's heads. It knows the layout of the KV cache, and does what the layers of a dense decoder do,
-in the same roundings.
+in the same roundings. models/persistent_decode.py launches it.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from asyncllm.kernels.balanced_decode import shape_definitions
-from asyncllm.kernels.declaration import CudaKernel, Definitions, DenseShape, Launch, Start
-from asyncllm.kernels.jit_kernel import current_stream, num_sms
-from asyncllm.kernels.records import AttentionLayer, DecodeRows, HeadNorm, Norm, Rotation
+from asyncllm.kernels.declaration import CudaKernel, Definitions, DenseShape, Start, num_sms
+from asyncllm.kernels.records import AttentionLayer
 
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
@@ -48,34 +46,13 @@ class Args(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("layers", "final_norm", "head", "embeddings", "logits")),
-        *((name, _pointer) for name in ("exchange", "turn", "stuck", "block_tables", "positions")),
+        *((name, _pointer) for name in ("exchange", "phase", "stuck", "block_tables", "positions")),
         *((name, _pointer) for name in ("rotary_rows", "cos_sin")),
         *((name, _int64) for name in ("table_stride", "page_stride", "kv_stride", "layer_bytes")),
         *((name, _int32) for name in ("num_layers", "rows", "hidden", "heads", "kv_heads")),
         *((name, _int32) for name in ("intermediate", "vocab")),
         *((name, _float) for name in ("eps", "head_eps", "scale")),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTensors:
-    """One layer's, as `Layer` has them."""
-
-    weights: Sequence[torch.Tensor]  # of the four products, in the order of `Kind`
-    biases: Sequence[torch.Tensor | None]
-    norms: Sequence[torch.Tensor | None]  # of their inputs
-    head_norm: HeadNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderTensors:
-    """A dense decoder's but the embeddings. `attention`: the constants of all layers."""
-
-    layers: Sequence[LayerTensors]
-    attention: AttentionLayer
-    sizes: DenseShape
-    final_norm: Norm
-    head: torch.Tensor  # [vocab, hidden]
 
 
 def definitions(
@@ -128,124 +105,12 @@ KERNEL = CudaKernel(
 )
 
 
-class PersistentDecode:
-    """For one model, and its KV cache. Steps must not overlap."""
-
-    def __init__(
-        self,
-        model: DecoderTensors,
-        pages: Sequence[torch.Tensor],
-        launch: Launch,
-        num_blocks: int,
-    ) -> None:
-        """`pages`: of each layer. `launch`: the compiled kernel's; `num_blocks`: that are on the
-        device at once."""
-        assert _splits_fit(model.attention, num_blocks)
-        self._model = model  # keeps its tensors' memory
-        self._launch = launch
-        self._num_blocks = num_blocks
-        device = pages[0].device
-        # What blocks pass to each other, of this step and of the next; all bits of a word: empty.
-        num_words = _exchange_words(model, num_blocks)
-        shape = (2, len(model.layers), num_words)
-        self._exchange = torch.full(shape, -1, dtype=torch.int32, device=device)
-        # Which of these two is next; then whether a step got stuck.
-        self._words = torch.zeros(2, dtype=torch.int32, device=device)
-        words = self._words.data_ptr()
-        self._layers = _layer_table(model, pages)
-        self._constants = {
-            **_sizes(model, pages[0]),
-            "layers": self._layers.data_ptr(),
-            "final_norm": model.final_norm.weight.data_ptr(),
-            "head": model.head.data_ptr(),
-            "exchange": self._exchange.data_ptr(),
-            "layer_bytes": 4 * num_words,
-            "turn": words,
-            "stuck": words + 4,
-        }
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether any step so far waited in vain for a block. Waits for the device."""
-        return bool(self._words[-1])
-
-    def forward(
-        self, embeddings: torch.Tensor, rotation: Rotation, rows: DecodeRows
-    ) -> torch.Tensor:
-        """Logits [rows, vocab_size] of embeddings [rows, hidden_size] at `rows.positions`, whose
-        keys and values are written to their pages. Capturable. For at most MAX_ROWS rows. Each row
-        has a NaN where a block waited in vain for another.
-        """
-        num_rows = len(embeddings)
-        assert num_rows <= MAX_ROWS
-        for indices in (rows.positions, rows.block_tables, rotation.rows):
-            assert indices.dtype is torch.int32 and indices.stride(-1) == 1
-        logits = embeddings.new_empty((num_rows, len(self._model.head)))
-        args = Args(
-            **self._constants,
-            embeddings=embeddings.data_ptr(),
-            logits=logits.data_ptr(),
-            block_tables=rows.block_tables.data_ptr(),
-            positions=rows.positions.data_ptr(),
-            rotary_rows=rotation.rows.data_ptr(),
-            cos_sin=rotation.cos_sin.data_ptr(),
-            table_stride=rows.block_tables.stride(0),
-            rows=num_rows,
-        )
-        KERNEL.launch(self._launch, args, self._num_blocks, current_stream(logits))
-        return logits
-
-
-def _sizes(model: DecoderTensors, pages: torch.Tensor) -> dict[str, int | float]:
-    """The numbers among the kernel's arguments that no step changes."""
-    layer, sizes, norm = model.attention, model.sizes, model.attention.head_norm
-    return {
-        "page_stride": pages.stride(0),
-        "kv_stride": pages.stride(1),
-        "num_layers": sizes.num_layers,
-        "hidden": sizes.hidden_size,
-        "heads": layer.num_heads,
-        "kv_heads": layer.num_kv_heads,
-        "intermediate": sizes.intermediate_size,
-        "vocab": sizes.vocab_size,
-        "eps": model.final_norm.eps,
-        "head_eps": norm.eps if norm is not None else 0.0,
-        "scale": layer.scale,
-    }
-
-
-def _exchange_words(model: DecoderTensors, num_blocks: int) -> int:
+def exchange_words(sizes: DenseShape, layer: AttentionLayer, num_blocks: int) -> int:
     """Words of 4 bytes that one layer has: exchange.cuh. A multiple of 4."""
-    layer, sizes = model.attention, model.sizes
+    assert _splits_fit(layer, num_blocks)
     group = layer.num_heads // layer.num_kv_heads
     # q, k, v; attention's result
     heads = 2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
     widths = 2 * sizes.hidden_size + sizes.intermediate_size + heads
     splits = num_blocks * group * (layer.head_dim + 1)
     return -(-(MAX_ROWS * widths // 2 + splits) // 4) * 4
-
-
-def _layer_table(model: DecoderTensors, pages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The kernel's `Layer`s: uint8, on the pages' device."""
-    layers = (Layer * len(model.layers))(
-        *(_layer_of(layer, cache) for layer, cache in zip(model.layers, pages, strict=True))
-    )
-    return torch.frombuffer(bytearray(layers), dtype=torch.uint8).to(pages[0].device)
-
-
-def _layer_of(layer: LayerTensors, cache: torch.Tensor) -> Layer:
-    norm = layer.head_norm
-    q_norm, k_norm = (None, None) if norm is None else _addresses([norm.q_weight, norm.k_weight])
-    return Layer(
-        weights=(_pointer * 4)(*_addresses(layer.weights)),
-        biases=(_pointer * 4)(*_addresses(layer.biases)),
-        norms=(_pointer * 4)(*_addresses(layer.norms)),
-        q_norm=q_norm,
-        k_norm=k_norm,
-        cache=cache.data_ptr(),
-    )
-
-
-def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
-    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

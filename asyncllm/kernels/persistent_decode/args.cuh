@@ -1,4 +1,4 @@
-// What the launch tells the kernel, field by field as __init__.py has it, and the sizes
+// The arguments of the kernel, field by field as __init__.py has it, and the sizes
 // that all parts of the kernel split.
 #pragma once
 
@@ -19,9 +19,9 @@ constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int STAGE_BYTES = UNIT * SLICE * 2;
 constexpr int DEPTH = 5;  // stages of a warp that are asked for or not yet used
-// Of these, at once. What the workers ask for has to queue behind what is on its way, so it is EARLY
-// for a product's first DEPTH stages, which are asked for while the workers may wait for its x, and
-// LATE for the others, and for keys and values behind them.
+// So many of these in flight. What the workers ask for has to queue behind what is on its way, so it is
+// EARLY for a product's first DEPTH stages, which are asked for while the workers may wait for its x,
+// and LATE for the others, and for keys and values behind them.
 constexpr int EARLY = 1, LATE = 4;
 static_assert(0 < EARLY && EARLY <= LATE && LATE <= DEPTH);
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
@@ -54,7 +54,7 @@ struct Args {
     const void* embeddings;       // [rows, hidden]
     void* logits;                 // [rows, vocab]
     void* exchange;               // [2, num_layers, layer_bytes]: exchange.cuh
-    uint32_t* turn;               // one word, zero at first
+    uint32_t* phase;              // one word, zero at first
     uint32_t* stuck;              // set where a block waited in vain
     const int32_t* block_tables;  // [rows, table_stride]
     const int32_t* positions;     // [rows], of the new tokens

@@ -26,7 +26,7 @@ __device__ __forceinline__ bool is_there(const Pairs& pairs) {
     return !is_empty(pairs.first) && !is_empty(pairs.second);
 }
 
-// What a lane turns a head by, on its way while the head is.
+// The angles by which a lane rotates a head, loaded while the head is.
 struct Rotation {
     float cos0, cos1, sin0, sin1;
     Pairs norm;

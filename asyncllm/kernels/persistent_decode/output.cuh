@@ -1,4 +1,4 @@
-// What a product leaves: from the warps' sums to the words that other blocks wait for.
+// The outputs of a product: from the warps' sums to the words that other blocks wait for.
 #pragma once
 
 #include "piece.cuh"
@@ -68,7 +68,7 @@ struct Output {
         store_fresh_pair(operands.out + place, to_pair(sums[0], sums[1]));
     }
 
-    // Of the warps that have one unit.
+    // For the warps that have one unit.
     __device__ __forceinline__ void add_warps(const Shape& shape, const Shared& shared, int buffer,
                                               int warp, int stage, float (&sums)[2]) const {
         const float* from

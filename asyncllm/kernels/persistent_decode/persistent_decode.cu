@@ -28,7 +28,7 @@ namespace {
 
 constexpr uint16_t NAN_HALF = 0x7fff;
 
-// What all of a block's threads find in its shared memory.
+// Fills what all of a block's threads read in its shared memory.
 __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
     const int thread = thread_index();
 #pragma unroll 1
@@ -39,18 +39,18 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
             = work_of(shape_of(args, thread / WARPS), thread % WARPS);
     if (thread < MAX_BLOCK_SPLITS) shared.own_splits[thread] = own_split(args, thread);
     if (thread < WARPS * DEPTH) {
-        open_signal((&shared.full[0][0])[thread]);
-        open_signal((&shared.empty[0][0])[thread]);
+        init_barrier((&shared.full[0][0])[thread]);
+        init_barrier((&shared.empty[0][0])[thread]);
     }
     if (thread == 0) {
         shared.layers[args.num_layers].weights[0] = args.head;
         shared.layers[args.num_layers].norms[0] = args.final_norm;
         shared.layers[args.num_layers].biases[0] = nullptr;
         shared.splits = Places(args).splits;
-        shared.set = *args.turn >> 31;
+        shared.set = *args.phase >> 31;
         shared.is_stuck = 0;
     }
-    show_signals();
+    fence_barrier_init();
     sync_block();
 }
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void prefetch_norms(const Args& args, const Shared& s
 __device__ __forceinline__ void finish(const Args& args, const Shared& shared) {
     sync_workers();  // the logits are written
     if (thread_index() == 0)
-        add_relaxed(args.turn, block_index() == 0 ? (1u << 31) - (num_blocks() - 1) : 1);
+        add_relaxed(args.phase, block_index() == 0 ? (1u << 31) - (num_blocks() - 1) : 1);
     if (!shared.is_stuck) return;
     for (int row = thread_index(); row < args.rows; row += THREADS)
         *at(args.logits, static_cast<int64_t>(row) * args.vocab + block_index() * UNIT) = NAN_HALF;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
 
 EXPORT_LAYOUT(Layer, FIELD(weights), FIELD(biases), FIELD(norms), FIELD(q_norm), FIELD(k_norm), FIELD(cache))
 EXPORT_LAYOUT(Args, FIELD(layers), FIELD(final_norm), FIELD(head), FIELD(embeddings), FIELD(logits),
-    FIELD(exchange), FIELD(turn), FIELD(stuck), FIELD(block_tables), FIELD(positions), FIELD(rotary_rows),
+    FIELD(exchange), FIELD(phase), FIELD(stuck), FIELD(block_tables), FIELD(positions), FIELD(rotary_rows),
     FIELD(cos_sin), FIELD(table_stride), FIELD(page_stride), FIELD(kv_stride), FIELD(layer_bytes),
     FIELD(num_layers), FIELD(rows), FIELD(hidden), FIELD(heads), FIELD(kv_heads), FIELD(intermediate),
     FIELD(vocab), FIELD(eps), FIELD(head_eps), FIELD(scale))

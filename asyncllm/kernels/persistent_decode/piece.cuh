@@ -1,4 +1,4 @@
-// What a product takes: where its operands are, and a warp's slices of x on their way from the blocks
+// The inputs of a product: where its operands are, and a warp's slices of x on their way from the blocks
 // that made them to the tensor cores.
 #pragma once
 
@@ -52,7 +52,7 @@ struct Piece {
         return is_there;
     }
 
-    // Of many rows only the first is looked at until it is there: all are made at once.
+    // If there are many rows, only the first is looked at until it is there: all are made at once.
     __device__ __forceinline__ void load_missing(const Operands& operands, int size, int rows,
                                                  int slice, const Lane& me) {
         const int place = (slice * SLICE + me.lane * 8) * 2;

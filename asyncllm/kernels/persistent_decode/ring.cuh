@@ -1,4 +1,4 @@
-// What a warp reads from memory, on its way, and multiplies: weights, and keys and values. Another warp,
+// The ring of what a warp reads from memory and multiplies: weights, and keys and values. Another warp,
 // its producer, asks for them in the order in which they will be needed, whatever the step waits for.
 #pragma once
 
@@ -13,20 +13,20 @@ struct Producer {
     int warp, lane;
     int slot = 0, num_asked = 0;
     int of_product = 0;  // asked for since its first; the attention counts on
-    uint32_t turn = 0;
+    uint32_t phase = 0;
 
     // Until there is place for a stage, and few enough are on their way.
-    __device__ __forceinline__ Signal& begin() {
-        wait_signal(shared.empty[warp][slot], turn ^ 1);
+    __device__ __forceinline__ Barrier& begin() {
+        wait_barrier(shared.empty[warp][slot], phase ^ 1);
         const int most = of_product++ < DEPTH ? EARLY : LATE;
         const bool wraps = slot < most;
         const int before = wraps ? slot + DEPTH - most : slot - most;
-        if (num_asked++ >= EARLY) wait_signal(shared.full[warp][before], turn ^ wraps);
+        if (num_asked++ >= EARLY) wait_barrier(shared.full[warp][before], phase ^ wraps);
         return shared.full[warp][slot];
     }
 
     __device__ __forceinline__ void end() {
-        if (++slot == DEPTH) slot = 0, turn ^= 1;
+        if (++slot == DEPTH) slot = 0, phase ^= 1;
     }
 
     __device__ __forceinline__ void copy_product(const void* weight, int kind) {
@@ -45,8 +45,8 @@ struct Producer {
     // Each of a stage's outputs is a row of it.
     __device__ __forceinline__ void copy_weights(const void* weight, const Shape& shape, int set,
                                                  int stage, int slice) {
-        Signal& full = begin();
-        if (lane == 0) expect_bytes(full, STAGE_BYTES);
+        Barrier& full = begin();
+        if (lane == 0) arrive_and_expect_tx(full, STAGE_BYTES);
         sync_warp();
         const int own = set + (stage >> shape.gated) * shape.num_sets;
         const int output = (stage & shape.gated) * shape.features
@@ -68,7 +68,7 @@ struct Producer {
     // of eight tokens are in different banks. Zeros where there is no token or where it is the new one.
     __device__ __forceinline__ void copy_tokens(const Layer& layer, const Split& split, int first) {
         constexpr int CHUNKS = HEAD_DIM / 8;
-        Signal& full = begin();
+        Barrier& full = begin();
         const int chunk = lane % CHUNKS, is_value = lane / CHUNKS % 2;
         const int num = (split.end < split.position ? split.end : split.position) - first;
         const uint16_t* from = at(layer.cache, place_of(args, split, first)
@@ -80,7 +80,7 @@ struct Producer {
                                from + static_cast<int64_t>(t) * args.kv_heads * HEAD_DIM,
                                t < num ? 16 : 0);
         }
-        signal_copies(full);
+        arrive_after_copies(full);
         sync_warp();
         if (lane == 0) arrive(full);
         end();
@@ -103,13 +103,13 @@ __device__ __forceinline__ void produce(const Args& args, Shared& shared, int wa
 // A warp's stages as it uses them.
 struct Ring {
     int slot = 0;  // the next to use
-    uint32_t turn = 0;
+    uint32_t phase = 0;
 
     // The next stage, complete.
     __device__ __forceinline__ int next(Shared& shared, const Lane& me) {
-        wait_signal(shared.full[me.warp][slot], turn);
+        wait_barrier(shared.full[me.warp][slot], phase);
         const int stage = slot;
-        if (++slot == DEPTH) slot = 0, turn ^= 1;
+        if (++slot == DEPTH) slot = 0, phase ^= 1;
         return stage;
     }
 

@@ -1,4 +1,4 @@
-// What a block keeps in shared memory: most of it is the warps' rings of weights.
+// A block's shared memory: most of it is the warps' rings of weights.
 #pragma once
 
 #include "../include/windows.cuh"
@@ -86,7 +86,7 @@ struct Inputs {
 
 constexpr int SUMS = GROUP_STAGES * MAX_ROWS * UNIT;  // of a group: [stage][row][output]
 
-// Of one sequence's attention: which tokens of which row and KV head. Made by split.cuh.
+// A split of one sequence's attention: which tokens of which row and KV head. Made by split.cuh.
 struct Split {
     int work;  // its number among those of all blocks
     int row, kv_head, number, position;
@@ -98,7 +98,7 @@ constexpr int MAX_BLOCK_SPLITS = 8;  // of a block; as __init__.py has it
 
 struct Shared {
     Stages ring[WARPS];
-    Signal full[WARPS][DEPTH], empty[WARPS][DEPTH];
+    Barrier full[WARPS][DEPTH], empty[WARPS][DEPTH];
     union {
         struct {
             Inputs x[WARPS];

@@ -1,7 +1,7 @@
 """The lists by which FA3's prefill kernel works, as prefill_lists.cu makes them on the host.
 
 FlashInfer's planner keeps vectors for each block and list; this makes the same lists, word by word,
-as FlashInfer 0.6.12 has them. attention/prefill_lists.py keeps their memory.
+as FlashInfer 0.6.12 has them. attention/prefill_lists.py names them and keeps their memory.
 """
 
 from __future__ import annotations
@@ -11,16 +11,6 @@ from pathlib import Path
 
 from asyncllm.kernels import balanced_decode
 from asyncllm.kernels.declaration import CudaKernel, Definitions, Start
-
-# The lists in the order of memory: where each block's tiles end, then an entry for each tile.
-BLOCK_ENDS, HEADS, TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS = range(7)
-NUM_LISTS = 7
-# As FlashInfer's PrefillPlanSM90Info has them. Its last says which row a tile is of: the kernel
-# looks at it for what we do not use, so it may be any list.
-PLAN_ORDER = (
-    TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS, HEADS, BLOCK_ENDS, TILES,
-)  # fmt: skip
-HEADS_SHARE = 0  # of the same plan: each head has tiles of its own
 
 _pointer, _int32 = ctypes.c_void_p, ctypes.c_int32
 
@@ -48,8 +38,3 @@ KERNEL = CudaKernel(
     capabilities=((9, 0),),  # whose prefills FA3 does
     definitions_for=_definitions_for,
 )
-
-
-def tile_size(head_dim: int) -> int:
-    """Queries of a tile."""
-    return 192 if head_dim == 64 else 128

@@ -1,4 +1,4 @@
-// What FA3's blocks do in a step with prompts, assigned on the host: see __init__.py.
+// The work of FA3's blocks in a step with prompts, assigned on the host: see __init__.py.
 //
 // As FlashInfer's planner does it (PrefillSM90Plan, 0.6.12): tiles of queries, those of the longest
 // rows first and of each the last ones, each for the block that has the least to do so far. The same
@@ -43,7 +43,7 @@ struct Load {
     float cost;
 };
 
-// Of one head.
+// The tiles of one head.
 std::vector<Tile> find_tiles(const Rows& rows, int size) {
     std::vector<std::pair<int, int>> order(rows.num);  // row, length
     for (int row = 0; row < rows.num; row++) order[row] = {row, rows.kv_lens[row]};
@@ -102,7 +102,7 @@ void write(const Args args, const Rows rows, const std::vector<Tile>& tiles,
     }
 }
 
-// What was written of each list, and as much of the rows; then what is left of these.
+// Copies what was written of each list, and as much of the rows; then what is left of these.
 int copy(const Args& args, int width, int num_words, void* stream) {
     const size_t word = sizeof(int32_t), rows = static_cast<size_t>(LISTS) * args.pitch;
     int error = copy_columns(args.device, args.host, args.pitch * word, width * word, LISTS + 1, stream);

@@ -9,13 +9,16 @@ kernel, skinny_gemm.cu, is compiled while the model loads, if no start before ha
 from __future__ import annotations
 
 import ctypes
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from asyncllm.kernels.declaration import CudaKernel
-from asyncllm.kernels.jit_kernel import JitKernel
+from asyncllm.kernels.declaration import CudaKernel, Launch, current_stream, num_sms
 from asyncllm.kernels.records import Norm, Normed
+
+logger = logging.getLogger("asyncllm")
 
 MAX_ROWS = 32  # beyond, cuBLAS reads weights as fast (docs/log/gemm.md)
 MAX_FEATURES = 1 << 16  # of a product; the LM head is cuBLAS's
@@ -48,11 +51,20 @@ KERNEL = CudaKernel(
 
 
 class SkinnyGemm:
-    """Some of `Ops`, for tensors that it `takes`; none on GPUs with less shared memory."""
+    """Some of `Ops`, for tensors that it `takes`.
+
+    No engine fails to start for a faster kernel: where it is not compiled, or cannot be launched,
+    and on GPUs with less shared memory, it takes none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kernel = JitKernel(KERNEL, device)
+        self._loading: Callable[[], Launch | None] | None = None
+        self._launch: Launch | None = None
+        self._num_blocks = 0
+        if KERNEL.supports(device):
+            self._loading = KERNEL.begin_loading(device)
+            self._num_blocks = num_sms(device)
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
         """For `linear` and `gated_linear`: x [rows, size]."""
@@ -69,12 +81,21 @@ class SkinnyGemm:
             and weight.shape[0] % FEATURES == 0
             and weight.shape[0] <= MAX_FEATURES
             and x.dtype is torch.bfloat16
-            and self._kernel.is_ready(self._try)
+            and self._is_ready()
         )
 
-    def _try(self) -> None:
-        tried = torch.ones(FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
-        self.linear(Normed(tried), tried, None)
+    def _is_ready(self) -> bool:
+        """Waits for the compiler, and launches the kernel once, at the first call."""
+        if self._loading is not None:
+            self._launch, self._loading = self._loading(), None
+            if self._launch is not None:
+                tried = torch.ones(FEATURES, COLUMNS, dtype=torch.bfloat16, device=self._device)
+                try:
+                    self.linear(Normed(tried), tried, None)
+                except RuntimeError as error:  # it says whose
+                    logger.info("falling back to %s: %s", KERNEL.falls_back_to, error)
+                    self._launch = None
+        return self._launch is not None
 
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
@@ -126,4 +147,5 @@ class SkinnyGemm:
             gated,
             x.eps,
         )
-        self._kernel.run(args, out)
+        assert self._launch is not None, "called without having been asked"
+        KERNEL.launch(self._launch, args, self._num_blocks, current_stream(out))

@@ -1,4 +1,4 @@
-// What a product leaves: from what the warps of both blocks add up to what the next kernel takes.
+// The outputs of a product: from what the warps of both blocks add up to what the next kernel takes.
 #pragma once
 
 #include "shared.cuh"
@@ -38,7 +38,7 @@ struct Output {
         const int four = number * THREADS + thread_index();
         own = four / (ROWS * FOURS);
         row = four / FOURS % ROWS;
-        const int index = rank_in_pair() * OWN_UNITS + own;
+        const int index = cluster_rank() * OWN_UNITS + own;
         unit = first_unit + index;
         feature = unit * FEATURES + four % FOURS * 4;
         place = static_cast<int64_t>(row) * args.features + feature;

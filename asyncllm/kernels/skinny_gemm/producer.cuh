@@ -1,11 +1,11 @@
-// What a block reads from memory, on its way.
+// Copies of what a block reads from memory.
 #pragma once
 
 #include "shared.cuh"
 
 namespace {
 
-// Of so many, those that one part has: from `first` on, at most `most`.
+// How many of `num` one part has: from `first` on, at most `most`.
 __device__ __forceinline__ int part_of(int num, int first, int most) {
     return num <= first ? 0 : num - first < most ? num - first : most;
 }
@@ -32,8 +32,8 @@ struct Producer {
         const int num = tile < walk.num_tiles() ? part_of(args.features, feature, WEIGHT_ROWS) : 0;
         const int num_of_x = part_of(args.rows, producer * X_ROWS, X_ROWS);
         const int bytes = walk.num_columns() * 2;
-        Signal& full = shared.full[place];
-        if (lane == 0) expect_bytes(full, (num + num_of_x) * bytes);
+        Barrier& full = shared.full[place];
+        if (lane == 0) arrive_and_expect_tx(full, (num + num_of_x) * bytes);
         sync_warp();
         if (lane >= num || bytes == 0) return;
         const int64_t row = static_cast<int64_t>(tile % PARTS) * args.features + feature + lane;
@@ -56,14 +56,14 @@ struct Producer {
         for (OwnWalk ahead = walk; num_early < STAGES && ahead.has_stage(); ahead.next())
             copy_weight(ahead, num_early++);
         wait_kernel_before();
-        for (Turn<STAGES> turn; walk.has_stage(); walk.next(), turn.next(), num_early--) {
+        for (PipelineState<STAGES> state; walk.has_stage(); walk.next(), state.next(), num_early--) {
             if (num_early <= 0) {
-                wait_signal(shared.empty[turn.place], turn.parity ^ 1);
-                copy_weight(walk, turn.place);
+                wait_barrier(shared.empty[state.index], state.phase ^ 1);
+                copy_weight(walk, state.index);
             }
-            copy_x(walk, turn.place);
+            copy_x(walk, state.index);
         }
-        wait_for_pair();
+        cluster_wait();
     }
 };
 

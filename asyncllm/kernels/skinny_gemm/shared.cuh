@@ -1,4 +1,4 @@
-// What a block keeps in shared memory, and its way through what it computes.
+// A block's shared memory, and the order in which it computes.
 #pragma once
 
 #include "../include/windows.cuh"
@@ -26,14 +26,14 @@ struct Tiling {
     static_assert(TILES_OF_WARP * TEAMS == TILES);
 };
 
-// A place of a ring after another, round and round.
-template <int PLACES>
-struct Turn {
-    int place = 0;
-    uint32_t parity = 0;
+// The stage of a ring that comes next, and the parity of its barriers' phase.
+template <int STAGES>
+struct PipelineState {
+    int index = 0;
+    uint32_t phase = 0;
 
     __device__ __forceinline__ void next() {
-        if (++place == PLACES) place = 0, parity ^= 1;
+        if (++index == STAGES) index = 0, phase ^= 1;
     }
 };
 
@@ -62,31 +62,31 @@ template <int ROWS, int TILES>
 struct Shared {
     static constexpr int STAGES = TILES == WARPS ? 2 : 4;
     Stage<ROWS, TILES> stages[STAGES];
-    // Of the tiles whose outputs are this block's, as the tensor cores leave them: of either block, each
-    // part of its slices. Two groups alternate: who hands over the next but one has seen the next
-    // summed, and nobody hands that over before all of its block have read the one before it.
+    // Sums of the tiles whose outputs are this block's, as the tensor cores leave them: of either
+    // block, each part of its slices. Two groups alternate: who hands over the next but one has seen
+    // the next summed, and nobody hands that over before all of its block have read the one before it.
     uint4 sums[2][2][Tiling<ROWS, TILES>::PARTS_OF_SLICE][Tiling<ROWS, TILES>::OWN_TILES][ROWS / 8][32];
     float factors[ROWS];
-    Signal full[STAGES], empty[STAGES];
-    Signal is_summed[2], is_read;
+    Barrier full[STAGES], empty[STAGES];
+    Barrier is_summed[2], is_read;
 };
 static_assert(sizeof(Shared<16, 4>) <= 227 << 10 && sizeof(Shared<32, 4>) <= 227 << 10
               && sizeof(Shared<32, 8>) <= 227 << 10);
 
-// A block's way through its stages: every other slice of a group's columns, then the next group. PARTS:
+// A block's stages one after another: every other slice of a group's columns, then the next group. PARTS:
 // 1, or 2 where gate and up are computed together.
 template <int TILES, int PARTS>
 struct Walk {
     static constexpr int GROUP = TILES / PARTS;  // units
     const Args& args;
-    int unit, end, slice;  // the group's first, those of the pair
+    int unit, end, slice;  // the group's first, those of the cluster
 
     __device__ __forceinline__ explicit Walk(const Args& args)
         : args(args), unit(first_of(block_index() / 2)), end(first_of(block_index() / 2 + 1)),
-          slice(rank_in_pair()) {}
+          slice(cluster_rank()) {}
 
-    __device__ __forceinline__ int first_of(int pair) const {
-        return args.num_units() * pair / (num_blocks() / 2);
+    __device__ __forceinline__ int first_of(int cluster) const {
+        return args.num_units() * cluster / (num_blocks() / 2);
     }
     __device__ __forceinline__ bool has_stage() const { return unit < end; }
     __device__ __forceinline__ int num_tiles() const {
@@ -99,7 +99,7 @@ struct Walk {
     }
     __device__ __forceinline__ void next() {
         slice += 2;
-        if (slice * SLICE >= args.size) slice = rank_in_pair(), unit += GROUP;
+        if (slice * SLICE >= args.size) slice = cluster_rank(), unit += GROUP;
     }
 };
 

@@ -1,9 +1,9 @@
 // Matrix products of 2 to 32 rows, with what comes before and after them: see __init__.py.
 //
-// A pair of blocks computes some of the outputs, group by group, and each block has every other slice of
-// the columns: x is read once for 64 or 128 rows of weights, what both add up stays between them. Half of a
-// block's warps copy, as far ahead as there is shared memory, weights before the kernel before has ended.
-// The others split a stage.
+// A cluster of two blocks computes some of the outputs, group by group, and each block has every other
+// slice of the columns: x is read once for 64 or 128 rows of weights, what both add up stays between
+// them. Half of a block's warps copy, as far ahead as there is shared memory, weights before the kernel
+// before has ended. The others split a stage.
 //
 //   unit   16 outputs, the tensor cores' rows; if gated 16 gates and their 16 ups
 //   tile   a unit's 16 rows of weights, or of one of its parts
@@ -11,7 +11,7 @@
 //   stage  SLICE columns of a group's weights, and of x
 //
 // Nobody waits for the ring while a group ends, or releases anything, which would wait for all copies
-// on their way: sums travel by stores that the other block's signal counts (docs/log/gemm.md).
+// in flight: sums travel by stores that the other block's barrier counts (docs/log/gemm.md).
 #include "output.cuh"
 #include "producer.cuh"
 
@@ -20,7 +20,7 @@ namespace {
 template <int ROWS, int TILES>
 using Sums = float[Tiling<ROWS, TILES>::TILES_OF_WARP][ROWS / 8][4];
 
-// Of two windows, from `first` on.
+// Multiplies two windows, from `first` on.
 template <int ROWS, int TILES>
 __device__ __forceinline__ void multiply_windows(Sums<ROWS, TILES>& sums, const Stage<ROWS, TILES>& stage,
                                                  int first, int num_tiles, const Lane& me) {
@@ -66,19 +66,19 @@ template <int ROWS, int TILES>
 __device__ __forceinline__ void hand_over(const Sums<ROWS, TILES>& sums, Shared<ROWS, TILES>& shared,
                                           int buffer, int num_tiles, const Lane& me) {
     using Own = Tiling<ROWS, TILES>;
-    const int columns = me.warp % Own::PARTS_OF_SLICE, rank = rank_in_pair();
+    const int columns = me.warp % Own::PARTS_OF_SLICE, rank = cluster_rank();
 #pragma unroll
     for (int t = 0; t < Own::TILES_OF_WARP; t++) {
         const int tile = t * Own::TEAMS + me.warp / Own::PARTS_OF_SLICE;
         if (tile >= num_tiles) break;
 #pragma unroll
         for (int n = 0; n < ROWS / 8; n++)
-            send(shared.sums[buffer][rank][columns][tile % Own::OWN_TILES][n][me.lane], sums[t][n],
+            store_remote(shared.sums[buffer][rank][columns][tile % Own::OWN_TILES][n][me.lane], sums[t][n],
                  shared.is_summed[buffer], tile / Own::OWN_TILES);
     }
 }
 
-// Of the norm before, by the sums of squares that its product left.
+// The factors of the norm before, by the sums of squares that its product left.
 template <int ROWS, int TILES>
 __device__ __forceinline__ void find_factors(const Args& args, Shared<ROWS, TILES>& shared,
                                              const Lane& me) {
@@ -100,31 +100,31 @@ __device__ __forceinline__ void work(const Args& args, Shared<ROWS, TILES>& shar
     const Lane me = {thread / 32, lane, lane / 4, lane % 4};
     Walk<TILES, PARTS> walk(args);
     wait_kernel_before();
-    wait_for_pair();  // its signals are open
+    cluster_wait();  // its barriers are initialised
     if (args.squares != nullptr) find_factors(args, shared, me);
-    Turn<Shared<ROWS, TILES>::STAGES> turn;
-    Turn<1> read;
-    for (Turn<2> buffer; walk.has_stage(); buffer.next()) {
+    PipelineState<Shared<ROWS, TILES>::STAGES> state;
+    PipelineState<1> read;
+    for (PipelineState<2> buffer; walk.has_stage(); buffer.next()) {
         const int unit = walk.unit, num_tiles = walk.num_tiles();
-        const int num_own = part_of(num_tiles, rank_in_pair() * Own::OWN_TILES, Own::OWN_TILES);
-        Signal& is_summed = shared.is_summed[buffer.place];
+        const int num_own = part_of(num_tiles, cluster_rank() * Own::OWN_TILES, Own::OWN_TILES);
+        Barrier& is_summed = shared.is_summed[buffer.index];
         if (thread == 0 && num_own > 0)
-            expect_bytes(is_summed, num_own * 2 * Own::PARTS_OF_SLICE * FEATURES * ROWS * 4);
+            arrive_and_expect_tx(is_summed, num_own * 2 * Own::PARTS_OF_SLICE * FEATURES * ROWS * 4);
         Sums<ROWS, TILES> sums = {};
-        for (; walk.unit == unit; walk.next(), turn.next()) {
-            wait_signal(shared.full[turn.place], turn.parity);
-            multiply<ROWS, TILES>(sums, shared.stages[turn.place], walk.num_columns(), num_tiles, me);
+        for (; walk.unit == unit; walk.next(), state.next()) {
+            wait_barrier(shared.full[state.index], state.phase);
+            multiply<ROWS, TILES>(sums, shared.stages[state.index], walk.num_columns(), num_tiles, me);
             sync_warp();
-            if (lane == 0) arrive(shared.empty[turn.place]);
+            if (lane == 0) arrive(shared.empty[state.index]);
         }
         const auto output = [&](int i) { return Outputs(args, unit, num_tiles / PARTS, i); };
         const Outputs first = output(0), second = output(Outputs::NUM - 1);
-        wait_signal(shared.is_read, read.parity ^ 1);
-        hand_over<ROWS, TILES>(sums, shared, buffer.place, num_tiles, me);
+        wait_barrier(shared.is_read, read.phase ^ 1);
+        hand_over<ROWS, TILES>(sums, shared, buffer.index, num_tiles, me);
         if (num_own == 0) break;  // of the last group
-        wait_signal(is_summed, buffer.parity);
-        first.store(args, shared, buffer.place);
-        if constexpr (Outputs::NUM == 2) second.store(args, shared, buffer.place);
+        wait_barrier(is_summed, buffer.phase);
+        first.store(args, shared, buffer.index);
+        if constexpr (Outputs::NUM == 2) second.store(args, shared, buffer.index);
         sync_warp();
         if (lane == 0) arrive(shared.is_read);
         read.next();
@@ -137,39 +137,39 @@ __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) skinny_gemm(const
     auto& shared = *reinterpret_cast<Own*>(shared_memory());
     if (thread_index() == 0) {
         for (int i = 0; i < Own::STAGES; i++)
-            open_signal<PRODUCERS>(shared.full[i]), open_signal<WARPS>(shared.empty[i]);
-        for (Signal& signal : shared.is_summed) open_signal(signal);
-        open_signal<WARPS>(shared.is_read);
-        show_signals();
+            init_barrier<PRODUCERS>(shared.full[i]), init_barrier<WARPS>(shared.empty[i]);
+        for (Barrier& barrier : shared.is_summed) init_barrier(barrier);
+        init_barrier<WARPS>(shared.is_read);
+        fence_barrier_init();
     }
     start_kernel_after();
-    arrive_in_pair();
+    cluster_arrive();
     sync_block();
     if (thread_index() < THREADS)
         work<ROWS, TILES, PARTS, ADD>(args, shared);
     else
         Producer<ROWS, TILES, PARTS>(args, shared).copy();
-    arrive_in_pair();
-    wait_for_pair();  // nobody sends to a block that has ended
+    cluster_arrive();
+    cluster_wait();  // nobody sends to a block that has ended
 }
 
 template <int ROWS, int TILES, int PARTS, bool ADD>
-int launch_tiled(const Args& args, int num_pairs, void* stream) {
-    return launch_kernel(skinny_gemm<ROWS, TILES, PARTS, ADD>, args, 2 * num_pairs, THREADS + PRODUCERS * 32,
-                         static_cast<int>(sizeof(Shared<ROWS, TILES>)), stream, Order::EARLY, 2);
+int launch_tiled(const Args& args, int num_clusters, void* stream) {
+    return launch_kernel(skinny_gemm<ROWS, TILES, PARTS, ADD>, args, 2 * num_clusters,
+                         THREADS + PRODUCERS * 32, static_cast<int>(sizeof(Shared<ROWS, TILES>)), stream, Order::EARLY, 2);
 }
 
-// Where columns are few, as many tiles to a stage as a pair has, and one group: between groups warps
+// Where columns are few, as many tiles to a stage as a cluster has, and one group: between groups warps
 // have nothing to multiply.
 template <int ROWS, int PARTS, bool ADD>
 int launch(const Args& args, int num_blocks, void* stream) {
     const int num_units = (args.features + FEATURES - 1) / FEATURES;
-    const int num_pairs = num_blocks / 2 < num_units ? num_blocks / 2 : num_units;
-    const int num_tiles = (num_units * PARTS + num_pairs - 1) / num_pairs;  // of a pair
+    const int num_clusters = num_blocks / 2 < num_units ? num_blocks / 2 : num_units;
+    const int num_tiles = (num_units * PARTS + num_clusters - 1) / num_clusters;  // of a cluster
     if constexpr (ROWS >= 16)
         if (num_tiles > 4 && num_tiles <= 8 && args.size <= FEW_COLUMNS)
-            return launch_tiled<ROWS, 8, PARTS, ADD>(args, num_pairs, stream);
-    return launch_tiled<ROWS, 4, PARTS, ADD>(args, num_pairs, stream);
+            return launch_tiled<ROWS, 8, PARTS, ADD>(args, num_clusters, stream);
+    return launch_tiled<ROWS, 4, PARTS, ADD>(args, num_clusters, stream);
 }
 
 template <int ROWS>

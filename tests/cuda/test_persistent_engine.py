@@ -1,6 +1,6 @@
-"""A whole engine whose captured decode steps are run by the one kernel, on the CPU.
+"""A whole engine whose captured decode steps are run by the persistent kernel, on the CPU.
 
-The kernel is emulated (emulator.h), graphs are recordings, and the trial finds what it is told to.
+The kernel is emulated (emulator.h), graphs are recordings, and tests say what the autotune finds.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ def kernel(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedL
 def answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], **args: Any
 ) -> tuple[list[RequestOutput], Any]:
-    """To all prompts at once and to the first alone; and the engine's ways. `seconds`: what the
-    trial finds of the layers and of the one kernel."""
+    """To all prompts at once and to the first alone; and its decode kernels. `seconds`: what the
+    autotune finds of the layers and of the persistent kernel."""
     monkeypatch.setattr(DecodeAutotune, "__call__", lambda self, slots, replays: seconds)
     with LLM(str(folder), **ARGS | args) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         outputs += llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
         llm.engine.check_idle()
-        return outputs, llm.engine.startup["decode_ways"]
+        return outputs, llm.engine.startup["decode_kernels"]
 
 
 def margins(outputs: list[RequestOutput]) -> list[float]:
@@ -136,12 +136,12 @@ def margins(outputs: list[RequestOutput]) -> list[float]:
 def test_the_same_tokens_as_by_the_layers(
     kernel: RecordedLaunch, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_layers, ways = answers(folder, monkeypatch, [1.0, 1.0])
-    assert ways == {"layers": [2, 12]}
+    by_layers, kernels = answers(folder, monkeypatch, [1.0, 1.0])
+    assert kernels == {"layers": [2, 12]}
     assert min(margins(by_layers)) > 0.3
     before = kernel.num_launches
-    ours, ways = answers(folder, monkeypatch, [1.0, 0.9])
-    assert ways == {"one kernel": [2], "layers": [12]}
+    ours, kernels = answers(folder, monkeypatch, [1.0, 0.9])
+    assert kernels == {"persistent": [2], "layers": [12]}
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in by_layers]
     in_capture, of_each_call = 2, GREEDY.max_tokens - 1  # the first token is the prefill's
     assert kernel.num_launches - before >= in_capture + 2 * of_each_call
@@ -155,7 +155,7 @@ def test_the_same_tokens_as_by_the_layers(
 def test_where_it_is_not_asked(
     kernel: RecordedLaunch, folder: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]
 ) -> None:
-    _, ways = answers(folder, monkeypatch, [1.0, 0.5], **args)
+    _, kernels = answers(folder, monkeypatch, [1.0, 0.5], **args)
     sizes = args.get("cuda_graph_sizes", ARGS["cuda_graph_sizes"])
-    assert ways == (None if "enforce_eager" in args else {"layers": sizes})
+    assert kernels == (None if "enforce_eager" in args else {"layers": sizes})
     assert kernel.num_launches == 0
