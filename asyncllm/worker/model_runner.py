@@ -106,15 +106,13 @@ class ModelRunner:
             return self._executor.submit(
                 lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape
             )
-        begun = self._executor.begin(lambda: self._forward(step, graph), shape)
+        end = self._executor.begin(lambda: self._forward(step, graph), shape)
 
-        def end(masks: TokenMasks) -> LaunchedStep:
+        def sample(masks: TokenMasks) -> LaunchedStep:
             edits = self._packer.pack_edits(step)  # now: the tokens will move on
-            return begun.end(
-                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks)
-            )
+            return end(lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks))
 
-        return HostStep(end)
+        return HostStep(sample)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
