@@ -20,8 +20,7 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.graphs.token_buffers import MixedGraphs, TokenBuffers, forward
 from asyncllm.models.base import CausalLM
 from asyncllm.step_plan import StepKind, StepShape
-from asyncllm.worker.decode_rows import FillDecodes
-from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.device_state import DeviceState, FillDecodes
 from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges, StepTokens
 from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.staging import Staging

@@ -8,6 +8,7 @@ the runner calls `clear`: a graph's functions are the runner's own, so each woul
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -16,9 +17,8 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_kernels import DecodeKernel
-from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool, Recorded
-from asyncllm.graphs.sized_graphs import SizedGraphs
+from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
 from asyncllm.progress import DELAY_S, ProgressBar
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.model_runner import ModelRunner
@@ -44,7 +44,7 @@ class StepCaptures:
         self._device = device
         self._progress = progress
         self._pool = GraphPool(before_capture=before_capture)
-        self._pending = PendingCaptures()
+        self._pending: deque[Callable[[], None]] = deque()  # in their order
 
     def __len__(self) -> int:
         """How many are left for idle moments."""
@@ -89,7 +89,7 @@ class StepCaptures:
         """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
         implementations are timed."""
         try:
-            self._pending.capture_one()
+            self._pending.popleft()()  # done also where it raises: it is not tried for ever
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
             logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
             self._pending.clear()

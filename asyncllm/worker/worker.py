@@ -6,10 +6,10 @@ to the engine what follows: how many pages there are, how long a context may be,
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,14 +32,13 @@ from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
 from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
-from asyncllm.worker.kv_memory import allocate_cache, begin_host_pages, kv_page_bytes
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
-    MemoryPlan,
+    allocate_cache,
+    begin_host_pages,
     forward_without_attention,
     measure_swap_cost,
     plan_memory,
-    profile_step,
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
@@ -49,12 +48,26 @@ from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
-from asyncllm.worker.worker_command import CaptureGraph, ClearPages, WorkerCommand
-
-logger = logging.getLogger("asyncllm")
 
 # Lengths that bring in the kernel variants: one token, few, many. The largest was the profile's.
 WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class ClearPages:
+    """Zero these pages, after all that was launched before."""
+
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureGraph:
+    """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
+
+
+# Work beside the steps, in the order of launches and commands. A record of numbers, as a
+# `PackedStep` is: whatever has a share of the model does the same in the same order.
+WorkerCommand = ClearPages | CaptureGraph
 
 
 class Worker:
@@ -78,7 +91,7 @@ class Worker:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
-        host_pages = begin_host_pages(config, self._dtype, self.device)
+        host_pages = begin_host_pages(config, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
             kernels, ops = self._begin_kernels(early)
@@ -89,10 +102,10 @@ class Worker:
             model, loading = self._load_model(ops, early, progress)
         with self._phase("profile"):
             early.wait_for_hash()
-            self.memory = self._plan_memory(model)
+            self.memory = plan_memory(model, config, self.device)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
-            cache = allocate_cache(config, num_pages, host_pages, self._dtype, self.device)
+            cache = allocate_cache(config, num_pages, host_pages, self.device)
             state, self.token_masks = self._allocate_state()
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)
@@ -193,11 +206,6 @@ class Worker:
     def _run_one_row(self, model: CausalLM) -> torch.Tensor:
         """Weights may be missing."""
         return model.compute_logits(forward_without_attention(model, 1, self.device))
-
-    def _plan_memory(self, model: CausalLM) -> MemoryPlan:
-        peak_bytes = profile_step(model, self._config, self.device)
-        page_bytes = kv_page_bytes(self._config, self._dtype)
-        return plan_memory(self._config, page_bytes, peak_bytes, self.device)
 
     def _allocate_state(self) -> tuple[DeviceState, TokenMaskBuffer]:
         """The tensors that have a row for each slot."""

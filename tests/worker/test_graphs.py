@@ -32,7 +32,7 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.layers.embedding import Embedding
 from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.worker import kernels, static_inputs, step_captures, worker
-from asyncllm.worker.decode_rows import fill_decodes_torch
+from asyncllm.worker.device_state import fill_decodes_torch
 from asyncllm.worker.packed_step import SlotChanges, StepTokens
 from tests.engine.builders import finish, make_request, make_scheduler
 from tests.worker.recorded_graph import ForgetfulGraph, ForgetfulPool, RecordedGraph
