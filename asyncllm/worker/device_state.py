@@ -129,10 +129,9 @@ def gather_slots_torch(state: DeviceState, slots: torch.Tensor) -> SlotRows:
     return SlotRows(state.last_tokens[slots], positions, positions + 1, state.block_tables[slots])
 
 
-# (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows
-# of a step with prefills. Fills the first
-# tokens, and counts them. A padding row (slot 0) leaves its token alone; its position is -1.
-# Only enqueues, and may be captured.
+# (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows of decodes beside
+# prefills. Fills the first tokens, and counts them. A padding row (slot 0) leaves its token alone;
+# its position is -1. Only enqueues, and may be captured.
 FillDecodes = Callable[[DeviceState, torch.Tensor, TokenBuffers, int], DecodeRows]
 
 

@@ -49,13 +49,12 @@ class StaticInputs:
         self.write_slots = ours.write_slots
         self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
 
-    def holds(self, decode_slots: np.ndarray) -> bool:
-        """Whether these are the decodes of the last step, so that nothing needs to be brought."""
+    def put_decodes(self, slots: np.ndarray, changes: SlotChanges) -> None:
+        """The rows of a step of decodes alone, unless they are those of the last step."""
         held = self._decode_slots
-        return decode_slots is held or (held is not None and np.array_equal(decode_slots, held))
-
-    def put_decodes(self, slots: np.ndarray, changes: SlotChanges = NO_CHANGES) -> None:
-        """The rows of a step of decodes alone."""
+        is_held = slots is held or (held is not None and np.array_equal(slots, held))
+        if is_held and changes is NO_CHANGES:
+            return
         self._decode_slots = slots
         with self._buffers as buffer:
             buffer.begin(slots, changes)
@@ -167,6 +166,8 @@ class SlotWriter:
 
     def write_most(self, changes: SlotChanges) -> SlotChanges:
         """Write what one step's inputs have no room for; the rest, returned, comes with them."""
+        if changes is NO_CHANGES:
+            return changes
         *pieces, last = changes.split(MAX_RECORDS, MAX_ENTRIES)
         for piece in pieces:
             self._inputs.put_decodes(NO_SLOTS, piece)

@@ -98,8 +98,8 @@ class StepCaptures:
         """Let go of all that is captured, which holds the runner's own methods: a circle."""
         self._pending.clear()
         runner = self._runner
-        runner.graphs = runner.masked_graphs = None
-        runner.mixed.graphs = runner.mixed.sample_graphs = None
+        runner.graphs = runner.mixed.graphs = None
+        runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle."""

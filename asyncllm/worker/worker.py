@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
@@ -42,10 +41,8 @@ from asyncllm.worker.memory import (
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
-from asyncllm.worker.static_inputs import StaticInputs
 from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
-from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
@@ -110,7 +107,17 @@ class Worker:
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
-        self.runner = self._make_runner(model, cache, attention, state, kernels)
+        self.runner = ModelRunner(
+            config,
+            model,
+            cache,
+            attention,
+            state,
+            kernels,
+            self._executor,
+            self._processors,
+            self.token_masks,
+        )
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(
@@ -214,30 +221,6 @@ class Worker:
         pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
         state = DeviceState(num_slots, pages_per_sequence, vocab_size, self.device)
         return state, TokenMaskBuffer(num_slots, vocab_size, self.device)
-
-    def _make_runner(
-        self,
-        model: CausalLM,
-        cache: KVCache,
-        attention: AttentionBackend,
-        state: DeviceState,
-        kernels: SlotKernels,
-    ) -> ModelRunner:
-        config = self._config
-        most_captured = max(config.prefill_graph_sizes, default=0)
-        return ModelRunner(
-            model=model,
-            cache=cache,
-            attention=attention,
-            state=state,
-            kernels=kernels,
-            executor=self._executor,
-            packer=StepPacker(config.num_slots, config.block_size),
-            processors=self._processors,
-            masks=self.token_masks,
-            inputs=StaticInputs(most_captured, config.num_slots, self.device),
-            device=self.device,
-        )
 
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
         """On the current stream, and in the threads of what else is to be compiled."""
