@@ -8,9 +8,8 @@ The records are generic: of numpy arrays on the host, of tensors once they are o
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -77,25 +76,6 @@ class SamplingExtras(NamedTuple, Generic[A]):
 DeviceExtras = SamplingExtras[torch.Tensor]
 NO_EXTRAS: SamplingExtras[np.ndarray] = SamplingExtras()
 NO_DEVICE_EXTRAS: DeviceExtras = SamplingExtras()
-
-
-def arrays_of(record: tuple[Any, ...]) -> Iterator[np.ndarray]:
-    """The arrays of a record and of the records in it, in order."""
-    for field in record:
-        if isinstance(field, tuple):
-            yield from arrays_of(field)
-        elif field is not None:
-            yield field
-
-
-def with_tensors(record: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The record with the next tensors in place of its arrays."""
-    if record is None:
-        return None
-    if not isinstance(record, tuple):
-        return next(tensors)
-    fields = [with_tensors(field, tensors) for field in record]
-    return type(record)(*fields) if hasattr(record, "_fields") else tuple(fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from asyncllm.graphs.pool import Recorded
 from asyncllm.models.base import CausalLM
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
@@ -69,26 +70,46 @@ class _TokenBuffer:
         return self._first[number]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The outputs of a step's forward pass and sampling, on the device."""
+class Forwarded(NamedTuple):
+    """The outputs of the forward pass that sampling reads, on the device. More rows than the step's
+    are padding, behind them."""
 
-    tokens: torch.Tensor  # int32 [rows or more]
-    logits: torch.Tensor  # [rows, V], raw; more where no logprobs are wanted
-    logprob_ids: torch.Tensor | None  # int32 [rows, ids]: named for logprobs
+    logits: torch.Tensor  # [rows, V], raw
+    slots: torch.Tensor  # int32 [rows]
+    positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: as the slots say
+    tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
+    extras: DeviceExtras
     prompt_logprobs: SequenceOf[LogprobTensors]  # the pieces of all rows that want them, in order
-    failures: dict[int, Exception]  # of logits processors, by row
+    # Tokens of all rows, by masks that were uploaded for all; None where that is not captured.
+    resample: Recorded | None = None
+
+    def first(self, num_rows: int) -> Forwarded:
+        """The step's rows alone."""
+        return self._replace(
+            logits=self.logits[:num_rows],
+            slots=self.slots[:num_rows],
+            positions=None if self.positions is None else self.positions[:num_rows],
+            tokens=None if self.tokens is None else self.tokens[:num_rows],
+        )
 
 
-def fetch(step: PackedStep, plan: StepPlan, sampled: Sampled, buffers: ResultBuffers) -> Collect:
-    token_ids = buffers.fetch(sampled.tokens, len(step.sampled_slots))
+def fetch(
+    step: PackedStep,
+    plan: StepPlan,
+    forwarded: Forwarded,
+    tokens: torch.Tensor,
+    failures: dict[int, Exception],
+    buffers: ResultBuffers,
+) -> Collect:
+    """tokens: int32 [rows or more]. failures: of logits processors, by row."""
+    token_ids = buffers.fetch(tokens, len(step.sampled_slots))
     logprobs = None
     if step.num_top_logprobs is not None:
         tensors = gather_logprobs(
-            sampled.logits, sampled.tokens, step.num_top_logprobs, sampled.logprob_ids
+            forwarded.logits, tokens, step.num_top_logprobs, forwarded.extras.logprob_ids
         )
         logprobs = _logprobs_to_host(tensors)
-    prompt = [_logprobs_to_host(tensors) for tensors in sampled.prompt_logprobs]
+    prompt = [_logprobs_to_host(tensors) for tensors in forwarded.prompt_logprobs]
 
     def collect() -> StepResult:
         params = [seq.request.sampling_params for seq in plan.sampled] if logprobs else []
@@ -96,7 +117,7 @@ def fetch(step: PackedStep, plan: StepPlan, sampled: Sampled, buffers: ResultBuf
             token_ids(),
             _sample_logprobs(params, logprobs) if logprobs is not None else None,
             _split_prompt_logprobs(step.prompt_logprobs, prompt),
-            sampled.failures,
+            failures,
         )
 
     return collect
@@ -127,13 +148,7 @@ def prompt_logprobs(
 
 
 def _logprobs_to_host(tensors: LogprobTensors) -> LogprobTensors:
-    return LogprobTensors(
-        _to_host(tensors.logprobs),
-        _to_host(tensors.ranks),
-        _to_host(tensors.top_ids),
-        _to_host(tensors.top_logprobs),
-        None if tensors.named_logprobs is None else _to_host(tensors.named_logprobs),
-    )
+    return LogprobTensors._make(None if each is None else _to_host(each) for each in tensors)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,16 +159,9 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
-    return [
-        TokenLogprobs(*entry)
-        for entry in zip(
-            tensors.logprobs.tolist(),
-            tensors.ranks.tolist(),
-            tensors.top_ids.tolist(),
-            tensors.top_logprobs.tolist(),
-            strict=True,
-        )
-    ]
+    columns = tensors.logprobs, tensors.ranks, tensors.top_ids, tensors.top_logprobs
+    entries = zip(*(column.tolist() for column in columns), strict=True)
+    return [TokenLogprobs(*entry) for entry in entries]
 
 
 def _sample_logprobs(
