@@ -21,7 +21,7 @@ from asyncllm.step_plan import StepKind, StepShape
 
 @dataclass(eq=False)
 class FullGraphs:
-    """A `MixedGraphs`, for steps of up to as many tokens as `buffers` has."""
+    """For steps of up to as many tokens as `buffers` has. Has the methods of `PiecewiseGraphs`."""
 
     step_attention: StepAttention
     write_changes: WriteChanges
@@ -31,7 +31,7 @@ class FullGraphs:
     forward: Forward
     clear: Clear
     pool: GraphPool
-    writes_changes = True
+    writes_changes = True  # a replay begins with the step's changes of slots
 
     def __post_init__(self) -> None:
         self.most_decodes = min(self.most_decodes, self.step_attention.max_decodes)
@@ -40,6 +40,7 @@ class FullGraphs:
         }
 
     def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
+        """The shape that such a step is padded to; None: it has no graph."""
         attention = self.step_attention
         if (
             num_decodes > self.most_decodes
@@ -52,11 +53,14 @@ class FullGraphs:
         return None if size is None else StepShape(kind, size)
 
     def capture(self, size: int) -> None:
+        """Capture steps of `size` tokens on the current stream, between two steps; largest first
+        saves memory."""
         self.clear()
         for kind, graphs in self._graphs.items():
             graphs.add(size, self.pool.record(partial(self._run, kind, size)))
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
+        """Run the step whose tokens are in the static inputs. decode_positions: int32 [decodes]."""
         self.step_attention.prepare(len(decode_positions), prefills)
         self._graphs[shape.kind][shape.size].replay()
 

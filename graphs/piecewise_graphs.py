@@ -25,7 +25,7 @@ from asyncllm.step_plan import StepKind, StepShape
 
 @dataclass(eq=False)
 class PiecewiseGraphs:
-    """A `MixedGraphs`, for steps of up to as many tokens as `buffers` has."""
+    """For steps of up to as many tokens as `buffers` has. Has the methods of `FullGraphs`."""
 
     layers: Sequence[AttentionLayer]
     bind_attention: BindAttention

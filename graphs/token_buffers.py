@@ -1,9 +1,9 @@
-"""A mixed step's tokens on the device, the forward pass over them, and the graphs of such steps."""
+"""A mixed step's tokens on the device, and the forward pass over them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from asyncllm.attention.base import (
     Rotation,
 )
 from asyncllm.models.base import CausalLM, TokenInputs
-from asyncllm.step_plan import StepShape
 
 
 class TokenBuffers(NamedTuple):
@@ -77,22 +76,3 @@ ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
 Clear = Callable[[], object]
 # The step's changes of slots, which its decodes read: before them.
 WriteChanges = Callable[[], object]
-
-
-class MixedGraphs(Protocol):
-    """Captured steps with prefills: full graphs, or pieces with attention between them."""
-
-    writes_changes: bool  # a replay begins with the step's changes of slots
-
-    def capture(self, size: int) -> None:
-        """Capture steps of `size` tokens on the current stream, between two steps; largest first
-        saves memory."""
-        ...
-
-    def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
-        """The shape that such a step is padded to; None: it has no graph."""
-        ...
-
-    def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
-        """Run the step whose tokens are in the static inputs. decode_positions: int32 [decodes]."""
-        ...

@@ -67,24 +67,6 @@ class HostStep:
         return self._whole.device_times()
 
 
-class Executor(Protocol):
-    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep: ...
-
-    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]: ...
-
-    def between_steps(self) -> AbstractContextManager[None]:
-        """Work of the calling thread, after all steps so far; done when it is left."""
-        ...
-
-    def drain(self) -> None:
-        """Block until everything submitted is done; raises what a lost device raises."""
-        ...
-
-    def close(self) -> None:
-        """Drain and end the threads; nothing may be submitted afterwards."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _ThreadStep:
     future: Future[StepResult]
@@ -119,13 +101,16 @@ class ThreadExecutor:
         return end
 
     def between_steps(self) -> AbstractContextManager[None]:
+        """Work of the calling thread, after all steps so far; done when it is left."""
         self.drain()
         return nullcontext()
 
     def drain(self) -> None:
+        """Block until everything submitted is done; raises what a lost device raises."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
+        """Drain and end the threads; nothing may be submitted afterwards."""
         self._thread.shutdown(wait=True)
 
 
@@ -206,3 +191,6 @@ class StreamExecutor:
         self._waiter.close()
         self.stream.synchronize()
         _idle_streams.append(self.stream)
+
+
+Executor = ThreadExecutor | StreamExecutor

@@ -96,18 +96,15 @@ def _num_pages(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
-        reserve = GRAPH_RESERVE_BYTES + _prefill_graph_bytes(config, peak_bytes)
+        reserve = GRAPH_RESERVE_BYTES
+        if config.prefill_graph_sizes and not config.enforce_eager:
+            # Of the largest captured step: graphs keep their activations apart from eager steps'.
+            largest = config.prefill_graph_sizes[-1]
+            reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = config.max_num_seqs * -(-model_len // config.block_size)
     return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
-
-
-def _prefill_graph_bytes(config: EngineConfig, peak_bytes: int) -> int:
-    """Activations of the largest captured step: graphs keep theirs apart from eager steps'."""
-    if config.enforce_eager or not config.prefill_graph_sizes:
-        return 0
-    return peak_bytes * config.prefill_graph_sizes[-1] // config.max_num_batched_tokens
 
 
 def _kv_sizes(config: EngineConfig) -> tuple[int, int, int, int]:
@@ -165,16 +162,23 @@ def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
     return (time.perf_counter() - start) / num_tokens
 
 
-def measure_swap_cost(cache: KVCache, seconds_per_token: float) -> SwapCost | None:
-    """Time a round trip of the padding page; None where there are no host pages."""
-    if cache.host.shape[0] == 0:
-        return None
-    seconds = 0.0
-    for _ in range(2):  # the second is warm
-        start = time.perf_counter()
-        cache.swap_out([(0, 0)])
-        cache.swap_in([(0, 0)])
-        if cache.layers[0].device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return SwapCost(seconds / 2, seconds_per_token)
+def measure_swap_cost(
+    cache: KVCache, memory: MemoryPlan, seconds_per_token: float
+) -> SwapCost | None:
+    """Time a round trip of the padding page; None where there are no host pages. Waits for them;
+    raises `ValueError` naming the flag where they do not fit."""
+    try:
+        if cache.host.shape[0] == 0:
+            return None
+        for _ in range(2):  # the second is warm
+            start = time.perf_counter()
+            cache.swap_out([(0, 0)])
+            cache.swap_in([(0, 0)])
+            if cache.layers[0].device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+        return SwapCost(seconds / 2, seconds_per_token)
+    except (MemoryError, RuntimeError) as error:
+        raise ValueError(
+            f"no memory for {memory.num_host_pages} swapped KV pages: lower swap_space"
+        ) from error

@@ -17,7 +17,7 @@ from asyncllm.graphs.full_graphs import FullGraphs
 from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import MixedGraphs, ReadDecodes, TokenBuffers, forward
+from asyncllm.graphs.token_buffers import ReadDecodes, TokenBuffers, forward
 from asyncllm.models.base import CausalLM
 from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges, StepTokens
@@ -39,14 +39,16 @@ class MixedStep:
     slot_writer: SlotWriter
     read_decodes: ReadDecodes
     sampler: Sampler
-    dtype: torch.dtype  # of queries
+    dtype: torch.dtype  # of queries and hidden states
 
     def __post_init__(self) -> None:
-        self.graphs: MixedGraphs | None = None
+        self.graphs: FullGraphs | PiecewiseGraphs | None = None
         self.sample_graphs: SizedGraphs[Recorded] = SizedGraphs()  # by rows
         self._hidden: torch.Tensor | None = None  # that captured steps leave hidden states in
 
-    def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> MixedGraphs:
+    def make_graphs(
+        self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool
+    ) -> FullGraphs | PiecewiseGraphs:
         """Graphs of forward passes: full ones where attention can be captured, else piecewise. None
         is captured yet.
 

@@ -92,17 +92,15 @@ class SlotChanges:
         num_pieces = max(1, -(-num_records // max_records), -(-num_entries // max_entries))
         if num_pieces == 1:
             return [self]
-        pieces = []
-        for i in range(num_pieces):
-            records = slice(i * max_records, (i + 1) * max_records)
-            entries = slice(i * max_entries, (i + 1) * max_entries)
-            pieces.append(
-                SlotChanges(
-                    None if self.records is None else self.records[records],
-                    None if self.entries is None else self.entries[:, entries],
-                )
+        return [
+            SlotChanges(
+                None if self.records is None else self.records[i * max_records :][:max_records],
+                None
+                if self.entries is None
+                else self.entries[:, i * max_entries :][:, :max_entries],
             )
-        return pieces
+            for i in range(num_pieces)
+        ]
 
 
 NO_CHANGES = SlotChanges()

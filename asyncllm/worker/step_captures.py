@@ -33,7 +33,6 @@ class StepCaptures:
         self,
         config: EngineConfig,
         runner: ModelRunner,
-        device: torch.device,
         before_capture: Callable[[], None],
         *,
         progress: bool,
@@ -41,7 +40,6 @@ class StepCaptures:
         """before_capture: after a step has run as it is to be captured."""
         self._config = config
         self._runner = runner
-        self._device = device
         self._progress = progress
         self._pool = GraphPool(before_capture=before_capture)
         self._pending: deque[Callable[[], None]] = deque()  # in their order
@@ -50,17 +48,14 @@ class StepCaptures:
         """How many are left for idle moments."""
         return len(self._pending)
 
-    def prefills(self, dtype: torch.dtype) -> None:
-        """Capture steps with prefills: forward passes by their tokens, samples by their rows.
-
-        dtype: of hidden states.
-        """
+    def prefills(self) -> None:
+        """Capture steps with prefills: forward passes by their tokens, samples by their rows."""
         config, runner = self._config, self._runner
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
         if not sizes:
             return
         shape = max(sizes[-1], most_rows), config.model.hf_config.hidden_size
-        hidden = torch.zeros(shape, dtype=dtype, device=self._device)
+        hidden = torch.zeros(shape, dtype=runner.mixed.dtype, device=runner.inputs.token_ids.device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
         for size in first_sizes(config.cuda_graph_sizes):
