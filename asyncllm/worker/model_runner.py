@@ -37,11 +37,10 @@ from asyncllm.worker.packed_step import (
     padding_prompt,
 )
 from asyncllm.worker.sampler import Sampler
-from asyncllm.worker.staging import Staging
+from asyncllm.worker.staging import ResultBuffers, Staging
 from asyncllm.worker.static_inputs import SlotWriter, StaticInputs
 from asyncllm.worker.step_packer import NO_MOVES, StepPacker
-from asyncllm.worker.step_results import Forwarded, ResultBuffers, prompt_logprobs
-from asyncllm.worker.step_sampling import StepSampling
+from asyncllm.worker.step_sampling import Forwarded, StepSampling, prompt_logprobs
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 

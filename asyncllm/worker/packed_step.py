@@ -92,12 +92,11 @@ class SlotChanges:
         num_pieces = max(1, -(-num_records // max_records), -(-num_entries // max_entries))
         if num_pieces == 1:
             return [self]
+        records, entries = self.records, self.entries
         return [
             SlotChanges(
-                None if self.records is None else self.records[i * max_records :][:max_records],
-                None
-                if self.entries is None
-                else self.entries[:, i * max_entries :][:, :max_entries],
+                None if records is None else records[i * max_records :][:max_records],
+                None if entries is None else entries[:, i * max_entries :][:, :max_entries],
             )
             for i in range(num_pieces)
         ]

@@ -1,4 +1,4 @@
-"""Host arrays to device tensors, one copy per step however many arrays there are.
+"""Host arrays to device tensors, one copy per step however many arrays there are; tokens back.
 
 On CUDA the arrays of a step are packed into one pinned buffer, one of a few that rotate, and copied
 once. On the CPU a tensor owns its array.
@@ -6,7 +6,7 @@ once. On the CPU a tensor owns its array.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,3 +105,49 @@ _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
 }
+
+
+class ResultBuffers:
+    """Pinned buffers of `capacity` int32 tokens: the most rows that a step samples.
+
+    One per step in flight, kept for the next ones: pinned memory from torch's allocator costs an
+    event per tensor. A buffer is free again once it was read, so that of a step that failed is
+    simply never reused. On the CPU the tokens are where they should be.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._capacity = capacity
+        self._pinned = device.type == "cuda"
+        self._free: list[_TokenBuffer] = []
+
+    def fetch(self, tokens: torch.Tensor, num_rows: int) -> Callable[[], list[int]]:
+        """Enqueue the copy of `tokens`, int32; call the result once, after the step's end. What is
+        behind the first `num_rows` is padding."""
+        if not self._pinned:
+            return tokens[:num_rows].tolist
+        buffer = self._free.pop() if self._free else _TokenBuffer(self._allocate())
+        host = buffer.first(len(tokens))
+        host.copy_(tokens, non_blocking=True)
+
+        def read() -> list[int]:
+            token_ids: list[int] = host.tolist()
+            self._free.append(buffer)
+            return token_ids[:num_rows]
+
+        return read
+
+    def _allocate(self) -> torch.Tensor:
+        return torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)
+
+
+class _TokenBuffer:
+    """A buffer and views of its first tokens, made once each: captured steps have few sizes."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+        self._first: dict[int, torch.Tensor] = {}
+
+    def first(self, number: int) -> torch.Tensor:
+        if number not in self._first:
+            self._first[number] = self._whole[:number]
+        return self._first[number]

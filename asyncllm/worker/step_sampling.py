@@ -6,22 +6,57 @@ graph; else all rows of the step are sampled in full, and what a graph sampled i
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from asyncllm.graphs.pool import Recorded
+from asyncllm.models.base import CausalLM
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import NO_MASKS, StepResult, TokenMasks
+from asyncllm.types import NO_MASKS, StepResult, TokenLogprobs, TokenMasks
 from asyncllm.worker.executor import Collect
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.packed_step import PLAIN, Feature, LogitEdits, PackedStep
-from asyncllm.worker.sampler import Sampler
-from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_results import Forwarded, ResultBuffers, fetch
+from asyncllm.worker.packed_step import (
+    PLAIN,
+    DeviceExtras,
+    Feature,
+    LogitEdits,
+    PackedStep,
+    PromptLogprobs,
+)
+from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.staging import ResultBuffers, Staging
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
 HostEdits = LogitEdits[np.ndarray]
+PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
+
+
+class Forwarded(NamedTuple):
+    """The outputs of the forward pass that sampling reads, on the device. More rows than the step's
+    are padding, behind them."""
+
+    logits: torch.Tensor  # [rows, V], raw
+    slots: torch.Tensor  # int32 [rows]
+    positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: as the slots say
+    tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
+    extras: DeviceExtras
+    prompt_logprobs: SequenceOf[LogprobTensors]  # the pieces of all rows that want them, in order
+    # Tokens of all rows, by masks that were uploaded for all; None where that is not captured.
+    resample: Recorded | None = None
+
+    def first(self, num_rows: int) -> Forwarded:
+        """The step's rows alone."""
+        return self._replace(
+            logits=self.logits[:num_rows],
+            slots=self.slots[:num_rows],
+            positions=None if self.positions is None else self.positions[:num_rows],
+            tokens=None if self.tokens is None else self.tokens[:num_rows],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +90,7 @@ class StepSampling:
         elif tokens is None or step.features or is_masked:
             forwarded = forwarded.first(len(step.sampled_slots))
             tokens, failures = self._sample(step, plan, forwarded, edits, masks)
-        return fetch(step, plan, forwarded, tokens, failures, self.results)
+        return self._fetch(step, plan, forwarded, tokens, failures)
 
     def _sample(
         self,
@@ -84,3 +119,107 @@ class StepSampling:
             *rows, step.features, on_device, row_masks, process if is_processed else None
         )
         return tokens, failures
+
+    def _fetch(
+        self,
+        step: PackedStep,
+        plan: StepPlan,
+        forwarded: Forwarded,
+        tokens: torch.Tensor,
+        failures: dict[int, Exception],
+    ) -> Collect:
+        """Enqueue the copies to pinned memory; what is returned reads them, after the step's end.
+
+        tokens: int32 [rows or more]. failures: of logits processors, by row.
+        """
+        token_ids = self.results.fetch(tokens, len(step.sampled_slots))
+        logprobs = None
+        if step.num_top_logprobs is not None:
+            tensors = gather_logprobs(
+                forwarded.logits, tokens, step.num_top_logprobs, forwarded.extras.logprob_ids
+            )
+            logprobs = _logprobs_to_host(tensors)
+        prompt = [_logprobs_to_host(tensors) for tensors in forwarded.prompt_logprobs]
+
+        def collect() -> StepResult:
+            params = [seq.request.sampling_params for seq in plan.sampled] if logprobs else []
+            return StepResult(
+                token_ids(),
+                _sample_logprobs(params, logprobs) if logprobs is not None else None,
+                _split_prompt_logprobs(step.prompt_logprobs, prompt),
+                failures,
+            )
+
+        return collect
+
+
+def prompt_logprobs(
+    model: CausalLM,
+    hidden: torch.Tensor,
+    wanted: SequenceOf[PromptLogprobs],
+    extras: DeviceExtras,
+) -> list[LogprobTensors]:
+    """In pieces: logits of a whole prompt would not fit beside the KV cache.
+
+    hidden: of the step's tokens, [tokens, hidden_size].
+    """
+    pieces: list[LogprobTensors] = []
+    if not wanted:
+        return pieces
+    assert extras.prompt_targets is not None
+    targets = extras.prompt_targets.split([row.num_targets for row in wanted])
+    for row, of_row in zip(wanted, targets, strict=True):
+        for start in range(0, row.num_targets, PROMPT_LOGPROB_ROWS):
+            piece = of_row[start : start + PROMPT_LOGPROB_ROWS]
+            first = row.first_token + start
+            logits = model.compute_logits(hidden[first : first + len(piece)])
+            pieces.append(gather_logprobs(logits, piece, row.num_top))
+    return pieces
+
+
+def _logprobs_to_host(tensors: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors._make(None if each is None else _to_host(each) for each in tensors)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
+    columns = tensors.logprobs, tensors.ranks, tensors.top_ids, tensors.top_logprobs
+    entries = zip(*(column.tolist() for column in columns), strict=True)
+    return [TokenLogprobs(*entry) for entry in entries]
+
+
+def _sample_logprobs(
+    wanted: SequenceOf[SamplingParams], tensors: LogprobTensors
+) -> list[TokenLogprobs | None]:
+    """Per sampled row what its request asked for: the top few, or the tokens that it named."""
+    entries = _token_logprobs(tensors)
+    named = None if tensors.named_logprobs is None else tensors.named_logprobs.tolist()
+    result: list[TokenLogprobs | None] = []
+    for row, (entry, params) in enumerate(zip(entries, wanted, strict=True)):
+        num_others = params.num_logprobs
+        if num_others is None:
+            result.append(None)
+            continue
+        others: tuple[SequenceOf[int], SequenceOf[float]] = entry.top_ids, entry.top_logprobs
+        if params.logprob_token_ids:
+            assert named is not None, "a row named tokens, and none were looked up"
+            others = params.logprob_token_ids, named[row]
+        ids, logprobs = others
+        result.append(
+            TokenLogprobs(entry.logprob, entry.rank, ids[:num_others], logprobs[:num_others])
+        )
+    return result
+
+
+def _split_prompt_logprobs(
+    rows: SequenceOf[PromptLogprobs], pieces: list[LogprobTensors]
+) -> dict[int, list[TokenLogprobs]]:
+    """seq_id -> entries, from the pieces of all rows in order."""
+    entries = iter([entry for piece in pieces for entry in _token_logprobs(piece)])
+    return {row.seq_id: [next(entries) for _ in range(row.num_targets)] for row in rows}
