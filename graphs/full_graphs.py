@@ -7,56 +7,43 @@ twice: for prefills alone, and with decodes before them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
-from asyncllm.attention.base import AttentionBackend, PrefillRows, StepAttention
+from asyncllm.attention.base import PrefillRows, StepAttention
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import Clear, ReadDecodes, TokenBuffers, WriteChanges, forward
-from asyncllm.models.base import CausalLM
+from asyncllm.graphs.token_buffers import Clear, Forward, ReadDecodes, TokenBuffers, WriteChanges
 from asyncllm.step_plan import StepKind, StepShape
 
 
+@dataclass(eq=False)
 class FullGraphs:
-    """A `MixedGraphs`, for steps of up to as many tokens as `buffers` has."""
+    """For steps of up to as many tokens as `buffers` has. Has the methods of `PiecewiseGraphs`."""
 
-    writes_changes = True
+    step_attention: StepAttention
+    write_changes: WriteChanges
+    read_decodes: ReadDecodes
+    most_decodes: int  # of a step, where attention takes as many
+    buffers: TokenBuffers
+    forward: Forward
+    clear: Clear
+    pool: GraphPool
+    writes_changes = True  # a replay begins with the step's changes of slots
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        step_attention: StepAttention,
-        write_changes: WriteChanges,
-        read_decodes: ReadDecodes,
-        most_decodes: int,
-        buffers: TokenBuffers,
-        hidden: torch.Tensor,
-        clear: Clear,
-        pool: GraphPool,
-    ) -> None:
-        """hidden: for the last replay's hidden states, [most tokens or more, hidden_size]."""
-        self._model = model
-        self._attention = attention
-        self._step_attention = step_attention
-        self._write_changes = write_changes
-        self._read_decodes = read_decodes
-        self._most_decodes = min(most_decodes, step_attention.max_decodes)
-        self._buffers = buffers
-        self._clear = clear
-        self._pool = pool
-        self._hidden = hidden
+    def __post_init__(self) -> None:
+        self.most_decodes = min(self.most_decodes, self.step_attention.max_decodes)
         self._graphs: dict[StepKind, SizedGraphs[Recorded]] = {
             kind: SizedGraphs() for kind in (StepKind.MIXED, StepKind.PREFILL)
         }
 
     def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
-        attention = self._step_attention
+        """The shape that such a step is padded to; None: it has no graph."""
+        attention = self.step_attention
         if (
-            num_decodes > self._most_decodes
+            num_decodes > self.most_decodes
             or len(prefills.kv_lens) > attention.max_prefills
             or len(prefills.pages) > attention.max_pages
         ):
@@ -66,24 +53,22 @@ class FullGraphs:
         return None if size is None else StepShape(kind, size)
 
     def capture(self, size: int) -> None:
-        self._clear()
+        """Capture steps of `size` tokens on the current stream, between two steps; largest first
+        saves memory."""
+        self.clear()
         for kind, graphs in self._graphs.items():
-            graphs.add(size, self._pool.record(partial(self._forward, kind, size)))
+            graphs.add(size, self.pool.record(partial(self._run, kind, size)))
 
-    def replay(
-        self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows
-    ) -> torch.Tensor:
-        self._step_attention.prepare(len(decode_positions), prefills)
+    def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
+        """Run the step whose tokens are in the static inputs. decode_positions: int32 [decodes]."""
+        self.step_attention.prepare(len(decode_positions), prefills)
         self._graphs[shape.kind][shape.size].replay()
-        return self._hidden
 
-    def _forward(self, kind: StepKind, size: int) -> tuple[()]:
-        self._write_changes()
-        tokens = self._buffers.first(size)
+    def _run(self, kind: StepKind, size: int) -> tuple[()]:
+        self.write_changes()
+        tokens = self.buffers.first(size)
         decodes = None
         if kind is StepKind.MIXED:
-            decodes = self._read_decodes(min(size, self._most_decodes), tokens)
-        attend_rows = self._step_attention.bind(decodes, tokens.q, tokens.out)
-        hidden = forward(self._model, self._attention, tokens, attend_rows)
-        self._hidden[:size].copy_(hidden)
+            decodes = self.read_decodes(min(size, self.most_decodes), tokens)
+        self.forward(tokens, self.step_attention.bind(decodes, tokens.q, tokens.out))
         return ()

@@ -1,10 +1,9 @@
-"""A mixed step's tokens on the device, the forward pass over them, and the graphs of such steps."""
+"""A mixed step's tokens on the device, and the forward pass over them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +18,9 @@ from asyncllm.attention.base import (
     Rotation,
 )
 from asyncllm.models.base import CausalLM, TokenInputs
-from asyncllm.step_plan import StepShape
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBuffers:
+class TokenBuffers(NamedTuple):
     """A mixed step's tokens on the device. T tokens; all attention layers have one shape."""
 
     token_ids: torch.Tensor  # int32 [T]
@@ -42,31 +39,12 @@ class TokenBuffers:
             3, num_tokens, dtype=torch.int32, device=device
         ).unbind()
         write_slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        return cls.around(token_ids, positions, prompt_lens, write_slots, layer, dtype)
-
-    @classmethod
-    def around(
-        cls,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        prompt_lens: torch.Tensor,
-        write_slots: torch.Tensor,
-        layer: AttentionLayer,
-        dtype: torch.dtype,
-    ) -> TokenBuffers:
-        heads = (len(token_ids), layer.num_heads, layer.head_dim)
-        q, out = torch.zeros((2, *heads), dtype=dtype, device=token_ids.device).unbind()
+        heads = (num_tokens, layer.num_heads, layer.head_dim)
+        q, out = torch.zeros((2, *heads), dtype=dtype, device=device).unbind()
         return cls(token_ids, positions, prompt_lens, write_slots, q, out)
 
     def first(self, num_tokens: int) -> TokenBuffers:
-        return TokenBuffers(
-            self.token_ids[:num_tokens],
-            self.positions[:num_tokens],
-            self.prompt_lens[:num_tokens],
-            self.write_slots[:num_tokens],
-            self.q[:num_tokens],
-            self.out[:num_tokens],
-        )
+        return TokenBuffers(*(tensor[:num_tokens] for tensor in self))
 
 
 def forward(
@@ -85,6 +63,12 @@ def forward(
     return model.forward(inputs, AttentionMixer(attend))
 
 
+# (tokens, attention to be called with each layer after its write): leaves the hidden states where
+# captured steps have them
+Forward = Callable[[TokenBuffers, AttendRows], object]
+# (tokens, the decodes' positions int32 [decodes], prefills) -> attention over rows and pages that
+# the host knows
+BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]
 # (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
 ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
 # Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
@@ -92,28 +76,3 @@ ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
 Clear = Callable[[], object]
 # The step's changes of slots, which its decodes read: before them.
 WriteChanges = Callable[[], object]
-
-
-class MixedGraphs(Protocol):
-    """Captured steps with prefills: full graphs, or pieces with attention between them."""
-
-    writes_changes: bool  # a replay begins with the step's changes of slots
-
-    def capture(self, size: int) -> None:
-        """Capture steps of `size` tokens on the current stream, between two steps; largest first
-        saves memory."""
-        ...
-
-    def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
-        """The shape that such a step is padded to; None: it has no graph."""
-        ...
-
-    def replay(
-        self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows
-    ) -> torch.Tensor:
-        """Run the step whose tokens are in the static inputs: the buffer of hidden states, [size or
-        more, hidden_size], which holds them until the next replay.
-
-        decode_positions: int32 [decodes].
-        """
-        ...

@@ -34,8 +34,7 @@ from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import PersistentDecode
-from asyncllm.worker.worker import Worker
-from asyncllm.worker.worker_command import CaptureGraph
+from asyncllm.worker.worker import CaptureGraph, Worker
 
 REPEATS = 30
 PROFILED = 5

@@ -27,8 +27,7 @@ from asyncllm.engine.watchdog import Watchdog
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import HostStep
-from asyncllm.worker.worker import Worker
-from asyncllm.worker.worker_command import CaptureGraph
+from asyncllm.worker.worker import CaptureGraph, Worker
 
 logger = logging.getLogger("asyncllm")
 

@@ -21,8 +21,7 @@ from asyncllm.types import (
     SequenceStatus,
     StepResult,
 )
-from asyncllm.worker.worker import Worker
-from asyncllm.worker.worker_command import ClearPages
+from asyncllm.worker.worker import ClearPages, Worker
 
 FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of blame
 

@@ -21,8 +21,13 @@ needs an event. S = slots (running sequences + 1), P = pages per sequence, V = v
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from asyncllm.attention.base import DecodeRows
+from asyncllm.graphs.token_buffers import TokenBuffers
+from asyncllm.kernels.records import SlotRows
 from asyncllm.worker.packed_step import AllowedInit, PenaltyInit, SamplingExtras
 
 FLOAT_PARAMS = (
@@ -110,3 +115,38 @@ class DeviceState:
 def _set_true(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
     """table[rows, columns] = True, without a scalar that would have to travel to the device."""
     table.index_put_((rows, columns), torch.ones_like(columns, dtype=torch.bool))
+
+
+# (state, slots int32 [rows]) -> the rows of a step of decodes alone. Counts the inputs. Only
+# enqueues, and may be captured.
+GatherSlots = Callable[[DeviceState, torch.Tensor], SlotRows]
+
+
+def gather_slots_torch(state: DeviceState, slots: torch.Tensor) -> SlotRows:
+    """The reference `GatherSlots`."""
+    state.count_inputs(slots)
+    positions = state.positions[slots]
+    return SlotRows(state.last_tokens[slots], positions, positions + 1, state.block_tables[slots])
+
+
+# (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows of decodes beside
+# prefills. Fills the first tokens, and counts them. A padding row (slot 0) leaves its token alone;
+# its position is -1. Only enqueues, and may be captured.
+FillDecodes = Callable[[DeviceState, torch.Tensor, TokenBuffers, int], DecodeRows]
+
+
+def fill_decodes_torch(
+    state: DeviceState, slots: torch.Tensor, tokens: TokenBuffers, block_size: int
+) -> DecodeRows:
+    """The reference `FillDecodes`."""
+    state.count_inputs(slots)
+    first, is_valid = tokens.first(len(slots)), slots > 0
+    rows = DecodeRows(state.block_tables[slots], state.positions[slots])
+    for buffer, values in (
+        (first.token_ids, state.last_tokens[slots]),
+        (first.positions, rows.positions),
+        (first.prompt_lens, state.prompt_lens[slots]),
+        (first.write_slots, rows.write_slots(block_size)),
+    ):
+        buffer.copy_(torch.where(is_valid, values, buffer))
+    return DecodeRows(rows.block_tables, torch.where(is_valid, rows.positions, -1))

@@ -44,8 +44,8 @@ class EventWaiter:
 
     def __init__(self) -> None:
         self._last_end_s = 0.0  # of the clock, as seen by the host
-        # The last durations: decodes of any number of rows as one; few other shapes, and bounded.
-        self._step_s: dict[StepShape | StepKind, float] = {}
+        # The last durations: None: decodes of any number of rows; few other shapes, and bounded.
+        self._step_s: dict[StepShape | None, float] = {}
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncllm-wait", daemon=True)
         self._thread.start()
@@ -59,12 +59,10 @@ class EventWaiter:
             self._last_end_s = time.perf_counter()  # or earlier: no measure of a step
             return
         start_s = max(submitted_s, self._last_end_s)
-        kind = StepKind.DECODE if shape is None else shape.kind
-        key: StepShape | StepKind = kind
-        if shape is not None and kind is not StepKind.DECODE:
-            key = shape
+        is_decode = shape is None or shape.kind is StepKind.DECODE
+        key = None if is_decode else shape
         due_s = start_s + self._step_s.get(key, math.inf)  # not known: no end is near
-        before_s = POLL_S if kind is StepKind.DECODE else PROMPTS_POLL_S
+        before_s = POLL_S if is_decode else PROMPTS_POLL_S
         while -POLL_S < due_s - time.perf_counter() < before_s:
             await asyncio.sleep(0)
             if event.query():
@@ -94,14 +92,12 @@ class EventWaiter:
         if done.done():
             return
         try:
-            is_over = event.query()
+            if event.query():
+                done.set_result(None)
+            else:
+                asyncio.get_running_loop().call_later(LOOK_S, self._look, event, done)
         except Exception as error:  # the awaiting task gets it
             done.set_exception(error)
-            return
-        if is_over:
-            done.set_result(None)
-        else:
-            asyncio.get_running_loop().call_later(LOOK_S, self._look, event, done)
 
     def _run(self) -> None:
         while (waiting := self._queue.get()) is not None:

@@ -3,7 +3,8 @@
 `submit(work)` gives the device one step. `work()` does it and returns `collect`, which reads the
 results once the device is done. Steps run in the order of their submission, always: that order
 is what makes slots and pages reusable at once (see scheduler.py). `begin(first)` gives it the first
-part of a step, whose `end(rest)` may come later and from another thread, before anything else.
+part of a step; the function that it returns gives it the rest, later and from any thread, before
+anything else.
 Steps of one `shape` last about as long, which says how long the next of them is waited for.
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
@@ -17,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -29,7 +31,6 @@ from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 Collect = Callable[[], StepResult]
 Work = Callable[[], Collect]
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class LaunchedStep(Protocol):
@@ -40,12 +41,8 @@ class LaunchedStep(Protocol):
         ...
 
 
-class BegunStep(Protocol[T_co]):
-    """A step that the device has the first part of."""
-
-    def end(self, rest: Callable[[T_co], Collect]) -> LaunchedStep:
-        """Give it the rest, which gets what the first part returned."""
-        ...
+# Gives a begun step the rest of its work, which gets what the first part returned: once.
+EndStep = Callable[[Callable[[T], Collect]], LaunchedStep]
 
 
 class HostStep:
@@ -70,43 +67,16 @@ class HostStep:
         return self._whole.device_times()
 
 
-class Executor(Protocol):
-    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep: ...
-
-    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> BegunStep[T]: ...
-
-    def between_steps(self) -> AbstractContextManager[None]:
-        """Work of the calling thread, after all steps so far; done when it is left."""
-        ...
-
-    def drain(self) -> None:
-        """Block until everything submitted is done; raises what a lost device raises."""
-        ...
-
-    def close(self) -> None:
-        """Drain and end the threads; nothing may be submitted afterwards."""
-        ...
-
-
+@dataclass(slots=True, eq=False)
 class _ThreadStep:
-    def __init__(self, future: Future[StepResult], times: DeviceTimes) -> None:
-        self._future, self._times = future, times
+    future: Future[StepResult]
+    times: DeviceTimes
 
     async def wait(self) -> StepResult:
-        return await asyncio.wrap_future(self._future)
+        return await asyncio.wrap_future(self.future)
 
     def device_times(self) -> DeviceTimes:
-        return self._times
-
-
-class _ThreadBegun(Generic[T]):
-    def __init__(self, thread: ThreadPoolExecutor, first: Callable[[], T]) -> None:
-        self._thread, self._times = thread, DeviceTimes()
-        self._first = thread.submit(_begin, first, self._times)
-
-    def end(self, rest: Callable[[T], Collect]) -> LaunchedStep:
-        future = self._thread.submit(_end, self._first, rest, self._times)
-        return _ThreadStep(future, self._times)
+        return self.times
 
 
 class ThreadExecutor:
@@ -117,81 +87,64 @@ class ThreadExecutor:
 
     def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
         times = DeviceTimes()
-        return _ThreadStep(self._thread.submit(_run, work, times), times)
+        return _ThreadStep(self._thread.submit(_timed, lambda: work()(), times), times)
 
-    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> BegunStep[T]:
-        return _ThreadBegun(self._thread, first)
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
+        times = DeviceTimes()
+        begun = self._thread.submit(_timed, first, times)
+
+        def end(rest: Callable[[T], Collect]) -> LaunchedStep:
+            # `begun` is done by then, this thread's job before, and raises what `first` raised.
+            done = self._thread.submit(_timed, lambda: rest(begun.result())(), times)
+            return _ThreadStep(done, times)
+
+        return end
 
     def between_steps(self) -> AbstractContextManager[None]:
+        """Work of the calling thread, after all steps so far; done when it is left."""
         self.drain()
         return nullcontext()
 
     def drain(self) -> None:
+        """Block until everything submitted is done; raises what a lost device raises."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
+        """Drain and end the threads; nothing may be submitted afterwards."""
         self._thread.shutdown(wait=True)
 
 
 @torch.inference_mode()
-def _run(work: Work, times: DeviceTimes) -> StepResult:
-    times.started = time.monotonic()
-    result = work()()
+def _timed(work: Callable[[], T], times: DeviceTimes) -> T:
+    """A whole step, or a part of one."""
+    times.started = times.started or time.monotonic()
+    result = work()
     times.ended = time.monotonic()
     return result
 
 
-@torch.inference_mode()
-def _begin(first: Callable[[], T], times: DeviceTimes) -> T:
-    times.started = time.monotonic()
-    return first()
-
-
-@torch.inference_mode()
-def _end(first: Future[T], rest: Callable[[T], Collect], times: DeviceTimes) -> StepResult:
-    result = rest(first.result())()  # done: it was this thread's job before; raises what it raised
-    times.ended = time.monotonic()
-    return result
-
-
+@dataclass(slots=True, eq=False)
 class EventStep:
-    """A step that `done` ends. Made right after the last of its work was enqueued."""
+    """A step that `done` ends."""
 
-    def __init__(
-        self,
-        done: torch.cuda.Event,
-        collect: Collect,
-        waiter: EventWaiter,
-        timer: StepTimer,
-        shape: StepShape | None,
-    ) -> None:
-        self._done, self._collect, self._waiter = done, collect, waiter
-        self._timer, self._shape = timer, shape
-        self._submitted_s = timer.submitted_s
+    done: torch.cuda.Event
+    collect: Collect
+    waiter: EventWaiter
+    timer: StepTimer
+    shape: StepShape | None
 
     async def wait(self) -> StepResult:
-        await self._waiter.wait(self._done, self._submitted_s, self._shape)
-        self._timer.see()
-        return self._collect()
+        await self.waiter.wait(self.done, self.timer.submitted_s, self.shape)
+        self.timer.see()
+        return self.collect()
 
     def device_times(self) -> DeviceTimes:
-        return self._timer.times(self._done)
+        return self.timer.times(self.done)
 
 
 # Streams of closed engines, for the next one: torch keeps cuBLAS workspaces (64 MiB on Hopper) for
 # every stream that ever ran a product, so a new stream per engine would leak them.
 _idle_streams: list[torch.cuda.Stream] = []
-
-
-class _StreamBegun(Generic[T]):
-    def __init__(
-        self, executor: StreamExecutor, timer: StepTimer, value: T, shape: StepShape | None
-    ) -> None:
-        self._executor, self._timer, self._value, self._shape = executor, timer, value, shape
-
-    def end(self, rest: Callable[[T], Collect]) -> LaunchedStep:
-        with torch.inference_mode(), self._executor.stream:
-            return self._executor.close_step(self._timer, rest(self._value), self._shape)
 
 
 class StreamExecutor:
@@ -206,14 +159,20 @@ class StreamExecutor:
 
     def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
         with torch.inference_mode(), self.stream:
-            return self.close_step(StepTimer(self._clock, self.stream), work(), shape)
+            return self._end(StepTimer(self._clock, self.stream), work(), shape)
 
-    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> BegunStep[T]:
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
         with torch.inference_mode(), self.stream:
-            return _StreamBegun(self, StepTimer(self._clock, self.stream), first(), shape)
+            timer, value = StepTimer(self._clock, self.stream), first()
 
-    def close_step(self, timer: StepTimer, collect: Collect, shape: StepShape | None) -> EventStep:
-        """The end of a step, on the current stream."""
+        def end(rest: Callable[[T], Collect]) -> LaunchedStep:
+            with torch.inference_mode(), self.stream:
+                return self._end(timer, rest(value), shape)
+
+        return end
+
+    def _end(self, timer: StepTimer, collect: Collect, shape: StepShape | None) -> EventStep:
+        """Right after the last of the step's work was enqueued."""
         done = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits sleeps in the driver
         done.record(self.stream)
         return EventStep(done, collect, self._waiter, timer, shape)
@@ -232,3 +191,6 @@ class StreamExecutor:
         self._waiter.close()
         self.stream.synchronize()
         _idle_streams.append(self.stream)
+
+
+Executor = ThreadExecutor | StreamExecutor

@@ -19,11 +19,15 @@ from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemm.gemm_cache import GemmCache
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.worker.decode_rows import FillDecodes, fill_decodes_torch
+from asyncllm.worker.device_state import (
+    FillDecodes,
+    GatherSlots,
+    fill_decodes_torch,
+    gather_slots_torch,
+)
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
 from asyncllm.worker.slot_changes import WriteSlots, write_slots_torch
-from asyncllm.worker.slot_rows import GatherSlots, gather_slots_torch
 from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
 logger = logging.getLogger("asyncllm")

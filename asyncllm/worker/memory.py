@@ -1,4 +1,4 @@
-"""How many pages fit, how long a context may be, what moving a page costs.
+"""How many pages fit, their memory, how long a context may be, what moving a page costs.
 
 On CUDA a profiling run of the largest step shows what activations need; what is left of the allowed
 share is KV cache. On the CPU the KV cache gets a default share of the machine's memory, and no more
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.attention.base import AttentionLayer, AttentionMixer, Rotation
+from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.models.base import CausalLM, TokenInputs
@@ -32,7 +33,7 @@ class MemoryPlan:
     max_model_len: int
 
 
-def profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
+def _profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
     """Bytes that the largest step takes at most, by running it without its attention; 0 on a CPU,
     where none are set aside."""
     if device.type != "cuda":
@@ -62,13 +63,12 @@ def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) 
     return torch.zeros_like(qkv[:, : layer.num_heads]).flatten(1)
 
 
-def plan_memory(
-    config: EngineConfig, page_bytes: int, peak_bytes: int, device: torch.device
-) -> MemoryPlan:
+def plan_memory(model: CausalLM, config: EngineConfig, device: torch.device) -> MemoryPlan:
     """Pages on the device and the host, and the context window that they allow.
 
     Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
     """
+    page_bytes, peak_bytes = _page_bytes(config), _profile_step(model, config, device)
     model_len = config.max_model_len or config.model.context_window
     num_pages = _num_pages(config, page_bytes, peak_bytes, device, model_len)
     fits = num_pages * config.block_size
@@ -96,18 +96,61 @@ def _num_pages(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
-        reserve = GRAPH_RESERVE_BYTES + _prefill_graph_bytes(config, peak_bytes)
+        reserve = GRAPH_RESERVE_BYTES
+        if config.prefill_graph_sizes and not config.enforce_eager:
+            # Of the largest captured step: graphs keep their activations apart from eager steps'.
+            largest = config.prefill_graph_sizes[-1]
+            reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = config.max_num_seqs * -(-model_len // config.block_size)
     return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
 
 
-def _prefill_graph_bytes(config: EngineConfig, peak_bytes: int) -> int:
-    """Activations of the largest captured step: graphs keep theirs apart from eager steps'."""
-    if config.enforce_eager or not config.prefill_graph_sizes:
-        return 0
-    return peak_bytes * config.prefill_graph_sizes[-1] // config.max_num_batched_tokens
+def _kv_sizes(config: EngineConfig) -> tuple[int, int, int, int]:
+    """Layers, tokens of a page, heads and their size, in `KVCache`'s order."""
+    model = config.model
+    return model.num_layers, config.block_size, model.num_kv_heads, model.head_dim
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def _page_bytes(config: EngineConfig) -> int:
+    """Bytes of one page, over all layers."""
+    return KVCache.page_bytes(*_kv_sizes(config), _dtype(config))
+
+
+def begin_host_pages(config: EngineConfig, device: torch.device) -> HostPages:
+    """As many as `swap_space` holds; being allocated from here on."""
+    num_pages = config.swap_space_bytes // _page_bytes(config)
+    return HostPages(KVCache.host_shape(num_pages, *_kv_sizes(config)), _dtype(config), device)
+
+
+def allocate_cache(
+    config: EngineConfig, num_pages: int, host_pages: HostPages, device: torch.device
+) -> KVCache:
+    """The KV cache: `num_pages` and the padding page. Raises `ValueError` naming the flags where
+    the memory is not there."""
+    num_layers, block_size, num_kv_heads, head_dim = _kv_sizes(config)
+    try:
+        return KVCache(
+            num_layers=num_layers,
+            num_pages=num_pages + 1,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=_dtype(config),
+            device=device,
+            host_pages=host_pages,
+        )
+    except (MemoryError, RuntimeError) as error:
+        raise ValueError(
+            f"no memory for {num_pages} KV pages: lower num_gpu_blocks_override, "
+            "kv_cache_memory_bytes or gpu_memory_utilization"
+        ) from error
 
 
 def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
@@ -119,16 +162,23 @@ def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
     return (time.perf_counter() - start) / num_tokens
 
 
-def measure_swap_cost(cache: KVCache, seconds_per_token: float) -> SwapCost | None:
-    """Time a round trip of the padding page; None where there are no host pages."""
-    if cache.host.shape[0] == 0:
-        return None
-    seconds = 0.0
-    for _ in range(2):  # the second is warm
-        start = time.perf_counter()
-        cache.swap_out([(0, 0)])
-        cache.swap_in([(0, 0)])
-        if cache.layers[0].device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return SwapCost(seconds / 2, seconds_per_token)
+def measure_swap_cost(
+    cache: KVCache, memory: MemoryPlan, seconds_per_token: float
+) -> SwapCost | None:
+    """Time a round trip of the padding page; None where there are no host pages. Waits for them;
+    raises `ValueError` naming the flag where they do not fit."""
+    try:
+        if cache.host.shape[0] == 0:
+            return None
+        for _ in range(2):  # the second is warm
+            start = time.perf_counter()
+            cache.swap_out([(0, 0)])
+            cache.swap_in([(0, 0)])
+            if cache.layers[0].device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+        return SwapCost(seconds / 2, seconds_per_token)
+    except (MemoryError, RuntimeError) as error:
+        raise ValueError(
+            f"no memory for {memory.num_host_pages} swapped KV pages: lower swap_space"
+        ) from error

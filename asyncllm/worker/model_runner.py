@@ -14,9 +14,11 @@ import torch
 
 from asyncllm.attention.base import AttentionBackend, AttentionMixer, DecodeRows
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
+from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult, TokenMasks
@@ -24,7 +26,7 @@ from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.mixed_step import MixedStep, step_shape
+from asyncllm.worker.mixed_step import MixedStep, eager_shape
 from asyncllm.worker.packed_step import (
     NO_CHANGES,
     NO_DEVICE_EXTRAS,
@@ -35,11 +37,10 @@ from asyncllm.worker.packed_step import (
     padding_prompt,
 )
 from asyncllm.worker.sampler import Sampler
-from asyncllm.worker.staging import Staging
+from asyncllm.worker.staging import ResultBuffers, Staging
 from asyncllm.worker.static_inputs import SlotWriter, StaticInputs
 from asyncllm.worker.step_packer import NO_MOVES, StepPacker
-from asyncllm.worker.step_results import ResultBuffers, prompt_logprobs
-from asyncllm.worker.step_sampling import Forwarded, StepSampling
+from asyncllm.worker.step_sampling import Forwarded, StepSampling, prompt_logprobs
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
@@ -50,46 +51,49 @@ DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.
 class ModelRunner:
     def __init__(
         self,
-        *,
+        config: EngineConfig,
         model: CausalLM,
         cache: KVCache,
         attention: AttentionBackend,
         state: DeviceState,
         kernels: SlotKernels,
         executor: Executor,
-        packer: StepPacker,
         processors: LogitsProcessors,
         masks: TokenMaskBuffer,
-        inputs: StaticInputs,
-        device: torch.device,
     ) -> None:
         self._model = model
         self._cache = cache
         self._attention = attention
         self._state = state
-        self._sampler = sampler = Sampler(state, kernels.sample_slots, kernels.apply_masks)
         self._gather_slots = kernels.gather_slots
         self._executor = executor
-        self._packer = packer
+        self._masks = masks
+        self._packer = StepPacker(config.num_slots, config.block_size)
+        device = state.positions.device
         self._staging = Staging(device)
+        self._sampler = sampler = Sampler(state, kernels.sample_slots, kernels.apply_masks)
         self.graphs: DecodeGraphs | None = None
-        self.masked_graphs: SizedGraphs[Recorded] | None = None  # `resample`, of the same sizes
+        self.masked_graphs: SizedGraphs[Recorded] = SizedGraphs()  # `resample`, of the same sizes
         self.work = WorkCounts()
-        self.inputs = inputs
+        most_tokens = max(config.prefill_graph_sizes, default=0)
+        self.inputs = inputs = StaticInputs(most_tokens, config.num_slots, device)
         self.slot_writer = SlotWriter(state, inputs, kernels.write_slots)
+
+        def read_decodes(num_rows: int, tokens: TokenBuffers) -> DecodeRows:
+            slots = inputs.decode_slots[:num_rows]
+            return kernels.fill_decodes(state, slots, tokens, config.block_size)
+
         self.mixed = MixedStep(
             model,
             attention,
-            cache,
-            state,
             inputs,
             self._staging,
             self.slot_writer,
-            kernels.fill_decodes,
+            read_decodes,
             sampler,
+            cache.layers[0].dtype,
         )
-        results = ResultBuffers(len(state.positions), device)
-        self._masks = masks
+        results = ResultBuffers(config.num_slots, device)
         self._sampling = StepSampling(sampler, processors, masks, self._staging, results)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -101,20 +105,18 @@ class ModelRunner:
         shape = StepShape(StepKind.DECODE, len(step.decode_slots))
         if step.tokens is not None:
             graph = self.mixed.graph_shape(step.tokens)
-            shape = step_shape(step.tokens, graph)
+            shape = graph or eager_shape(step.tokens)
         if not step.needs_host:
             return self._executor.submit(
                 lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape
             )
-        begun = self._executor.begin(lambda: self._forward(step, graph), shape)
+        end = self._executor.begin(lambda: self._forward(step, graph), shape)
 
-        def end(masks: TokenMasks) -> LaunchedStep:
+        def sample(masks: TokenMasks) -> LaunchedStep:
             edits = self._packer.pack_edits(step)  # now: the tokens will move on
-            return begun.end(
-                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks)
-            )
+            return end(lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks))
 
-        return HostStep(end)
+        return HostStep(sample)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -139,29 +141,22 @@ class ModelRunner:
 
     def _decode_only(self, step: PackedStep) -> Forwarded:
         extras = self._upload(step)
-        self._bring_decodes(step)
+        changes = self.slot_writer.write_most(step.changes)
+        self.inputs.put_decodes(step.decode_slots, changes)
+        if changes is not NO_CHANGES:
+            self.slot_writer.write()
         graphs, slots, num_rows = self.graphs, self.inputs.decode_slots, len(step.decode_slots)
         size = None if graphs is None else graphs.fitting(num_rows)
-        resample = None
         self.work.ran("decode", num_rows, size)
+        resample = None
         if graphs is None or size is None:
             max_len = int(step.decode_positions.max()) + 1
             tokens, logits = self.decode_step(slots[:num_rows], max_len)
         else:
             tokens, logits = graphs[size].replay()
-            if self.masked_graphs is not None and size in self.masked_graphs:
+            if size in self.masked_graphs:
                 resample = self.masked_graphs[size]
         return Forwarded(logits, slots, None, tokens, extras, [], resample)
-
-    def _bring_decodes(self, step: PackedStep) -> None:
-        """Which slots decode, if not those of the last step; how slots change."""
-        inputs, changes = self.inputs, step.changes
-        if changes is not NO_CHANGES:
-            changes = self.slot_writer.write_most(changes)
-        if changes is not NO_CHANGES or not inputs.holds(step.decode_slots):
-            inputs.put_decodes(step.decode_slots, changes)
-        if changes is not NO_CHANGES:
-            self.slot_writer.write()
 
     def decode_step(
         self,
@@ -199,9 +194,7 @@ class ModelRunner:
     ) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
         self.work.ran("mixed", tokens.num_tokens, None if graph is None else graph.size)
-        changes = step.changes
-        if changes is not NO_CHANGES:
-            changes = self.slot_writer.write_most(changes)
+        changes = self.slot_writer.write_most(step.changes)
         if step.extras.penalties is not None:  # of decodes too, which count their inputs
             extras = self._upload(step)
             hidden = self.mixed.forward(tokens, graph, changes)

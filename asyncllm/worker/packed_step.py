@@ -8,9 +8,8 @@ The records are generic: of numpy arrays on the host, of tensors once they are o
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -79,25 +78,6 @@ NO_EXTRAS: SamplingExtras[np.ndarray] = SamplingExtras()
 NO_DEVICE_EXTRAS: DeviceExtras = SamplingExtras()
 
 
-def arrays_of(record: tuple[Any, ...]) -> Iterator[np.ndarray]:
-    """The arrays of a record and of the records in it, in order."""
-    for field in record:
-        if isinstance(field, tuple):
-            yield from arrays_of(field)
-        elif field is not None:
-            yield field
-
-
-def with_tensors(record: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The record with the next tensors in place of its arrays."""
-    if record is None:
-        return None
-    if not isinstance(record, tuple):
-        return next(tensors)
-    fields = [with_tensors(field, tensors) for field in record]
-    return type(record)(*fields) if hasattr(record, "_fields") else tuple(fields)
-
-
 @dataclass(frozen=True, slots=True)
 class SlotChanges:
     """Sequences that take slots, and new entries of block tables; None: the step has none."""
@@ -112,17 +92,14 @@ class SlotChanges:
         num_pieces = max(1, -(-num_records // max_records), -(-num_entries // max_entries))
         if num_pieces == 1:
             return [self]
-        pieces = []
-        for i in range(num_pieces):
-            records = slice(i * max_records, (i + 1) * max_records)
-            entries = slice(i * max_entries, (i + 1) * max_entries)
-            pieces.append(
-                SlotChanges(
-                    None if self.records is None else self.records[records],
-                    None if self.entries is None else self.entries[:, entries],
-                )
+        records, entries = self.records, self.entries
+        return [
+            SlotChanges(
+                None if records is None else records[i * max_records :][:max_records],
+                None if entries is None else entries[:, i * max_entries :][:, :max_entries],
             )
-        return pieces
+            for i in range(num_pieces)
+        ]
 
 
 NO_CHANGES = SlotChanges()

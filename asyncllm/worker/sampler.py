@@ -17,7 +17,7 @@ seeded request samples the same tokens whatever else is in its batch, and after 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,8 +39,7 @@ SampleSlots = Callable[
 Process = Callable[[torch.Tensor], None]  # logits f32 [rows, V], in place
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
+class LogprobTensors(NamedTuple):
     """Raw log-probabilities of `rows` positions, on the device."""
 
     logprobs: torch.Tensor  # f32 [rows], of the chosen token
@@ -89,7 +88,12 @@ class Sampler:
         if process is not None:
             process(logits)
         bad = _rows_not_finite(logits)  # before edits hide it
-        self._edit(logits, slots, features, edits, masks)
+        if features & Feature.ALLOWED:
+            self._mask_disallowed(logits, slots)
+        if edits is not None:
+            logits.index_put_((edits.rows, edits.tokens), edits.values, accumulate=True)
+        if masks is not None:
+            self._apply_masks(logits, masks)
         empty = logits.amax(dim=1) == NOTHING if features & FORBIDDING else None
         tokens = self._sample_slots(state, logits, slots, positions, None)
         if empty is not None:
@@ -102,22 +106,6 @@ class Sampler:
             state.last_tokens.index_put_((slots[rows],), forced.clamp(min=0))
         tokens.masked_fill_(bad, NON_FINITE_TOKEN)
         return tokens
-
-    def _edit(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        features: Feature,
-        edits: LogitEdits[torch.Tensor] | None,
-        masks: RowMasks | None,
-    ) -> None:
-        """Apply what forbids tokens or moves their logits, in place."""
-        if features & Feature.ALLOWED:
-            self._mask_disallowed(logits, slots)
-        if edits is not None:
-            logits.index_put_((edits.rows, edits.tokens), edits.values, accumulate=True)
-        if masks is not None:
-            self._apply_masks(logits, masks)
 
     def _mask_disallowed(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         assert self._state.allowed is not None

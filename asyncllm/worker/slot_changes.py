@@ -42,13 +42,10 @@ def pack_changes(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> Sl
     """NO_CHANGES where there are none."""
     if not inits and not appends:
         return NO_CHANGES
-    return SlotChanges(pack_inits(inits) if inits else None, pack_entries(inits, appends))
-
-
-def pack_inits(inits: Sequence[SlotInit]) -> np.ndarray:
-    """SLOT_INIT records as int32 [inits, RECORD_WORDS]."""
-    records = b"".join([_record(init) for init in inits])
-    return np.frombuffer(records, np.int32).reshape(len(inits), RECORD_WORDS)
+    if not inits:
+        return SlotChanges(entries=_pack_entries(inits, appends))
+    records = np.frombuffer(b"".join([_record(init) for init in inits]), np.int32)
+    return SlotChanges(records.reshape(len(inits), RECORD_WORDS), _pack_entries(inits, appends))
 
 
 def _record(init: SlotInit) -> bytes:
@@ -71,7 +68,7 @@ def _record(init: SlotInit) -> bytes:
     )
 
 
-def pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
+def _pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
     """New entries of block tables: slots, indices, pages, int32 [3, entries]."""
     slots = [append.slot for append in appends]
     indices = [append.block_index for append in appends]

@@ -8,12 +8,13 @@ so far (bad words, stop tokens before min_tokens) is packed per step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncllm.step_plan import SlotInit
-from asyncllm.types import Sequence
+from asyncllm.types import Request, Sequence
 from asyncllm.worker.packed_step import NO_FEATURE, AllowedInit, Feature, LogitEdits, PenaltyInit
 
 NEVER = float("-inf")
@@ -143,12 +144,8 @@ def _counted(init: SlotInit) -> list[int]:
 
 def _penalty_init(inits: list[SlotInit]) -> PenaltyInit[np.ndarray]:
     """Prompt tokens, which forks share, each once; output tokens each time."""
-    requests = {init.seq.request.request_id: init.seq.request for init in inits}
-    prompt_of = {
-        name: np.unique(int32(request.prompt_token_ids)) for name, request in requests.items()
-    }
     slots = int32([init.slot for init in inits])
-    prompts = [prompt_of[init.seq.request.request_id] for init in inits]
+    prompts = _of_requests(inits, lambda request: np.unique(int32(request.prompt_token_ids)))
     outputs = [int32(_counted(init)) for init in inits]
     prompt, output = (
         (slots.repeat([len(ids) for ids in lists]), np.concatenate(lists))
@@ -158,15 +155,19 @@ def _penalty_init(inits: list[SlotInit]) -> PenaltyInit[np.ndarray]:
 
 
 def _allowed_init(inits: list[SlotInit]) -> AllowedInit[np.ndarray]:
-    """A list may be as long as the vocabulary, and forks share it: it is converted once."""
-    requests = {init.seq.request.request_id: init.seq.request for init in inits}
-    ids_of = {
-        name: int32(request.sampling_params.allowed_token_ids or [])
-        for name, request in requests.items()
-    }
+    """A list may be as long as the vocabulary."""
     slots = int32([init.slot for init in inits])
-    ids = [ids_of[init.seq.request.request_id] for init in inits]
+    ids = _of_requests(inits, lambda r: int32(r.sampling_params.allowed_token_ids or []))
     return AllowedInit(slots, slots.repeat([len(each) for each in ids]), np.concatenate(ids))
+
+
+def _of_requests(
+    inits: list[SlotInit], convert: Callable[[Request], np.ndarray]
+) -> list[np.ndarray]:
+    """An array of each sequence's request, which forks share: it is converted once."""
+    requests = {init.seq.request.request_id: init.seq.request for init in inits}
+    arrays = {name: convert(request) for name, request in requests.items()}
+    return [arrays[init.seq.request.request_id] for init in inits]
 
 
 def int32(values: list[int]) -> np.ndarray:

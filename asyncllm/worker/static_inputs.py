@@ -11,7 +11,7 @@ tokens `write_slots` is 0, the padding page; the rest is stale, which is harmles
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges, StepTokens
+from asyncllm.worker.packed_step import NO_CHANGES, A, SlotChanges, StepTokens
 from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
@@ -39,49 +39,47 @@ class StaticInputs:
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
-        self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        self._ours = ours = self._split(memory)
         self._buffers = RotatingBuffers([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
-        ours = self._split(self._device)
-        self._head = ours.head
         self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows
         self.records, self.entries = ours.records, ours.entries
         self.positions, self.prompt_lens, self.token_ids = ours.tokens
         self.write_slots = ours.write_slots
         self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
 
-    def holds(self, decode_slots: np.ndarray) -> bool:
-        """Whether these are the decodes of the last step, so that nothing needs to be brought."""
+    def put_decodes(self, slots: np.ndarray, changes: SlotChanges) -> None:
+        """The rows of a step of decodes alone, unless they are those of the last step."""
         held = self._decode_slots
-        return decode_slots is held or (held is not None and np.array_equal(decode_slots, held))
-
-    def put_decodes(self, slots: np.ndarray, changes: SlotChanges = NO_CHANGES) -> None:
-        """The rows of a step of decodes alone."""
+        is_held = slots is held or (held is not None and np.array_equal(slots, held))
+        if is_held and changes is NO_CHANGES:
+            return
         self._decode_slots = slots
-        with self._buffers as buffer:
-            buffer.begin(slots, changes)
-            self._head.copy_(buffer.head_tensor, non_blocking=True)
+        with self._buffers as (tensors, arrays):
+            _begin(arrays, slots, changes)
+            self._ours.head.copy_(tensors.head, non_blocking=True)
 
     def put(self, step: StepTokens, changes: SlotChanges, num_tokens: int | None) -> None:
         """num_tokens: of the graph that will read it; None: it reads no tokens."""
         self._decode_slots = step.decode_slots
         first = len(step.decode_slots)
-        with self._buffers as buffer:
-            buffer.begin(step.decode_slots, changes)
-            buffer.rows[1:, : step.num_samples] = step.samples
+        with self._buffers as (tensors, arrays):
+            _begin(arrays, step.decode_slots, changes)
+            arrays.rows[1:, : step.num_samples] = step.samples
             if num_tokens is None:
-                self._head.copy_(buffer.head_tensor, non_blocking=True)
+                self._ours.head.copy_(tensors.head, non_blocking=True)
                 return
             end = step.num_tokens
-            buffer.tokens[:, first:end] = step.tokens
-            buffer.write_slots[first:end] = step.write_slots
-            buffer.write_slots[end:num_tokens] = 0
-            self._device.copy_(buffer.tensor, non_blocking=True)
+            arrays.tokens[:, first:end] = step.tokens
+            arrays.write_slots[first:end] = step.write_slots
+            arrays.write_slots[end:num_tokens] = 0
+            self._ours.whole.copy_(tensors.whole, non_blocking=True)
 
     def clear(self) -> None:
         """Nothing of the last step is there: no decodes, no changes, and all that is written goes
         to the padding page."""
         self._decode_slots = None
-        self._device.zero_()
+        self._ours.whole.zero_()
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -89,9 +87,10 @@ class StaticInputs:
         head = len(ROW_ARRAYS) * self._max_rows, MAX_RECORDS * RECORD_WORDS, 3 * MAX_ENTRIES
         return *head, len(TOKEN_ARRAYS) * self._max_tokens, 2 * self._max_tokens
 
-    def _split(self, memory: torch.Tensor) -> _Parts:
+    def _split(self, memory: torch.Tensor) -> _Parts[torch.Tensor]:
         rows, records, entries, tokens, write_slots = memory.split(self._sizes)
         return _Parts(
+            memory,
             memory[: sum(self._sizes[:3])],
             rows.view(len(ROW_ARRAYS), self._max_rows),
             records.view(MAX_RECORDS, RECORD_WORDS),
@@ -100,41 +99,32 @@ class StaticInputs:
             write_slots.view(torch.int64),
         )
 
-    def _new_buffer(self) -> _Buffer:
-        tensor = torch.zeros(len(self._device), dtype=torch.int32, pin_memory=self._device.is_cuda)
-        parts = self._split(tensor)
-        return _Buffer(tensor, parts.head, *(part.numpy() for part in parts))
+    def _new_buffer(self) -> tuple[_Parts[torch.Tensor], _Parts[np.ndarray]]:
+        """The host's, and its arrays."""
+        whole = self._ours.whole
+        memory = torch.zeros(len(whole), dtype=torch.int32, pin_memory=whole.is_cuda)
+        tensors = self._split(memory)
+        return tensors, _Parts(*(part.numpy() for part in tensors))
 
 
-class _Parts(NamedTuple):
-    head: torch.Tensor  # rows, records and entries: what steps bring that bring no tokens
-    rows: torch.Tensor  # [4, max_rows]
-    records: torch.Tensor
-    entries: torch.Tensor
-    tokens: torch.Tensor  # [3, max_tokens]
-    write_slots: torch.Tensor
+class _Parts(NamedTuple, Generic[A]):
+    whole: A
+    head: A  # rows, records and entries: what steps bring that bring no tokens
+    rows: A  # [4, max_rows]
+    records: A
+    entries: A
+    tokens: A  # [3, max_tokens]
+    write_slots: A
 
 
-class _Buffer(NamedTuple):
-    """The host's, whole and in its parts."""
-
-    tensor: torch.Tensor
-    head_tensor: torch.Tensor
-    head: np.ndarray
-    rows: np.ndarray
-    records: np.ndarray
-    entries: np.ndarray
-    tokens: np.ndarray
-    write_slots: np.ndarray
-
-    def begin(self, decode_slots: np.ndarray, changes: SlotChanges) -> None:
-        """Write the head: these slots and changes, and zeros beyond them."""
-        self.head[:] = 0
-        self.rows[0, : len(decode_slots)] = decode_slots
-        if changes.records is not None:
-            self.records[: len(changes.records)] = changes.records
-        if changes.entries is not None:
-            self.entries[:, : changes.entries.shape[1]] = changes.entries
+def _begin(arrays: _Parts[np.ndarray], decode_slots: np.ndarray, changes: SlotChanges) -> None:
+    """Write the head: these slots and changes, and zeros beyond them."""
+    arrays.head[:] = 0
+    arrays.rows[0, : len(decode_slots)] = decode_slots
+    if changes.records is not None:
+        arrays.records[: len(changes.records)] = changes.records
+    if changes.entries is not None:
+        arrays.entries[:, : changes.entries.shape[1]] = changes.entries
 
 
 class SlotWriter:
@@ -167,6 +157,8 @@ class SlotWriter:
 
     def write_most(self, changes: SlotChanges) -> SlotChanges:
         """Write what one step's inputs have no room for; the rest, returned, comes with them."""
+        if changes is NO_CHANGES:
+            return changes
         *pieces, last = changes.split(MAX_RECORDS, MAX_ENTRIES)
         for piece in pieces:
             self._inputs.put_decodes(NO_SLOTS, piece)

@@ -8,6 +8,7 @@ the runner calls `clear`: a graph's functions are the runner's own, so each woul
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -16,9 +17,8 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.decode_kernels import DecodeKernel
-from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
 from asyncllm.graphs.pool import GraphPool, Recorded
-from asyncllm.graphs.sized_graphs import SizedGraphs
+from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
 from asyncllm.models.loader import DELAY_S, ProgressBar
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.model_runner import ModelRunner
@@ -33,7 +33,6 @@ class StepCaptures:
         self,
         config: EngineConfig,
         runner: ModelRunner,
-        device: torch.device,
         before_capture: Callable[[], None],
         *,
         progress: bool,
@@ -41,26 +40,22 @@ class StepCaptures:
         """before_capture: after a step has run as it is to be captured."""
         self._config = config
         self._runner = runner
-        self._device = device
         self._progress = progress
         self._pool = GraphPool(before_capture=before_capture)
-        self._pending = PendingCaptures()
+        self._pending: deque[Callable[[], None]] = deque()  # in their order
 
     def __len__(self) -> int:
         """How many are left for idle moments."""
         return len(self._pending)
 
-    def prefills(self, dtype: torch.dtype) -> None:
-        """Capture steps with prefills: forward passes by their tokens, samples by their rows.
-
-        dtype: of hidden states.
-        """
+    def prefills(self) -> None:
+        """Capture steps with prefills: forward passes by their tokens, samples by their rows."""
         config, runner = self._config, self._runner
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
         if not sizes:
             return
         shape = max(sizes[-1], most_rows), config.model.hf_config.hidden_size
-        hidden = torch.zeros(shape, dtype=dtype, device=self._device)
+        hidden = torch.zeros(shape, dtype=runner.mixed.dtype, device=runner.inputs.token_ids.device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
         for size in first_sizes(config.cuda_graph_sizes):
@@ -89,7 +84,7 @@ class StepCaptures:
         """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
         implementations are timed."""
         try:
-            self._pending.capture_one()
+            self._pending.popleft()()  # done also where it raises: it is not tried for ever
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
             logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
             self._pending.clear()
@@ -98,8 +93,8 @@ class StepCaptures:
         """Let go of all that is captured, which holds the runner's own methods: a circle."""
         self._pending.clear()
         runner = self._runner
-        runner.graphs = runner.masked_graphs = None
-        runner.mixed.graphs = runner.mixed.sample_graphs = None
+        runner.graphs = runner.mixed.graphs = None
+        runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle."""

@@ -6,25 +6,37 @@ graph; else all rows of the step are sampled in full, and what a graph sampled i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from asyncllm.graphs.pool import Recorded
+from asyncllm.models.base import CausalLM
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import NO_MASKS, StepResult, TokenMasks
+from asyncllm.types import NO_MASKS, StepResult, TokenLogprobs, TokenMasks
 from asyncllm.worker.executor import Collect
 from asyncllm.worker.logits_processors import LogitsProcessors
-from asyncllm.worker.packed_step import PLAIN, DeviceExtras, Feature, LogitEdits, PackedStep
-from asyncllm.worker.sampler import LogprobTensors, Sampler
-from asyncllm.worker.staging import Staging
-from asyncllm.worker.step_results import ResultBuffers, Sampled, fetch
-from asyncllm.worker.token_masks import RowMasks, TokenMaskBuffer
+from asyncllm.worker.packed_step import (
+    PLAIN,
+    DeviceExtras,
+    Feature,
+    LogitEdits,
+    PackedStep,
+    PromptLogprobs,
+)
+from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.staging import ResultBuffers, Staging
+from asyncllm.worker.token_masks import TokenMaskBuffer
+
+HostEdits = LogitEdits[np.ndarray]
+PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Forwarded:
+class Forwarded(NamedTuple):
     """The outputs of the forward pass that sampling reads, on the device. More rows than the step's
     are padding, behind them."""
 
@@ -33,14 +45,13 @@ class Forwarded:
     positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: as the slots say
     tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
     extras: DeviceExtras
-    prompt_logprobs: list[LogprobTensors]
+    prompt_logprobs: SequenceOf[LogprobTensors]  # the pieces of all rows that want them, in order
     # Tokens of all rows, by masks that were uploaded for all; None where that is not captured.
     resample: Recorded | None = None
 
     def first(self, num_rows: int) -> Forwarded:
         """The step's rows alone."""
-        return replace(
-            self,
+        return self._replace(
             logits=self.logits[:num_rows],
             slots=self.slots[:num_rows],
             positions=None if self.positions is None else self.positions[:num_rows],
@@ -48,86 +59,167 @@ class Forwarded:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class StepSampling:
     """On the current stream, without waiting for it."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        processors: LogitsProcessors,
-        masks: TokenMaskBuffer,
-        staging: Staging,
-        results: ResultBuffers,
-    ) -> None:
-        self._sampler = sampler
-        self._processors = processors
-        self._masks = masks
-        self._staging = staging
-        self._results = results
+    sampler: Sampler
+    processors: LogitsProcessors
+    masks: TokenMaskBuffer
+    staging: Staging
+    results: ResultBuffers
 
     def run(
         self,
         step: PackedStep,
         plan: StepPlan,
         forwarded: Forwarded | None,
-        edits: LogitEdits[np.ndarray] | None = None,
+        edits: HostEdits | None = None,
         masks: TokenMasks = NO_MASKS,
     ) -> Collect:
         """forwarded: None for swaps alone. edits, masks: those of a step that `needs_host`, which
         come when its forward pass is launched."""
         if forwarded is None:
             return lambda: StepResult([])
-        if forwarded.resample is not None and step.features == Feature.MASK and len(masks.rows):
-            self._masks.upload(masks.rows, len(forwarded.logits))
-            (resampled,) = forwarded.resample.replay()
-            sampled = Sampled(resampled, forwarded.logits, None, [], {})
-            return fetch(step, plan, sampled, self._results)
-        num_rows = len(step.sampled_slots)
-        # Of most steps nothing is wanted but tokens that are sampled already.
-        if step.features or len(masks.rows) or forwarded.tokens is None:
-            forwarded = forwarded.first(num_rows)
-        tokens = forwarded.tokens
+        tokens, is_masked = forwarded.tokens, len(masks.rows) > 0
         failures: dict[int, Exception] = {}
-        row_masks = None
-        if len(masks.rows):
-            row_masks = self._masks.upload(masks.rows, num_rows)
-        if step.features and step.features & ~PLAIN:
-            tokens, failures = self._in_full(step, plan, forwarded, edits, row_masks)
-        elif tokens is None or row_masks is not None:
-            tokens = self._sampler.plain(
-                forwarded.logits, forwarded.slots, forwarded.positions, row_masks
-            )
-        sampled = Sampled(
-            tokens,
-            forwarded.logits,
-            forwarded.extras.logprob_ids,
-            forwarded.prompt_logprobs,
-            failures,
-        )
-        return fetch(step, plan, sampled, self._results)
+        if is_masked and forwarded.resample is not None and step.features == Feature.MASK:
+            self.masks.upload(masks.rows, len(forwarded.logits))
+            (tokens,) = forwarded.resample.replay()
+        # Of most steps nothing is wanted but tokens that are sampled already.
+        elif tokens is None or step.features or is_masked:
+            forwarded = forwarded.first(len(step.sampled_slots))
+            tokens, failures = self._sample(step, plan, forwarded, edits, masks)
+        return self._fetch(step, plan, forwarded, tokens, failures)
 
-    def _in_full(
+    def _sample(
         self,
         step: PackedStep,
         plan: StepPlan,
         forwarded: Forwarded,
-        edits: LogitEdits[np.ndarray] | None,
-        masks: RowMasks | None,
+        edits: HostEdits | None,
+        masks: TokenMasks,
     ) -> tuple[torch.Tensor, dict[int, Exception]]:
         """Tokens int32 [rows], and what processors raised, by row."""
-        on_device = forwarded.extras.edits if edits is None else self._staging.upload(edits)
+        rows, row_masks = (forwarded.logits, forwarded.slots, forwarded.positions), None
+        if len(masks.rows):
+            row_masks = self.masks.upload(masks.rows, len(forwarded.logits))
+        if not (step.features and step.features & ~PLAIN):
+            if forwarded.tokens is not None and row_masks is None:
+                return forwarded.tokens, {}
+            return self.sampler.plain(*rows, row_masks), {}
+        on_device = forwarded.extras.edits if edits is None else self.staging.upload(edits)
         failures: dict[int, Exception] = {}
 
         def process(logits: torch.Tensor) -> None:
-            failures.update(self._processors.apply(logits, plan.sampled))
+            failures.update(self.processors.apply(logits, plan.sampled))
 
-        tokens = self._sampler.full(
-            forwarded.logits,
-            forwarded.slots,
-            forwarded.positions,
-            step.features,
-            on_device,
-            masks,
-            process if step.features & Feature.PROCESS else None,
+        is_processed = step.features & Feature.PROCESS
+        tokens = self.sampler.full(
+            *rows, step.features, on_device, row_masks, process if is_processed else None
         )
         return tokens, failures
+
+    def _fetch(
+        self,
+        step: PackedStep,
+        plan: StepPlan,
+        forwarded: Forwarded,
+        tokens: torch.Tensor,
+        failures: dict[int, Exception],
+    ) -> Collect:
+        """Enqueue the copies to pinned memory; what is returned reads them, after the step's end.
+
+        tokens: int32 [rows or more]. failures: of logits processors, by row.
+        """
+        token_ids = self.results.fetch(tokens, len(step.sampled_slots))
+        logprobs = None
+        if step.num_top_logprobs is not None:
+            tensors = gather_logprobs(
+                forwarded.logits, tokens, step.num_top_logprobs, forwarded.extras.logprob_ids
+            )
+            logprobs = _logprobs_to_host(tensors)
+        prompt = [_logprobs_to_host(tensors) for tensors in forwarded.prompt_logprobs]
+
+        def collect() -> StepResult:
+            params = [seq.request.sampling_params for seq in plan.sampled] if logprobs else []
+            return StepResult(
+                token_ids(),
+                _sample_logprobs(params, logprobs) if logprobs is not None else None,
+                _split_prompt_logprobs(step.prompt_logprobs, prompt),
+                failures,
+            )
+
+        return collect
+
+
+def prompt_logprobs(
+    model: CausalLM,
+    hidden: torch.Tensor,
+    wanted: SequenceOf[PromptLogprobs],
+    extras: DeviceExtras,
+) -> list[LogprobTensors]:
+    """In pieces: logits of a whole prompt would not fit beside the KV cache.
+
+    hidden: of the step's tokens, [tokens, hidden_size].
+    """
+    pieces: list[LogprobTensors] = []
+    if not wanted:
+        return pieces
+    assert extras.prompt_targets is not None
+    targets = extras.prompt_targets.split([row.num_targets for row in wanted])
+    for row, of_row in zip(wanted, targets, strict=True):
+        for start in range(0, row.num_targets, PROMPT_LOGPROB_ROWS):
+            piece = of_row[start : start + PROMPT_LOGPROB_ROWS]
+            first = row.first_token + start
+            logits = model.compute_logits(hidden[first : first + len(piece)])
+            pieces.append(gather_logprobs(logits, piece, row.num_top))
+    return pieces
+
+
+def _logprobs_to_host(tensors: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors._make(None if each is None else _to_host(each) for each in tensors)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
+    columns = tensors.logprobs, tensors.ranks, tensors.top_ids, tensors.top_logprobs
+    entries = zip(*(column.tolist() for column in columns), strict=True)
+    return [TokenLogprobs(*entry) for entry in entries]
+
+
+def _sample_logprobs(
+    wanted: SequenceOf[SamplingParams], tensors: LogprobTensors
+) -> list[TokenLogprobs | None]:
+    """Per sampled row what its request asked for: the top few, or the tokens that it named."""
+    entries = _token_logprobs(tensors)
+    named = None if tensors.named_logprobs is None else tensors.named_logprobs.tolist()
+    result: list[TokenLogprobs | None] = []
+    for row, (entry, params) in enumerate(zip(entries, wanted, strict=True)):
+        num_others = params.num_logprobs
+        if num_others is None:
+            result.append(None)
+            continue
+        others: tuple[SequenceOf[int], SequenceOf[float]] = entry.top_ids, entry.top_logprobs
+        if params.logprob_token_ids:
+            assert named is not None, "a row named tokens, and none were looked up"
+            others = params.logprob_token_ids, named[row]
+        ids, logprobs = others
+        result.append(
+            TokenLogprobs(entry.logprob, entry.rank, ids[:num_others], logprobs[:num_others])
+        )
+    return result
+
+
+def _split_prompt_logprobs(
+    rows: SequenceOf[PromptLogprobs], pieces: list[LogprobTensors]
+) -> dict[int, list[TokenLogprobs]]:
+    """seq_id -> entries, from the pieces of all rows in order."""
+    entries = iter([entry for piece in pieces for entry in _token_logprobs(piece)])
+    return {row.seq_id: [next(entries) for _ in range(row.num_targets)] for row in rows}

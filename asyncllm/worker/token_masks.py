@@ -8,6 +8,7 @@ of their own, beside the forward pass whose logits they are for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,43 +29,38 @@ class TokenMaskBuffer:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._num_rows, self._num_words = num_rows, -(-vocab_size // 32)
         self._device = device
-        self._host: _Words | None = None
-        self._on_device: _Words | None = None
+
+    @cached_property
+    def _words(self) -> tuple[_Words, _Words]:
+        """The host's, and the device's, on a CPU the same."""
+        on_gpu = self._device.type == "cuda"
+        host = _Words(self._num_rows, self._num_words, torch.device("cpu"), on_gpu)
+        if not on_gpu:
+            return host, host
+        self._stream = torch.cuda.Stream(self._device)
+        self._copied = torch.Event(self._device)
+        # Memory of the stream that writes it: what the step's own stream has just let go of may
+        # still be read there.
+        with torch.cuda.stream(self._stream):
+            return host, _Words(self._num_rows, self._num_words, self._device)
 
     def host(self) -> np.ndarray:
         """int32 [num_rows, ceil(vocab_size / 32)], to be written before `upload`."""
-        if self._host is None:
-            self._allocate()
-        assert self._host is not None
-        array: np.ndarray = self._host.bits.numpy()
+        array: np.ndarray = self._words[0].bits.numpy()
         return array
-
-    def _allocate(self) -> None:
-        on_gpu = self._device.type == "cuda"
-        self._host = _Words(self._num_rows, self._num_words, torch.device("cpu"), on_gpu)
-        self._on_device = self._host
-        if on_gpu:
-            self._stream = torch.cuda.Stream(self._device)
-            self._copied = torch.Event(self._device)
-            # Memory of the stream that writes it: what the step's own stream has just let go of may
-            # still be read there.
-            with torch.cuda.stream(self._stream):
-                self._on_device = _Words(self._num_rows, self._num_words, self._device)
 
     def first(self, num_rows: int) -> RowMasks:
         """Where masks for so many rows of a step are, whatever their number, after an upload."""
-        if self._on_device is None:
-            self._allocate()
-        assert self._on_device is not None
-        return RowMasks(self._on_device.of_row[:num_rows], self._on_device.bits)
+        on_device = self._words[1]
+        return RowMasks(on_device.of_row[:num_rows], on_device.bits)
 
     def upload(self, rows: np.ndarray, num_rows: int) -> RowMasks:
         """The first masks of `host()` for these of a step's `num_rows` rows, one each.
 
         Valid for work on the current stream until the next upload.
         """
-        host, on_device = self._host, self._on_device
-        assert host is not None and on_device is not None, "masks that nobody wrote"
+        assert "_words" in self.__dict__, "masks that nobody wrote"
+        host, on_device = self._words
         of_row = host.of_row.numpy()
         of_row[:num_rows] = NO_MASK
         of_row[rows] = np.arange(len(rows), dtype=np.int32)

@@ -6,15 +6,14 @@ to the engine what follows: how many pages there are, how long a context may be,
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
@@ -25,36 +24,47 @@ from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepCost, SwapCost
+from asyncllm.types import StepCost
 from asyncllm.worker import decode_kernels
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
 from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
-from asyncllm.worker.kv_memory import allocate_cache, begin_host_pages, kv_page_bytes
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
-    MemoryPlan,
+    allocate_cache,
+    begin_host_pages,
     forward_without_attention,
     measure_swap_cost,
     plan_memory,
-    profile_step,
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
-from asyncllm.worker.static_inputs import StaticInputs
 from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.step_cost import measure_step_cost
-from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
-from asyncllm.worker.worker_command import CaptureGraph, ClearPages, WorkerCommand
-
-logger = logging.getLogger("asyncllm")
 
 # Lengths that bring in the kernel variants: one token, few, many. The largest was the profile's.
 WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class ClearPages:
+    """Zero these pages, after all that was launched before."""
+
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureGraph:
+    """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
+
+
+# Work beside the steps, in the order of launches and commands. A record of numbers, as a
+# `PackedStep` is: whatever has a share of the model does the same in the same order.
+WorkerCommand = ClearPages | CaptureGraph
 
 
 class Worker:
@@ -78,10 +88,13 @@ class Worker:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
-        host_pages = begin_host_pages(config, self._dtype, self.device)
+        host_pages = begin_host_pages(config, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
-            kernels, ops = self._begin_kernels(early)
+            early.begin_all(config)
+            kernels = select_slot_kernels(self.device)
+            captured = {*config.prefill_graph_sizes, *config.cuda_graph_sizes}
+            ops = select_ops(self.device, self._dtype, set() if config.enforce_eager else captured)
             is_auto = config.attention_backend == "auto"
             self.backend_name = import_backend(self.backend_name, or_torch=is_auto)
         imported()
@@ -89,25 +102,43 @@ class Worker:
             model, loading = self._load_model(ops, early, progress)
         with self._phase("profile"):
             early.wait_for_hash()
-            self.memory = self._plan_memory(model)
+            self.memory = plan_memory(model, config, self.device)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
-            cache = allocate_cache(config, num_pages, host_pages, self._dtype, self.device)
-            state, self.token_masks = self._allocate_state()
+            cache = allocate_cache(config, num_pages, host_pages, self.device)
+            num_slots, vocab_size = config.num_slots, config.model.vocab_size
+            table_pages = -(-self.memory.max_model_len // config.block_size)
+            state = DeviceState(num_slots, table_pages, vocab_size, self.device)
+            self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
-        self.runner = self._make_runner(model, cache, attention, state, kernels)
+        self.runner = ModelRunner(
+            config,
+            model,
+            cache,
+            attention,
+            state,
+            kernels,
+            self._executor,
+            self._processors,
+            self.token_masks,
+        )
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
-        self._captures = StepCaptures(
-            config, self.runner, self.device, ops.before_capture, progress=progress
-        )
+        self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
         if attention.supports_graphs and not config.enforce_eager:
             self._capture(model, cache, state, loading)
-        self.step_cost = self._measure_step_cost()
+        self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
+        if self.device.type == "cuda":
+            with self._phase("step_cost"), self._executor.between_steps():
+                self.step_cost = measure_step_cost(self.runner, self._most_tokens)
         with self._phase("swap_space"):
-            self.swap_cost = self._measure_swap_cost(model, cache)
+            if self.step_cost is not None:
+                token_s = self.step_cost.seconds_per_token
+            else:
+                token_s = time_prefill_on_cpu(model, config)
+            self.swap_cost = measure_swap_cost(cache, self.memory, token_s)
 
     @property
     def num_graphs(self) -> int:
@@ -171,12 +202,6 @@ class Worker:
 
     # --- the parts, in the order of their making ---------------------------------------------
 
-    def _begin_kernels(self, early: KernelPrewarm) -> tuple[SlotKernels, Ops]:
-        """Choose the kernels of slots and layers, and have them compiled from now on."""
-        early.begin_all(self._config)
-        kernels = select_slot_kernels(self.device)
-        return kernels, select_ops(self.device, self._dtype, self._captured_sizes)
-
     def _load_model(
         self, ops: Ops, early: KernelPrewarm, progress: bool
     ) -> tuple[CausalLM, Callable[[], Launch | None]]:
@@ -185,51 +210,11 @@ class Worker:
         config = self._config
         model_len = config.max_model_len or config.model.context_window
         model = build_model(config.model, self._dtype, self.device, ops, model_len)
-        early.begin(partial(self._run_one_row, model))  # its GEMMs are other kernels
+        # One row, whose GEMMs are other kernels; weights may be missing.
+        early.begin(lambda: model.compute_logits(forward_without_attention(model, 1, self.device)))
         loading = decode_kernels.begin_loading(start_of(config, model, self.device))
         load_weights(model, config.model.path, config.load_format, config.seed, progress)
         return model, loading
-
-    def _run_one_row(self, model: CausalLM) -> torch.Tensor:
-        """Weights may be missing."""
-        return model.compute_logits(forward_without_attention(model, 1, self.device))
-
-    def _plan_memory(self, model: CausalLM) -> MemoryPlan:
-        peak_bytes = profile_step(model, self._config, self.device)
-        page_bytes = kv_page_bytes(self._config, self._dtype)
-        return plan_memory(self._config, page_bytes, peak_bytes, self.device)
-
-    def _allocate_state(self) -> tuple[DeviceState, TokenMaskBuffer]:
-        """The tensors that have a row for each slot."""
-        config = self._config
-        num_slots, vocab_size = config.num_slots, config.model.vocab_size
-        pages_per_sequence = -(-self.memory.max_model_len // config.block_size)
-        state = DeviceState(num_slots, pages_per_sequence, vocab_size, self.device)
-        return state, TokenMaskBuffer(num_slots, vocab_size, self.device)
-
-    def _make_runner(
-        self,
-        model: CausalLM,
-        cache: KVCache,
-        attention: AttentionBackend,
-        state: DeviceState,
-        kernels: SlotKernels,
-    ) -> ModelRunner:
-        config = self._config
-        most_captured = max(config.prefill_graph_sizes, default=0)
-        return ModelRunner(
-            model=model,
-            cache=cache,
-            attention=attention,
-            state=state,
-            kernels=kernels,
-            executor=self._executor,
-            packer=StepPacker(config.num_slots, config.block_size),
-            processors=self._processors,
-            masks=self.token_masks,
-            inputs=StaticInputs(most_captured, config.num_slots, self.device),
-            device=self.device,
-        )
 
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
         """On the current stream, and in the threads of what else is to be compiled."""
@@ -250,7 +235,7 @@ class Worker:
     ) -> None:
         """`loading`: of the other implementation of decodes, as `decode_kernels` began it."""
         with self._phase("prefill_graphs"), self._executor.between_steps():
-            self._captures.prefills(self._dtype)
+            self._captures.prefills()
         with self._phase("decode_kernel"):
             others = decode_kernels.other_kernels(self.runner, model, cache, loading)
         autotune = DecodeAutotune(state, self._config.block_size, self.memory.num_pages)
@@ -258,37 +243,9 @@ class Worker:
             self._captures.decodes(others, autotune)
 
     @property
-    def _captured_sizes(self) -> set[int]:
-        """Tokens of the steps that are captured, or will be."""
-        config = self._config
-        if config.enforce_eager:
-            return set()
-        return {*config.prefill_graph_sizes, *config.cuda_graph_sizes}
-
-    @property
     def _most_tokens(self) -> int:
         """The most tokens of one sequence in a step."""
         return min(self._config.max_num_batched_tokens, self.memory.max_model_len)
-
-    def _measure_step_cost(self) -> StepCost | None:
-        """None on a CPU, where a chunk is as fast as its tokens."""
-        if self.device.type != "cuda":
-            return None
-        with self._phase("step_cost"), self._executor.between_steps():
-            return measure_step_cost(self.runner, self._most_tokens)
-
-    def _measure_swap_cost(self, model: CausalLM, cache: KVCache) -> SwapCost | None:
-        """Waits for the host pages. Raises `ValueError` naming the flag where they do not fit."""
-        if self.step_cost is not None:
-            seconds_per_token = self.step_cost.seconds_per_token
-        else:
-            seconds_per_token = time_prefill_on_cpu(model, self._config)
-        try:
-            return measure_swap_cost(cache, seconds_per_token)
-        except (MemoryError, RuntimeError) as error:
-            raise ValueError(
-                f"no memory for {self.memory.num_host_pages} swapped KV pages: lower swap_space"
-            ) from error
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

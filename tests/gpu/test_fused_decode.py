@@ -102,7 +102,7 @@ def penalise_some(state: DeviceState) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 100])
 def test_rows_of_slots_equal_torch(rows: int) -> None:
     from asyncllm.kernels.slots.kernel import gather_slots_triton
-    from asyncllm.worker.slot_rows import gather_slots_torch
+    from asyncllm.worker.device_state import gather_slots_torch
 
     state = DeviceState(128, 1500, 5000, CUDA)
     state.last_tokens.copy_(torch.randint(0, 5000, (128,), device=CUDA))

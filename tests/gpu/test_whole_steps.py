@@ -13,8 +13,7 @@ from torch.nn.functional import pad
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.token_buffers import TokenBuffers
-from asyncllm.worker.decode_rows import fill_decodes_torch
-from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.device_state import DeviceState, fill_decodes_torch
 from asyncllm.worker.slot_changes import RECORD_WORDS, SLOT_INIT, write_slots_torch
 
 pytestmark = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from functools import partial
 
 import pytest
@@ -11,9 +12,8 @@ import torch
 from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_steps
-from asyncllm.graphs.pending_captures import PendingCaptures, first_sizes, later_sizes
-from asyncllm.worker.worker import Worker
-from asyncllm.worker.worker_command import CaptureGraph
+from asyncllm.graphs.sized_graphs import first_sizes, later_sizes
+from asyncllm.worker.worker import CaptureGraph, Worker
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -46,13 +46,16 @@ def test_a_capture_that_raises_is_not_tried_again() -> None:
             raise RuntimeError("no")
         done.append(size)
 
-    pending = PendingCaptures([partial(capture, size) for size in (4, 3, 2)])
-    pending.capture_one()
+    config = EngineArgs(num_gpu_blocks_override=16, swap_space=0).create_engine_config()
+    worker = Worker(config)
+    worker._captures._pending.extend(partial(capture, size) for size in (4, 3, 2))
+    worker.command(CaptureGraph())
     with pytest.raises(RuntimeError):
-        pending.capture_one()
-    assert len(pending) == 1
-    pending.capture_one()
-    assert done == [4, 2] and not pending
+        worker.command(CaptureGraph())
+    assert worker.num_pending_graphs == 1
+    worker.command(CaptureGraph())
+    assert done == [4, 2] and not worker.num_pending_graphs
+    worker.close()
 
 
 class FakeGraphs:
@@ -62,7 +65,7 @@ class FakeGraphs:
         self.captured_while_live: list[bool] = []
         self.all_captured = asyncio.Event()
         self._engine = engine
-        self.pending = PendingCaptures([self._capture] * count)
+        self.pending = deque([self._capture] * count)
 
     def _capture(self) -> None:
         self.captured_while_live.append(bool(self._engine._running().live.scheduler.num_requests))
@@ -97,7 +100,7 @@ def test_no_memory_for_more_graphs_is_no_failure(caplog: pytest.LogCaptureFixtur
 
     config = EngineArgs(num_gpu_blocks_override=16, swap_space=0).create_engine_config()
     worker = Worker(config)
-    worker._captures._pending = PendingCaptures([capture] * 3)
+    worker._captures._pending = deque([capture] * 3)
     worker.command(CaptureGraph())
     assert worker.num_pending_graphs == 0
     assert "no memory for 3 more graphs" in caplog.text

@@ -26,10 +26,10 @@ def test_a_step_in_two_parts_runs_in_order_and_counts_as_one() -> None:
             order.append("rest")
             return lambda: StepResult([value])
 
-        begun = executor.begin(first)
+        end = executor.begin(first)
         assert order == [], "it runs on the device, not here"
         may_begin.set()
-        step = await asyncio.to_thread(begun.end, rest)
+        step = await asyncio.to_thread(end, rest)
         after = executor.submit(lambda: lambda: StepResult([len(order)]))
         assert (await step.wait()).token_ids == [7]
         assert (await after.wait()).token_ids == [2]
@@ -51,7 +51,7 @@ def test_what_the_first_part_raises_comes_out_of_the_step() -> None:
         def never(value: int) -> Collect:
             raise AssertionError("the rest of a step that failed")
 
-        step = executor.begin(boom).end(never)
+        step = executor.begin(boom)(never)
         with pytest.raises(RuntimeError, match="boom"):
             await step.wait()
         assert (await executor.submit(lambda: lambda: StepResult([1])).wait()).token_ids == [1]

@@ -32,7 +32,7 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.layers.embedding import Embedding
 from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.worker import kernels, static_inputs, step_captures, worker
-from asyncllm.worker.decode_rows import fill_decodes_torch
+from asyncllm.worker.device_state import fill_decodes_torch
 from asyncllm.worker.packed_step import SlotChanges, StepTokens
 from tests.engine.builders import finish, make_request, make_scheduler
 from tests.worker.recorded_graph import ForgetfulGraph, ForgetfulPool, RecordedGraph
@@ -84,11 +84,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     graphs: list[Replay] = []
     for form in (PiecewiseGraphs, FullGraphs):
 
-        def counted(
-            self: Any, shape: StepShape, *args: Any, replay: Any = form.replay
-        ) -> torch.Tensor:
+        def counted(self: Any, shape: StepShape, *args: Any, replay: Any = form.replay) -> None:
             graphs.append((type(self), shape))
-            return replay(self, shape, *args)
+            replay(self, shape, *args)
 
         monkeypatch.setattr(form, "replay", counted)
     return graphs

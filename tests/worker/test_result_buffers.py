@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.worker.step_results import ResultBuffers
+from asyncllm.worker.staging import ResultBuffers
 
 
 class Unpinned(ResultBuffers):

@@ -12,7 +12,7 @@ from asyncllm import SamplingParams
 from asyncllm.outputs import RequestMetrics
 from asyncllm.step_plan import DecodeBatch, SlotInit, StepPlan
 from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN, Request, Sequence
-from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.device_state import DeviceState, gather_slots_torch
 from asyncllm.worker.packed_step import PLAIN, Feature
 from asyncllm.worker.sampler import (
     Sampler,
@@ -22,7 +22,6 @@ from asyncllm.worker.sampler import (
     sample_slots_torch,
 )
 from asyncllm.worker.slot_changes import write_slots_torch
-from asyncllm.worker.slot_rows import gather_slots_torch
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import NO_MASK, RowMasks, apply_masks_torch
