@@ -34,7 +34,6 @@ STEP_FILES = (
     "worker/staging.py",
     "worker/mixed_step.py",
     "worker/step_sampling.py",
-    "worker/step_results.py",
 )
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
