@@ -24,7 +24,7 @@ from asyncllm.config import (
     SchedulingPolicy,
 )
 from asyncllm.generation_defaults import read_generation_defaults
-from asyncllm.model_config import ModelConfig, resolve_model_path
+from asyncllm.model_config import ModelConfig, ModelImplementation, resolve_model_path
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
@@ -45,6 +45,10 @@ class EngineArgs:
     )
     served_model_name: list[str] | None = field(
         default=None, metadata={"help": "names clients may use, the first is reported"}
+    )
+    model_impl: ModelImplementation = field(
+        default="auto",
+        metadata={"help": "transformers: its own model code; auto: where asyncllm has none"},
     )
     dtype: DType = field(
         default="auto", metadata={"help": "auto: the checkpoint's on CUDA, float32 on CPU"}
@@ -142,7 +146,7 @@ class EngineArgs:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
         self._check()
         path = resolve_model_path(self.model)
-        model = ModelConfig.from_folder(path)
+        model = ModelConfig.from_folder(path, self.model_impl)
         if self.max_model_len is not None and self.max_model_len > model.context_window:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is over the model's window of "

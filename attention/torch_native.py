@@ -94,15 +94,7 @@ class TorchAttention:
         seen = index <= position
         if layer.window is not None:
             seen &= index > position - layer.window
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2),
-            keys,
-            values,
-            attn_mask=seen[:, None, None],
-            scale=layer.scale,
-            enable_gqa=True,
-        )
-        return out.squeeze(2)
+        return _attention(layer, q.unsqueeze(2), keys, values, seen[:, None, None]).squeeze(2)
 
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
@@ -116,12 +108,30 @@ class TorchAttention:
         seen = index <= position
         if layer.window is not None:
             seen &= index > position - layer.window
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            keys.unsqueeze(0),
-            values.unsqueeze(0),
-            attn_mask=seen,
-            scale=layer.scale,
-            enable_gqa=True,
+        rows = q.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+        return _attention(layer, *rows, seen).squeeze(0).transpose(0, 1)
+
+
+def _attention(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+) -> torch.Tensor:
+    """q [rows, heads, tokens, dim], keys and values [rows, kv_heads, length, dim]: as q."""
+    if layer.soft_cap is None and layer.sinks is None:
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=seen, scale=layer.scale, enable_gqa=True
         )
-        return out.squeeze(0).transpose(0, 1)
+    group = layer.num_heads // layer.num_kv_heads
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = (q @ keys.mT).float() * layer.scale
+    if layer.soft_cap is not None:
+        scores = (scores / layer.soft_cap).tanh() * layer.soft_cap
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    shares = scores.softmax(-1)[..., : keys.shape[2]]
+    return shares.to(values.dtype) @ values

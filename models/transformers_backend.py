@@ -1,0 +1,236 @@
+"""Any causal LM of transformers' table as a `CausalLM`: its own model code over our paged attention.
+
+transformers computes all but attention. A step is one packed row, without its cache and its masks;
+the head runs on the sampled rows only, by the class's own forward with the hidden states given, so
+that what follows the head (soft caps, scales) is the class's own. Experts run by `grouped_mm`, which
+waits for nothing. No code of a model folder is run.
+
+A model is built with its parameters on the meta device and its buffers computed, as only the class
+knows how; after a trial there (transformers_attention.py) its parameters get their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.initialization import no_init_weights
+
+from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
+from asyncllm.errors import ModelLoadError, one_line
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import Load, TokenInputs
+from asyncllm.models.layers.build import Build
+from asyncllm.models.transformers_attention import (
+    HANDLER,
+    RUN,
+    TRIAL,
+    AttentionCall,
+    Step,
+    Trial,
+    Unservable,
+)
+from asyncllm.models.transformers_weights import WeightNames
+
+META = torch.device("meta")
+TRIAL_TOKENS = 3
+KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
+SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+class TransformersModel:
+    """A `CausalLM`; see there for shapes."""
+
+    uses_prompt_lens = False
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        """Raises `ModelLoadError` where the class would not compute what it does by itself."""
+        try:
+            self._model = model = _without_weights(config, build.dtype)
+            _settle_rope(model, build.max_model_len)
+            calls, self._output = _try(model, build.max_model_len)
+            self._names = WeightNames(model, config.path)
+            _allocate(model, build.device)
+            self._step = Step(calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
+        except Unservable as error:
+            raise ModelLoadError(
+                f"{config.path / 'config.json'}: architectures {config.architecture!r} {error}, "
+                "which is not served"
+            ) from error
+        for module in model.modules():
+            setattr(module, HANDLER, self._step)
+        model.set_attn_implementation(RUN)
+        self._base = _base(model)
+        self._base_forward, self._base.forward = self._base.forward, self._given_or_base
+        self._given: torch.Tensor | None = None
+        self.attention_layers: list[AttentionLayer] = self._step.layers
+        half = self._step.head_dim // 2
+        identity = [1.0] * half + [0.0] * half
+        self._cos_sin = torch.tensor([identity], device=build.device)
+
+    @property
+    def aliases(self) -> Mapping[str, str | None]:
+        return self._names.aliases
+
+    def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
+        step, rows = self._step, torch.zeros_like(inputs.positions)
+        step.mixer, step.rotation = mixer, Rotation(rows, self._cos_sin)
+        try:
+            output = self._base(
+                input_ids=inputs.ids.long()[None],
+                position_ids=inputs.positions.long()[None],
+                use_cache=False,
+            )
+        finally:
+            step.mixer = None
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        self._given = hidden[None]
+        try:
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._given = None
+        return logits.to(hidden.dtype)
+
+    def loads(self) -> Iterator[Load]:
+        return self._names.loads()
+
+    def finish_loading(self) -> None:
+        self._names.finish_loading()
+
+    def _given_or_base(self, *args: Any, **arguments: Any) -> Any:
+        if self._given is not None:
+            return self._output(last_hidden_state=self._given)
+        return self._base_forward(*args, **arguments)
+
+
+def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The class's model: buffers on the CPU, parameters on the meta device."""
+    model_class = getattr(transformers, config.architecture)
+    if not isinstance(config.hf_config, model_class.config_class):
+        raise Unservable(f"does not fit model_type {config.hf_config.model_type!r}")
+    try:
+        with no_init_weights(), _parameters_on_meta():
+            model = model_class._from_config(
+                config.hf_config, dtype=dtype, attn_implementation=TRIAL
+            )
+            model.tie_weights()
+    except Exception as error:  # a class's own checks have no common base
+        raise Unservable(f"cannot be built: {one_line(error)}") from error
+    _keep_in_float32(model, dtype)
+    try:
+        model.set_experts_implementation("grouped_mm")
+    except (AttributeError, ValueError):  # it has no experts that could be set
+        pass
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Each parameter that a module registers has no memory; buffers are as they are made."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device != META:
+            parameter = nn.Parameter(parameter.detach().to(META), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """What the class wants so: some for float16 only, some always."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype is torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if kept & {*module_name.split("."), *name.split(".")}:
+                module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=False)
+
+
+def _settle_rope(model: nn.Module, max_model_len: int) -> None:
+    """RoPE that depends on a sequence's length, which differs in a packed row, must not."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in set(kinds.values() if isinstance(kinds, dict) else [kinds]) - {None}:
+            if kind == "longrope":
+                most = module.config.rope_parameters.get("original_max_position_embeddings")
+                most = most or module.config.max_position_embeddings
+                if max_model_len > most:
+                    raise Unservable(
+                        f"has rope_type 'longrope', which is exact up to {most} tokens: pass "
+                        f"max_model_len {most}; a context of {max_model_len}"
+                    )
+                module.rope_type = "default"  # type: ignore[assignment]  # the short factors
+            elif kind not in SERVED_ROPE_TYPES:
+                raise Unservable(f"has rope_type {kind!r}")
+
+
+def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], type]:
+    """One pass on the meta device: the attention calls, and the class of the base's output."""
+    trial, outputs = Trial(max_model_len), []
+    for module in model.modules():
+        setattr(module, HANDLER, trial)
+    hook = _base(model).register_forward_hook(lambda _, __, output: outputs.append(output))
+    tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=META)
+    try:
+        with _buffers_on_meta(model), torch.no_grad():
+            model(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
+    except Unservable:
+        raise
+    except Exception as error:  # whatever its code cannot do there
+        raise Unservable(f"cannot be tried: {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        hook.remove()
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(trial.calls) != num_layers:
+        raise Unservable(f"attends in {len(trial.calls)} of num_hidden_layers {num_layers}")
+    if len(outputs) != 1 or getattr(outputs[0], "last_hidden_state", None) is None:
+        raise Unservable("does not get its hidden states from its base model")
+    return trial.calls, type(outputs[0])
+
+
+def _base(model: Any) -> nn.Module:
+    base = getattr(model, model.base_model_prefix, None)
+    if not isinstance(base, nn.Module):
+        raise Unservable(f"has no base model {model.base_model_prefix!r}")
+    return base
+
+
+@contextmanager
+def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
+    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    for module, its in buffers:
+        module._buffers.update({n: None if b is None else b.to(META) for n, b in its.items()})
+    try:
+        yield
+    finally:
+        for module, its in buffers:
+            module._buffers.update(its)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Memory for the parameters, shared where they are tied; buffers to the device."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
