@@ -1,14 +1,14 @@
 """The attention of transformers' own model code, as one registered function of ours.
 
 Before a model has weights it runs once on the meta device. This trial says, layer by layer, which
-module calls attention with which heads, scale, window, soft cap and sinks, and it refuses what the
-paged attention would not compute exactly: masks that are neither causal nor a sliding window, layers
-without attention, arguments that are unknown here. Windows are taken from the masks that the model
-asks transformers for, which is what its eager attention obeys, not from what it claims in arguments.
+module calls attention with which heads, scale, window, soft cap and sinks, and refuses what paged
+attention would not compute exactly: masks that are neither causal nor a sliding window, arguments
+that are unknown here. Windows are those of the masks that the model asks transformers for, which
+its eager attention obeys, whatever it says in arguments.
 
-The pages have one shape for all layers, so heads are padded with zeros to the largest: more KV heads,
-more query heads to each of them, a larger dimension (also V's to that of K). Zeros add nothing to a
-score, and the padding of the output is cut off. q and k come rotated: the rotation is the identity.
+All pages have one shape, so heads are padded with zeros to the largest: more KV heads, more query
+heads to each of them, a larger dimension (V's to K's too). Zeros add nothing to a score, and the
+padding of the output is cut off. q and k come rotated: the rotation that follows is the identity.
 """
 
 from __future__ import annotations

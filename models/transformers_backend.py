@@ -1,9 +1,8 @@
-"""Any causal LM of transformers' table as a `CausalLM`: its own model code over our paged attention.
+"""Any causal LM of transformers' table as a `CausalLM`: its model code over our paged attention.
 
-transformers computes all but attention. A step is one packed row, without its cache and its masks;
-the head runs on the sampled rows only, by the class's own forward with the hidden states given, so
-that what follows the head (soft caps, scales) is the class's own. Experts run by `grouped_mm`, which
-waits for nothing. No code of a model folder is run.
+transformers computes all but attention. A step is one packed row, without its cache and its masks.
+The head runs on the sampled rows only, by the class's own forward with the hidden states given, so
+that what follows it (soft caps, scales) is the class's own. No code of a model folder is run.
 
 A model is built with its parameters on the meta device and its buffers computed, as only the class
 knows how; after a trial there (transformers_attention.py) its parameters get their memory.
@@ -12,13 +11,14 @@ knows how; after a trial there (transformers_attention.py) its parameters get th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers.initialization import no_init_weights
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 from asyncllm.errors import ModelLoadError, one_line
@@ -38,7 +38,9 @@ from asyncllm.models.transformers_weights import WeightNames
 
 META = torch.device("meta")
 TRIAL_TOKENS = 3
+EXPERTS = "asyncllm"
 KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
@@ -116,6 +118,11 @@ def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     model_class = getattr(transformers, config.architecture)
     if not isinstance(config.hf_config, model_class.config_class):
         raise Unservable(f"does not fit model_type {config.hf_config.model_type!r}")
+    kinds = set(getattr(config.hf_config, "layer_types", None) or ()) - SERVED_LAYER_TYPES
+    if kinds:
+        raise Unservable(f"has layer_types {', '.join(sorted(map(repr, kinds)))}")
+    if model_class._is_stateful:
+        raise Unservable("has recurrent layers")
     try:
         with no_init_weights(), _parameters_on_meta():
             model = model_class._from_config(
@@ -125,11 +132,22 @@ def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     except Exception as error:  # a class's own checks have no common base
         raise Unservable(f"cannot be built: {one_line(error)}") from error
     _keep_in_float32(model, dtype)
-    try:
-        model.set_experts_implementation("grouped_mm")
-    except (AttributeError, ValueError):  # it has no experts that could be set
-        pass
+    with suppress(AttributeError, ValueError):  # it has no experts that could be set
+        model.set_experts_implementation(EXPERTS)
     return model.eval()
+
+
+def _experts(
+    module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    """By grouped products, which wait for nothing; in the trial only their shape."""
+    if hidden.device == META:
+        return torch.empty_like(hidden)
+    out: torch.Tensor = grouped_mm_experts_forward(module, hidden, expert_ids, gates)
+    return out
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 @contextmanager
@@ -162,18 +180,18 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 def _settle_rope(model: nn.Module, max_model_len: int) -> None:
     """RoPE that depends on a sequence's length, which differs in a packed row, must not."""
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in set(kinds.values() if isinstance(kinds, dict) else [kinds]) - {None}:
-            if kind == "longrope":
-                most = module.config.rope_parameters.get("original_max_position_embeddings")
-                most = most or module.config.max_position_embeddings
+            if kind == "longrope" and isinstance(kinds, str):
+                most = module.config.rope_parameters["original_max_position_embeddings"]
                 if max_model_len > most:
                     raise Unservable(
                         f"has rope_type 'longrope', which is exact up to {most} tokens: pass "
                         f"max_model_len {most}; a context of {max_model_len}"
                     )
-                module.rope_type = "default"  # type: ignore[assignment]  # the short factors
+                module.rope_type = "default"  # its frequencies are those of the short factors
             elif kind not in SERVED_ROPE_TYPES:
                 raise Unservable(f"has rope_type {kind!r}")
 
@@ -186,7 +204,8 @@ def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], type]:
     hook = _base(model).register_forward_hook(lambda _, __, output: outputs.append(output))
     tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=META)
     try:
-        with _buffers_on_meta(model), torch.no_grad():
+        # Views of a mask name it as their base, but not in inference mode.
+        with _buffers_on_meta(model), torch.inference_mode(False), torch.no_grad():
             model(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
     except Unservable:
         raise
@@ -223,14 +242,14 @@ def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
     """Memory for the parameters, shared where they are tied; buffers to the device."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if parameter not in made:
+                if id(parameter) not in made:
                     empty = torch.empty_like(parameter, device=device)
-                    made[parameter] = nn.Parameter(empty, requires_grad=False)
-                module._parameters[name] = made[parameter]
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)

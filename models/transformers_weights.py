@@ -70,7 +70,7 @@ class WeightNames:
         weights, _ = self._weights()
         for conversion, tensors in self._read:
             for pattern, its in tensors.items():
-                conversion.converter.collected_tensors[pattern] = list(its)  # type: ignore[arg-type]
+                conversion.converter.collected_tensors[pattern] = list(its)
             made = _convert(conversion, self._model)
             for name, tensor in made.items():
                 weights[name].copy_(tensor[0] if isinstance(tensor, list) else tensor)
@@ -98,9 +98,10 @@ class WeightNames:
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        prefix, known = self._model.base_model_prefix, {**weights, **{t: True for t in twins}}
+        prefix, known = self._model.base_model_prefix, dict.fromkeys([*weights, *twins], True)
         ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ())]
         plain: dict[str, str] = {}
+        copies: dict[str, str] = {}
         conversions: dict[str, Conversion] = {}
         for name in sorted(checkpoint.names, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, known)
@@ -110,15 +111,20 @@ class WeightNames:
                 if any(re.search(one, name) or re.search(one, target) for one in ignored):
                     self.aliases[name] = None
                 continue  # the loader calls it unexpected
-            target = twins.get(target, target)
-            if pattern is None and target in plain.values():
-                self.aliases[name] = next(n for n, t in plain.items() if t == target)
-            elif pattern is None:
-                plain[name] = target
-            else:
+            if pattern is not None:
                 new = Conversion(target, deepcopy(by_pattern[pattern]))
                 conversion = conversions.setdefault(target, new)
                 conversion.sources.setdefault(pattern, []).append(name)
+            elif target in twins:
+                copies[name] = twins[target]
+            else:
+                plain[name] = target
+        name_of = {target: name for name, target in plain.items()}
+        for name, target in copies.items():
+            if (first := name_of.setdefault(target, name)) == name:  # only the copy is there
+                plain[name] = target
+            else:
+                self.aliases[name] = first
         return plain, list(conversions.values())
 
     def _converted(
@@ -141,18 +147,25 @@ def _merged(checkpoint: Checkpoint, conversion: Conversion, weight: torch.Tensor
     """Views of a weight whose first dimension counts experts, or of one that is concatenated."""
     *merge, last = conversion.converter.operations
     stacks = bool(merge) or isinstance(last, MergeModulelist)
+    dim = last.dim - bool(merge) if isinstance(last, Concatenate) else None
     start = 0
     for pattern in conversion.converter.source_patterns:
-        for expert, name in enumerate(conversion.sources.get(pattern, ())):
-            view = weight[expert] if stacks and expert < len(weight) else weight
-            if isinstance(last, Concatenate):
-                dim = last.dim - bool(merge)
-                size = checkpoint.header(name)[0][dim]
-                if start + size <= view.shape[dim]:  # else the loader finds that it does not fit
-                    view = view.narrow(dim, start, size)
+        names = conversion.sources.get(pattern, [])
+        if stacks and len(names) != len(weight):
+            raise _misfit(checkpoint, conversion, f"{len(names)} of {len(weight)} {pattern}")
+        size = checkpoint.header(names[0])[0][dim] if dim is not None and names else 0
+        for expert, name in enumerate(names):
+            view = weight[expert] if stacks else weight
+            if dim is not None and start + size <= view.shape[dim]:  # else it does not fit
+                view = view.narrow(dim, start, size)
             yield Load(name, view)
-        if isinstance(last, Concatenate) and pattern in conversion.sources:
-            start += size
+        start += size
+    if dim is not None and start != weight.shape[last.dim]:
+        raise _misfit(checkpoint, conversion, f"{start} of {weight.shape[last.dim]} rows")
+
+
+def _misfit(checkpoint: Checkpoint, conversion: Conversion, what: str) -> ModelLoadError:
+    return ModelLoadError(f"{checkpoint.source}: holds {what} for {conversion.target}")
 
 
 def _targets(conversion: Conversion) -> set[str]:
