@@ -27,6 +27,7 @@ from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 
 RUN, TRIAL = "asyncllm", "asyncllm_trial"  # attention implementations: without and with masks
 HANDLER = "asyncllm_attention"  # the attribute of modules that takes their attention calls
+LAYER = "asyncllm_layer"  # the attribute of modules that attend, with their `AttentionLayer`
 FAR = 1 << 30  # a position behind every window
 # Arguments without a meaning for packed causal self-attention that is given no mask.
 HARMLESS = {
@@ -151,7 +152,6 @@ class Step:
         self.head_dim = next((dim for dim in head_dims if dim >= largest), largest)
         self.group = max(call.num_heads // call.num_kv_heads for call in calls)
         self.layers = [self._layer(index, call) for index, call in enumerate(calls)]
-        self._layer_of = dict(zip((call.module for call in calls), self.layers, strict=True))
 
     def _layer(self, index: int, call: AttentionCall) -> AttentionLayer:
         return AttentionLayer(
@@ -182,7 +182,7 @@ class Step:
     ) -> torch.Tensor:
         """q [1, heads, T, dim], k and v [1, kv_heads, T, dim]: [1, T, heads, v_dim]."""
         assert self.mixer is not None and self.rotation is not None
-        layer = self._layer_of[module]
+        layer: AttentionLayer = getattr(module, LAYER)
         qkv = torch.cat((self._padded_q(q, k.shape[1]), self._padded(k), self._padded(v)), dim=1)
         out = self.mixer.attend(layer, qkv, self.rotation)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]

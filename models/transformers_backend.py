@@ -27,6 +27,7 @@ from asyncllm.models.base import Load, TokenInputs
 from asyncllm.models.layers.build import Build
 from asyncllm.models.transformers_attention import (
     HANDLER,
+    LAYER,
     RUN,
     TRIAL,
     AttentionCall,
@@ -65,10 +66,11 @@ class TransformersModel:
             ) from error
         for module in model.modules():
             setattr(module, HANDLER, self._step)
+        for call, layer in zip(calls, self._step.layers, strict=True):
+            setattr(call.module, LAYER, layer)
         model.set_attn_implementation(RUN)
-        self._base = _base(model)
-        self._base_forward, self._base.forward = self._base.forward, self._given_or_base
-        self._given: torch.Tensor | None = None
+        self._base: Any = _base(model)
+        _let_give(self._base)
         self.attention_layers: list[AttentionLayer] = self._step.layers
         half = self._step.head_dim // 2
         identity = [1.0] * half + [0.0] * half
@@ -94,11 +96,11 @@ class TransformersModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        self._given = hidden[None]
+        self._base.given = self._output(last_hidden_state=hidden[None])
         try:
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            self._given = None
+            self._base.given = None
         return logits.to(hidden.dtype)
 
     def loads(self) -> Iterator[Load]:
@@ -106,11 +108,6 @@ class TransformersModel:
 
     def finish_loading(self) -> None:
         self._names.finish_loading()
-
-    def _given_or_base(self, *args: Any, **arguments: Any) -> Any:
-        if self._given is not None:
-            return self._output(last_hidden_state=self._given)
-        return self._base_forward(*args, **arguments)
 
 
 def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -219,6 +216,20 @@ def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], type]:
     if len(outputs) != 1 or getattr(outputs[0], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
     return trial.calls, type(outputs[0])
+
+
+def _let_give(base: Any) -> None:
+    """Let a base model return its attribute `given`, where there is one, instead of computing."""
+    model_class = type(base)
+
+    def forward(self: Any, *args: Any, **arguments: Any) -> Any:
+        if self.given is not None:
+            return self.given
+        return model_class.forward(self, *args, **arguments)
+
+    base.given = None
+    # A subclass, as a function of this one module would keep the module that keeps it.
+    base.__class__ = type(model_class.__name__, (model_class,), {"forward": forward})
 
 
 def _base(model: Any) -> nn.Module:
