@@ -49,8 +49,8 @@ class ModelConfig:
     max_position_embeddings: int
     context_window: int  # as far as the RoPE variant stretches it
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # by transformers' models known when they are built
+    head_dim: int  # the same
     dtype_name: str
     eos_token_ids: tuple[int, ...]
     implementation: Literal["asyncllm", "transformers"] = "asyncllm"
@@ -69,10 +69,13 @@ class ModelConfig:
             _check_decoder(file, hf)
         num_heads = _size(file, hf, "num_attention_heads")
         hidden_size = _size(file, hf, "hidden_size")
+        num_kv_heads, head_dim = num_heads, max(1, hidden_size // num_heads)
         if chosen == "asyncllm":
             _size(file, hf, "intermediate_size")  # what is not a dense decoder has none
-        has_kv_heads = getattr(hf, "num_key_value_heads", None) is not None
-        has_head_dim = getattr(hf, "head_dim", None) is not None
+            if getattr(hf, "num_key_value_heads", None) is not None:
+                num_kv_heads = _size(file, hf, "num_key_value_heads")
+            if getattr(hf, "head_dim", None) is not None:
+                head_dim = _size(file, hf, "head_dim")
         return cls(
             path=path,
             architecture=hf.architectures[0],
@@ -81,8 +84,8 @@ class ModelConfig:
             max_position_embeddings=_size(file, hf, "max_position_embeddings"),
             context_window=_context_window(file, hf),
             num_layers=_size(file, hf, "num_hidden_layers"),
-            num_kv_heads=_size(file, hf, "num_key_value_heads") if has_kv_heads else num_heads,
-            head_dim=_size(file, hf, "head_dim") if has_head_dim else hidden_size // num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             implementation=chosen,

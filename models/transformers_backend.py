@@ -233,10 +233,11 @@ def _let_give(base: Any) -> None:
 
 
 def _base(model: Any) -> nn.Module:
-    base = getattr(model, model.base_model_prefix, None)
-    if not isinstance(base, nn.Module):
-        raise Unservable(f"has no base model {model.base_model_prefix!r}")
-    return base
+    for name in (model.base_model_prefix, "model"):  # which some classes do not declare
+        base = getattr(model, name, None)
+        if isinstance(base, nn.Module):
+            return base
+    raise Unservable(f"has no base model {model.base_model_prefix!r}")
 
 
 @contextmanager
