@@ -149,6 +149,7 @@ class Step:
         self.rotation: Rotation | None = None
         self.num_kv_heads = max(call.num_kv_heads for call in calls)
         largest = max(max(call.head_dim, call.v_dim) for call in calls)
+        largest += largest % 2  # a rotation has pairs
         self.head_dim = next((dim for dim in head_dims if dim >= largest), largest)
         self.group = max(call.num_heads // call.num_kv_heads for call in calls)
         self.layers = [self._layer(index, call) for index, call in enumerate(calls)]

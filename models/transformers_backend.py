@@ -10,6 +10,7 @@ knows how; after a trial there (transformers_attention.py) its parameters get th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -55,7 +56,7 @@ class TransformersModel:
         try:
             self._model = model = _without_weights(config, build.dtype)
             _settle_rope(model, build.max_model_len)
-            calls, self._output = _try(model, build.max_model_len)
+            calls, self._base, self._output = _try(model, build.max_model_len)
             self._names = WeightNames(model, config.path)
             _allocate(model, build.device)
             self._step = Step(calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
@@ -69,7 +70,6 @@ class TransformersModel:
         for call, layer in zip(calls, self._step.layers, strict=True):
             setattr(call.module, LAYER, layer)
         model.set_attn_implementation(RUN)
-        self._base: Any = _base(model)
         _let_give(self._base)
         self.attention_layers: list[AttentionLayer] = self._step.layers
         half = self._step.head_dim // 2
@@ -193,12 +193,16 @@ def _settle_rope(model: nn.Module, max_model_len: int) -> None:
                 raise Unservable(f"has rope_type {kind!r}")
 
 
-def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], type]:
-    """One pass on the meta device: the attention calls, and the class of the base's output."""
-    trial, outputs = Trial(max_model_len), []
+def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], Any, type]:
+    """One pass on the meta device: the attention calls, the base model, its output's class."""
+    trial = Trial(max_model_len)
+    outputs: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
         setattr(module, HANDLER, trial)
-    hook = _base(model).register_forward_hook(lambda _, __, output: outputs.append(output))
+    hooks = [
+        base.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
+        for base in _bases(model)
+    ]
     tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=META)
     try:
         # Views of a mask name it as their base, but not in inference mode.
@@ -209,13 +213,17 @@ def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], type]:
     except Exception as error:  # whatever its code cannot do there
         raise Unservable(f"cannot be tried: {type(error).__name__}: {one_line(error)}") from error
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(trial.calls) != num_layers:
         raise Unservable(f"attends in {len(trial.calls)} of num_hidden_layers {num_layers}")
-    if len(outputs) != 1 or getattr(outputs[0], "last_hidden_state", None) is None:
+    if not outputs or getattr(outputs[-1][1], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
-    return trial.calls, type(outputs[0])
+    base, output = outputs[-1]  # the outermost ends last
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
+    return trial.calls, base, type(output)
 
 
 def _let_give(base: Any) -> None:
@@ -232,12 +240,14 @@ def _let_give(base: Any) -> None:
     base.__class__ = type(model_class.__name__, (model_class,), {"forward": forward})
 
 
-def _base(model: Any) -> nn.Module:
-    for name in (model.base_model_prefix, "model"):  # which some classes do not declare
-        base = getattr(model, name, None)
-        if isinstance(base, nn.Module):
-            return base
-    raise Unservable(f"has no base model {model.base_model_prefix!r}")
+def _bases(model: Any) -> list[nn.Module]:
+    """The modules of which one gives the hidden states to the head."""
+    named = (getattr(model, name, None) for name in {model.base_model_prefix, "model"})
+    bases: list[Any] = [base for base in named if isinstance(base, nn.Module)]
+    decoders = [
+        base.decoder for base in bases if isinstance(getattr(base, "decoder", 0), nn.Module)
+    ]
+    return [*decoders, *bases]
 
 
 @contextmanager
