@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from asyncllm.model_config import (
     GenerationDefaults,
     ModelConfig,
+    ModelImplementation,
     read_generation_defaults,
     resolve_model_path,
 )
@@ -100,6 +101,9 @@ class EngineArgs:
     tokenizer: str | None = flag(None, "folder, default: the model's")
     skip_tokenizer_init: bool = flag(False, "no tokenizer: token ids in, token ids out")
     served_model_name: list[str] | None = flag(None, "names clients may use, the first is reported")
+    model_impl: ModelImplementation = flag(
+        "auto", "transformers: its own model code; auto: where asyncllm has none"
+    )
     dtype: DType = flag("auto", "auto: the checkpoint's on CUDA, float32 on CPU")
     device: DeviceName = flag("auto", "auto: CUDA where there is one")
     load_format: LoadFormat = flag("auto", "dummy: random weights, for benchmarks")
@@ -159,7 +163,7 @@ class EngineArgs:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
         self._check()
         path = resolve_model_path(self.model)
-        model = ModelConfig.from_folder(path)
+        model = ModelConfig.from_folder(path, self.model_impl)
         if self.max_model_len is not None and self.max_model_len > model.context_window:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is over the model's window of "

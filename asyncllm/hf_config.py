@@ -56,9 +56,14 @@ class DenseConfig(PretrainedConfig):
     rope_parameters: dict[str, Any] | None = None
 
 
-def read_hf_config(folder: Path, content: dict[str, Any]) -> PretrainedConfig:
-    """`content` is the folder's parsed config.json. Raises whatever the library raises."""
-    if _is_plain(content):
+def read_hf_config(
+    folder: Path, content: dict[str, Any], own_class: bool = False
+) -> PretrainedConfig:
+    """`content` is the folder's parsed config.json. Raises whatever the library raises.
+
+    own_class: the family's, for transformers' own models.
+    """
+    if not own_class and _is_plain(content):
         try:
             return DenseConfig.from_dict(_completed(content))
         except Exception:  # of no common base; AutoConfig repeats it in the family's own words

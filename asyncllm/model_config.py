@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 from asyncllm.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ BUILTIN_MODELS = {
 }
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
     "vocab_size",
@@ -60,24 +61,33 @@ class ModelConfig:
     max_position_embeddings: int
     context_window: int  # as far as the RoPE variant stretches it
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # by transformers' models known when they are built
+    head_dim: int  # the same
     dtype_name: str
     eos_token_ids: tuple[int, ...]
+    implementation: Literal["asyncllm", "transformers"] = "asyncllm"
 
     @classmethod
-    def from_folder(cls, path: Path) -> ModelConfig:
+    def from_folder(cls, path: Path, implementation: ModelImplementation = "auto") -> ModelConfig:
         """Read `config.json`. Raises `ModelLoadError` naming the file and what is wrong in it."""
         file = path / "config.json"
         if not file.is_file():
             raise ModelLoadError(f"{path} is no model folder: it has no config.json")
-        hf = _read(file)
+        content = read_json_object(file)
+        chosen = _choose_implementation(file, content.get("architectures"), implementation)
+        hf = _parsed(file, content, own_class=chosen == "transformers")
         eos = getattr(hf, "eos_token_id", None)
+        if chosen == "transformers":
+            _check_decoder(file, hf)
         num_heads = _size(file, hf, "num_attention_heads")
         hidden_size = _size(file, hf, "hidden_size")
-        _size(file, hf, "intermediate_size")  # what is not a dense decoder has none
-        has_kv_heads = getattr(hf, "num_key_value_heads", None) is not None
-        has_head_dim = getattr(hf, "head_dim", None) is not None
+        num_kv_heads, head_dim = num_heads, max(1, hidden_size // num_heads)
+        if chosen == "asyncllm":
+            _size(file, hf, "intermediate_size")  # what is not a dense decoder has none
+            if getattr(hf, "num_key_value_heads", None) is not None:
+                num_kv_heads = _size(file, hf, "num_key_value_heads")
+            if getattr(hf, "head_dim", None) is not None:
+                head_dim = _size(file, hf, "head_dim")
         return cls(
             path=path,
             architecture=hf.architectures[0],
@@ -86,10 +96,11 @@ class ModelConfig:
             max_position_embeddings=_size(file, hf, "max_position_embeddings"),
             context_window=_context_window(file, hf),
             num_layers=_size(file, hf, "num_hidden_layers"),
-            num_kv_heads=_size(file, hf, "num_key_value_heads") if has_kv_heads else num_heads,
-            head_dim=_size(file, hf, "head_dim") if has_head_dim else hidden_size // num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            implementation=chosen,
         )
 
 
@@ -131,12 +142,10 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _read(file: Path) -> PretrainedConfig:
+def _parsed(file: Path, content: dict[str, Any], own_class: bool) -> PretrainedConfig:
     # A second that --help and a taken port should not cost.
     from asyncllm.hf_config import read_hf_config
 
-    content = read_json_object(file)
-    _check_architecture(file, content.get("architectures"))
     for key in SIZES:  # before the library divides by one of them
         if isinstance(content.get(key), int) and content[key] < 1:
             raise _bad_size(file, key, content[key])
@@ -144,22 +153,47 @@ def _read(file: Path) -> PretrainedConfig:
     if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
         raise ModelLoadError(f"{file}: num_hidden_layers {num_layers} is above {MAX_LAYERS}")
     try:
-        return read_hf_config(file.parent, content)
+        return read_hf_config(file.parent, content, own_class)
     except Exception as error:  # the library checks values, and its errors have no common base
         raise ModelLoadError(f"{file}: {one_line(error)}") from error
 
 
-def _check_architecture(file: Path, architectures: object) -> None:
+def _choose_implementation(
+    file: Path, architectures: object, asked: ModelImplementation
+) -> Literal["asyncllm", "transformers"]:
     """Before the library reads a file of which the keys are not those that we ask for."""
     if not architectures:
         raise ModelLoadError(f"{file}: 'architectures' is missing")
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise ModelLoadError(f"{file}: 'architectures' must be a list of names")
-    if architectures[0] not in ARCHITECTURES:
-        raise ModelLoadError(
-            f"{file}: architectures {architectures[0]!r} is not supported, only "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+    if asked != "transformers" and architectures[0] in ARCHITECTURES:
+        return "asyncllm"
+    if asked == "asyncllm" or architectures[0] not in _transformers_classes():
+        raise _unsupported(file, architectures[0], "")
+    return "transformers"
+
+
+def _transformers_classes() -> set[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def _check_decoder(file: Path, hf: PretrainedConfig) -> None:
+    """Of models that transformers runs, before their code is imported."""
+    architecture = hf.architectures[0]
+    if getattr(hf, "num_attention_heads", None) is None:
+        raise _unsupported(file, architecture, "num_attention_heads is missing: it is recurrent; ")
+    for key in ("quantization_config", "is_encoder_decoder"):
+        if value := getattr(hf, key, None):
+            raise ModelLoadError(f"{file}: {key} {value!r} is not supported")
+
+
+def _unsupported(file: Path, architecture: str, reason: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{file}: architectures {architecture!r} is not supported, {reason}only "
+        f"{', '.join(ARCHITECTURES)} and most of transformers' causal LMs"
+    )
 
 
 def _size(file: Path, hf: PretrainedConfig, key: str) -> int:

@@ -58,7 +58,17 @@ def import_backend(name: AttentionBackendName, *, or_torch: bool = False) -> Att
 def build_backend(
     name: AttentionBackendName, cache: KVCache, layers: list[AttentionLayer]
 ) -> AttentionBackend:
-    """The backend over `cache`; `name` as `resolve_backend` returned it."""
+    """The backend over `cache`; `name` as `resolve_backend` returned it.
+
+    Raises `ValueError` where the layers have what only torch's attention does.
+    """
+    for layer in layers:
+        feature = "sinks" if layer.sinks is not None else "a soft cap" if layer.soft_cap else None
+        if feature is not None and name != "torch":
+            raise ValueError(
+                f"attention_backend {name} does not do {feature}, which layer {layer.index} has: "
+                "pass torch"
+            )
     if name == "flashinfer":
         from asyncllm.attention.flashinfer.backend import FlashInferAttention
 

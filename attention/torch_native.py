@@ -118,6 +118,19 @@ def _attention(
     seen = index <= position
     if layer.window is not None:
         seen &= index > position - layer.window
-    return F.scaled_dot_product_attention(
-        q, keys, values, attn_mask=seen.unsqueeze(1), scale=layer.scale, enable_gqa=True
-    )
+    seen = seen.unsqueeze(1)
+    if layer.soft_cap is None and layer.sinks is None:
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=seen, scale=layer.scale, enable_gqa=True
+        )
+    group = layer.num_heads // layer.num_kv_heads
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = (q @ keys.mT).float() * layer.scale
+    if layer.soft_cap is not None:
+        scores = (scores / layer.soft_cap).tanh() * layer.soft_cap
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    return weights.to(values.dtype) @ values

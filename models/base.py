@@ -56,8 +56,9 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def aliases(self) -> Mapping[str, str]:
-        """Names a checkpoint may hold besides those of `loads`, each a copy of another."""
+    def aliases(self) -> Mapping[str, str | None]:
+        """Names a checkpoint may hold besides those of `loads`, each a copy of another; None: of
+        what the model does not use."""
         ...
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:

@@ -114,7 +114,9 @@ def _read(checkpoint: Checkpoint, load: Load) -> torch.Tensor:
     return tensor
 
 
-def _check(checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, str]) -> None:
+def _check(
+    checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, str | None]
+) -> None:
     """The checkpoint must be exactly what the model takes, copies and old buffers aside."""
     names = {load.name for load in loads}
     if missing := names - checkpoint.names:
@@ -127,10 +129,9 @@ def _check(checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, 
     for load in loads:
         _check_header(checkpoint, load)
     for alias in aliases.keys() & checkpoint.names:
-        if not torch.equal(checkpoint.read(alias), checkpoint.read(aliases[alias])):
-            raise _misfit(
-                checkpoint, alias, f"differs from {aliases[alias]}, to which config.json ties it"
-            )
+        of = aliases[alias]
+        if of is not None and not torch.equal(checkpoint.read(alias), checkpoint.read(of)):
+            raise _misfit(checkpoint, alias, f"differs from {of}, to which config.json ties it")
 
 
 def _check_header(checkpoint: Checkpoint, load: Load) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
 from asyncllm.models.layers.ops import Ops
+from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.llama import build_llama
 from asyncllm.models.mistral import build_mistral
 from asyncllm.models.qwen2 import build_qwen2
@@ -38,6 +40,11 @@ def build_model(
     """
     linear_methods = {"": UnquantizedLinearMethod(dtype, device, ops)}
     build = Build(dtype, device, ops, linear_methods, max_model_len)
+    if model_config.implementation == "transformers":
+        # All of the library's model code: seconds.
+        from asyncllm.models.transformers_backend import TransformersModel
+
+        return TransformersModel(model_config, build)
     try:
         return ARCHITECTURES[model_config.architecture](model_config, build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs
@@ -46,3 +53,22 @@ def build_model(
             f"{model_config.path / 'config.json'}: model_type {model_type!r} does not fit "
             f"{model_config.architecture}: {error}"
         ) from error
+
+
+def with_cache_shape(
+    model_config: ModelConfig, dtype: torch.dtype, max_model_len: int
+) -> ModelConfig:
+    """With the KV shape of the model's layers, which only transformers' own code knows.
+
+    Raises as `build_model`.
+    """
+    if model_config.implementation == "asyncllm":
+        return model_config
+    meta = torch.device("meta")
+    layers = build_model(model_config, dtype, meta, TorchOps(), max_model_len).attention_layers
+    return replace(
+        model_config,
+        num_layers=len(layers),
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
+    )

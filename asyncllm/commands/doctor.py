@@ -215,6 +215,7 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     try:
         config = engine_args.create_engine_config()
         yield Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
+        yield Finding("model", "implementation", config.model.implementation)
         yield from _needs(config)
     except (ModelLoadError, ValueError) as error:
         yield Finding("model", "name", str(error), "MISSING", "another folder, or another flag")
@@ -238,11 +239,12 @@ def _needs(config: Any) -> Iterator[Finding]:
     from asyncllm.worker.memory import CPU_KV_SHARE, GRAPH_RESERVE_BYTES
 
     dtype = getattr(torch, config.dtype)
-    model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), 16)
+    model_len = config.max_model_len or config.model.context_window
+    model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), model_len)
     weights = sum(load.view.nbytes for load in model.loads())
     page: Callable[..., int] = KVCache.page_bytes
-    shape = config.model.num_kv_heads, config.model.head_dim
-    per_token = page(config.model.num_layers, 1, *shape, dtype)
+    layers = model.attention_layers
+    per_token = page(len(layers), 1, layers[0].num_kv_heads, layers[0].head_dim, dtype)
     yield Finding("model", "weights", f"{weights / GIB:.2f} GiB in {config.dtype}")
     yield Finding("model", "kv per token", f"{per_token} bytes")
     if config.device == "cuda":

@@ -34,7 +34,8 @@ class DenseShape:
     @classmethod
     def of(cls, model: ModelConfig) -> DenseShape:
         hf = model.hf_config
-        return cls(model.num_layers, hf.hidden_size, hf.intermediate_size, model.vocab_size)
+        size = getattr(hf, "intermediate_size", 0)  # not of every model, nor one number
+        return cls(model.num_layers, hf.hidden_size, size, model.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The constants of one layer's attention. `window` counts the tokens seen, itself included."""
+    """The constants of one layer's attention. `window` counts the tokens seen, itself included.
+
+    soft_cap: scores become soft_cap * tanh(scores / soft_cap). sinks: [num_heads], a score of each
+    head that takes part in the softmax and has no value.
+    """
 
     index: int
     num_heads: int
@@ -49,6 +53,8 @@ class AttentionLayer:
     scale: float
     window: int | None = None
     head_norm: HeadNorm | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class Attend(Protocol):

@@ -1,0 +1,240 @@
+"""The attention of transformers' own model code, as one registered function of ours.
+
+Before a model has weights it runs once on the meta device. This trial says, layer by layer, which
+module calls attention with which heads, scale, window, soft cap and sinks, and refuses what paged
+attention would not compute exactly: masks that are neither causal nor a sliding window, arguments
+that are unknown here. Windows are those of the masks that the model asks transformers for, which
+its eager attention obeys, whatever it says in arguments.
+
+All pages have one shape, so heads are padded with zeros to the largest: more KV heads, more query
+heads to each of them, a larger dimension (V's to K's too). Zeros add nothing to a score, and the
+padding of the output is cut off. q and k come rotated: the rotation that follows is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
+
+RUN, TRIAL = "asyncllm", "asyncllm_trial"  # attention implementations: without and with masks
+HANDLER = "asyncllm_attention"  # the attribute of modules that takes their attention calls
+LAYER = "asyncllm_layer"  # the attribute of modules that attend, with their `AttentionLayer`
+FAR = 1 << 30  # a position behind every window
+# Arguments without a meaning for packed causal self-attention that is given no mask.
+HARMLESS = {
+    "cache_position", "dropout", "layer_idx", "logits_to_keep", "output_attentions",
+    "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
+    "position_embeddings", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+
+
+class Unservable(Exception):
+    """Why a model is refused, as the end of a sentence that begins with its class."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """One layer's attention as its model calls it."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: str | None  # the name of the module's parameter
+
+
+class Trial:
+    """Records the attention calls of one forward pass on the meta device."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.calls: list[AttentionCall] = []
+
+    def attention(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        if any(call.module is module for call in self.calls):
+            raise Unservable(f"calls {type(module).__name__} twice in one pass")
+        if q.shape[2] != k.shape[2]:
+            raise Unservable(
+                f"gives {type(module).__name__} {k.shape[2]} keys, {q.shape[2]} queries"
+            )
+        is_causal = others.pop("is_causal", None)
+        if is_causal is False or not getattr(module, "is_causal", True):
+            raise Unservable(f"has attention that is not causal in {type(module).__name__}")
+        for name, value in others.items():
+            if name not in HARMLESS and value is not None and value is not False:
+                what = "a tensor" if isinstance(value, torch.Tensor) else repr(value)[:60]
+                raise Unservable(f"passes {name} ({what}) to attention in {type(module).__name__}")
+        window = self._window(mask, sliding_window)
+        self.calls.append(
+            AttentionCall(
+                module,
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                head_dim=q.shape[3],
+                v_dim=v.shape[3],
+                scale=float(q.shape[3] ** -0.5 if scaling is None else scaling),
+                window=window if window is not None and window < self.max_model_len else None,
+                soft_cap=None if not softcap else float(softcap),
+                sinks=None if s_aux is None else _parameter_name(module, s_aux),
+            )
+        )
+        return v.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def _window(self, mask: torch.Tensor | None, sliding_window: int | None) -> int | None:
+        if mask is None:  # the model makes none, and relies on the argument
+            return sliding_window
+        made = getattr(mask, HANDLER, None) or getattr(mask._base, HANDLER, None)
+        if made is None:
+            raise Unservable("makes a mask of its own")
+        function, size = made
+        return self._window_of(function, size)
+
+    def _window_of(self, function: Callable[..., Any], size: int | None) -> int | None:
+        """The window of transformers' mask function, by asking it for some pairs."""
+
+        def sees(query: int, key: int) -> bool:
+            return bool(function(0, 0, torch.tensor(query), torch.tensor(key)))
+
+        try:
+            if sees(1, 2):
+                raise Unservable("has attention that is not causal")
+            if sees(FAR, 0):
+                return None
+            if size is not None:
+                starts = (FAR, FAR + 1, FAR + size // 2)
+                if all(sees(q, q - size + 1) and not sees(q, q - size) for q in starts):
+                    return size
+        except (RuntimeError, IndexError):  # a function of tensors, whose values are not known here
+            pass
+        if size is not None and size >= self.max_model_len:
+            return None
+        raise Unservable(
+            f"has a mask that is no sliding window (chunked attention?) of {size} tokens, fewer "
+            f"than max_model_len {self.max_model_len}"
+        )
+
+
+class Step:
+    """What attention needs to know of the step that runs: set for each forward pass."""
+
+    def __init__(self, calls: list[AttentionCall], head_dims: tuple[int, ...]) -> None:
+        """head_dims: those that kernels have, ascending; a larger one is taken as it is."""
+        self.mixer: Mixer | None = None
+        self.rotation: Rotation | None = None
+        self.num_kv_heads = max(call.num_kv_heads for call in calls)
+        largest = max(max(call.head_dim, call.v_dim) for call in calls)
+        largest += largest % 2  # a rotation has pairs
+        self.head_dim = next((dim for dim in head_dims if dim >= largest), largest)
+        self.group = max(call.num_heads // call.num_kv_heads for call in calls)
+        self.layers = [self._layer(index, call) for index, call in enumerate(calls)]
+
+    def _layer(self, index: int, call: AttentionCall) -> AttentionLayer:
+        return AttentionLayer(
+            index=index,
+            num_heads=self.num_kv_heads * self.group,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=call.scale,
+            window=call.window,
+            soft_cap=call.soft_cap,
+            sinks=None if call.sinks is None else self._sinks(call),
+        )
+
+    def _sinks(self, call: AttentionCall) -> torch.Tensor:
+        sinks = call.module.get_parameter(str(call.sinks))
+        if len(sinks) != self.num_kv_heads * self.group:
+            raise Unservable(f"has sinks and layers of {len(sinks)} and of more heads")
+        return sinks
+
+    def attention(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """q [1, heads, T, dim], k and v [1, kv_heads, T, dim]: [1, T, heads, v_dim]."""
+        assert self.mixer is not None and self.rotation is not None
+        layer: AttentionLayer = getattr(module, LAYER)
+        qkv = torch.cat((self._padded_q(q, k.shape[1]), self._padded(k), self._padded(v)), dim=1)
+        out = self.mixer.attend(layer, qkv, self.rotation)
+        kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        heads = out.view(1, -1, self.num_kv_heads, self.group, self.head_dim)
+        return heads[:, :, :kv_heads, :group, : v.shape[3]].flatten(2, 3)
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, kv_heads, T, dim] -> [T, the layers' KV heads, the layers' dim]."""
+        more_heads, more_dims = self.num_kv_heads - x.shape[1], self.head_dim - x.shape[3]
+        x = x[0].transpose(0, 1)
+        return F.pad(x, (0, more_dims, 0, more_heads)) if more_heads or more_dims else x
+
+    def _padded_q(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """[1, heads, T, dim] -> [T, the layers' heads, the layers' dim]."""
+        q = q[0].transpose(0, 1)
+        if q.shape[1:] == (self.num_kv_heads * self.group, self.head_dim):
+            return q
+        q = q.unflatten(1, (kv_heads, -1))
+        more = self.head_dim - q.shape[3], self.group - q.shape[2], self.num_kv_heads - kv_heads
+        return F.pad(q, (0, more[0], 0, more[1], 0, more[2])).flatten(1, 2)
+
+
+def _parameter_name(module: nn.Module, tensor: torch.Tensor) -> str:
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter is tensor:
+            return name
+    raise Unservable(f"has sinks that are no parameter of {type(module).__name__}")
+
+
+def _attention(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function; see its `AttentionInterface`."""
+    handler: Trial | Step = getattr(module, HANDLER)
+    return handler.attention(module, q, k, v, attention_mask, **arguments), None
+
+
+def _trial_mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **others: Any
+) -> torch.Tensor:
+    """A mask without contents that says what would have made it."""
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    setattr(mask, HANDLER, (mask_function, others.get("local_size")))
+    return mask
+
+
+AttentionInterface.register(RUN, _attention)
+AttentionInterface.register(TRIAL, _attention)
+AttentionMaskInterface.register(TRIAL, _trial_mask)

@@ -1,0 +1,180 @@
+"""From a checkpoint's tensors to those of transformers' model, by the library's own tables.
+
+A table renames tensors and converts some: experts of one layer are merged into one tensor, siblings
+concatenated. Those two are views, into which the loader reads. What else there is (splits,
+interleaved rows, transposes) is read to tensors of its own and converted when all is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.models.base import Load
+from asyncllm.models.checkpoint import Checkpoint
+
+
+@dataclass(slots=True)
+class Conversion:
+    """The tensors of a checkpoint that make one of the model, or more; by pattern, in order."""
+
+    target: str
+    converter: WeightConverter
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+
+class WeightNames:
+    def __init__(self, model: Any, folder: Path) -> None:
+        self._model = model
+        self._folder = folder
+        self.aliases: dict[str, str | None] = {}
+        self._read: list[tuple[Conversion, dict[str, list[torch.Tensor]]]] = []
+
+    def loads(self) -> Iterator[Load]:
+        """By the names of the checkpoint; where there is none, by the model's."""
+        weights, twins = self._weights()
+        try:
+            checkpoint = Checkpoint(self._folder)
+        except ModelLoadError:  # raised again where it is read
+            for name, weight in weights.items():
+                yield Load(name, weight)
+            return
+        plain, conversions = self._sorted(checkpoint, weights, twins)
+        for name, target in plain.items():
+            yield Load(name, weights[target])
+        filled = set(plain.values())
+        for conversion in conversions:
+            yield from self._converted(checkpoint, conversion, weights)
+            filled |= _targets(conversion)
+        for name in weights.keys() - filled:  # which the loader will miss
+            yield Load(name, weights[name])
+
+    def finish_loading(self) -> None:
+        """Convert what could not be read into its place."""
+        weights, _ = self._weights()
+        for conversion, tensors in self._read:
+            for pattern, its in tensors.items():
+                conversion.converter.collected_tensors[pattern] = list(its)
+            made = _convert(conversion, self._model)
+            for name, tensor in made.items():
+                weights[name].copy_(tensor[0] if isinstance(tensor, list) else tensor)
+        self._read.clear()
+
+    def _weights(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Name -> weight, each once; and the names of those that are tied -> that name."""
+        named = self._model.state_dict(keep_vars=True)
+        weights: dict[str, torch.Tensor] = {}
+        names: dict[int, str] = {}
+        twins: dict[str, str] = {}
+        for name, weight in named.items():
+            if id(weight) in names:
+                twins[name] = names[id(weight)]
+            else:
+                weights[name], names[id(weight)] = weight.detach(), name
+        return weights, twins
+
+    def _sorted(
+        self, checkpoint: Checkpoint, weights: dict[str, torch.Tensor], twins: dict[str, str]
+    ) -> tuple[dict[str, str], list[Conversion]]:
+        """The checkpoint's names by what becomes of them: name -> weight, and conversions. What the
+        model ignores, and the copies of tied weights, are `aliases`."""
+        transforms = get_model_conversion_mapping(self._model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        prefix, known = self._model.base_model_prefix, dict.fromkeys([*weights, *twins], True)
+        ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ())]
+        plain: dict[str, str] = {}
+        copies: dict[str, str] = {}
+        conversions: dict[str, Conversion] = {}
+        for name in sorted(checkpoint.names, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            if target not in known and name in known:
+                target, pattern = rename_source_key(name, [], [], prefix, known)
+            if target not in known:
+                if any(re.search(one, name) or re.search(one, target) for one in ignored):
+                    self.aliases[name] = None
+                continue  # the loader calls it unexpected
+            if pattern is not None:
+                new = Conversion(target, deepcopy(by_pattern[pattern]))
+                conversion = conversions.setdefault(target, new)
+                conversion.sources.setdefault(pattern, []).append(name)
+            elif target in twins:
+                copies[name] = twins[target]
+            else:
+                plain[name] = target
+        name_of = {target: name for name, target in plain.items()}
+        for name, target in copies.items():
+            if (first := name_of.setdefault(target, name)) == name:  # only the copy is there
+                plain[name] = target
+            else:
+                self.aliases[name] = first
+        return plain, list(conversions.values())
+
+    def _converted(
+        self, checkpoint: Checkpoint, conversion: Conversion, weights: dict[str, torch.Tensor]
+    ) -> Iterator[Load]:
+        merges = [type(one) for one in conversion.converter.operations]
+        if merges in ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate]):
+            yield from _merged(checkpoint, conversion, weights[conversion.target])
+            return
+        like, tensors = weights[conversion.target], {}
+        for pattern, names in conversion.sources.items():
+            shapes = [checkpoint.header(name)[0] for name in names]
+            tensors[pattern] = [like.new_empty(shape) for shape in shapes]
+            for name, tensor in zip(names, tensors[pattern], strict=True):
+                yield Load(name, tensor)
+        self._read.append((conversion, tensors))
+
+
+def _merged(checkpoint: Checkpoint, conversion: Conversion, weight: torch.Tensor) -> Iterator[Load]:
+    """Views of a weight whose first dimension counts experts, or of one that is concatenated."""
+    *merge, last = conversion.converter.operations
+    stacks = bool(merge) or isinstance(last, MergeModulelist)
+    dim = last.dim - bool(merge) if isinstance(last, Concatenate) else None
+    start = 0
+    for pattern in conversion.converter.source_patterns:
+        names = conversion.sources.get(pattern, [])
+        if stacks and len(names) != len(weight):
+            raise _misfit(checkpoint, conversion, f"{len(names)} of {len(weight)} {pattern}")
+        size = checkpoint.header(names[0])[0][dim] if dim is not None and names else 0
+        for expert, name in enumerate(names):
+            view = weight[expert] if stacks else weight
+            if dim is not None and start + size <= view.shape[dim]:  # else it does not fit
+                view = view.narrow(dim, start, size)
+            yield Load(name, view)
+        start += size
+    if dim is not None and start != weight.shape[last.dim]:
+        raise _misfit(checkpoint, conversion, f"{start} of {weight.shape[last.dim]} rows")
+
+
+def _misfit(checkpoint: Checkpoint, conversion: Conversion, what: str) -> ModelLoadError:
+    return ModelLoadError(f"{checkpoint.source}: holds {what} for {conversion.target}")
+
+
+def _targets(conversion: Conversion) -> set[str]:
+    first, *others = conversion.converter.target_patterns
+    return {conversion.target, *(conversion.target.replace(first, other) for other in others)}
+
+
+def _convert(conversion: Conversion, model: Any) -> dict[str, Any]:
+    try:
+        return conversion.converter.convert(conversion.target, model=model, config=model.config)
+    except Exception as error:  # of no common base
+        raise ModelLoadError(f"{conversion.target}: {error}") from error

@@ -1,0 +1,236 @@
+"""Serve a tiny random checkpoint of each causal LM of transformers, and compare with `generate`.
+
+    scripts/model_matrix.py [CLASS ...] [--json FILE]
+
+Each class gets a configuration of small sizes, random weights, and a folder by transformers. The
+engine serves it in float32 on the CPU, chunked, batched, with prefix hits and preemption: greedy
+tokens and log-probabilities must be transformers' own, of one prompt at a time. Prints a Markdown
+table: native, by backend, refused with its reason, wrong, failed, or without a configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import random
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from asyncllm import LLM, SamplingParams
+from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ARCHITECTURES
+
+VOCAB_SIZE = 97
+NUM_TOKENS = 12
+TOLERANCE = 1e-3
+SECONDS = 90  # for one class
+# Seven prompts of up to 40 + 12 tokens need about 90 pages of 4.
+REGIME: dict[str, Any] = {
+    "num_gpu_blocks_override": 30, "block_size": 4, "max_num_seqs": 7, "swap_space": 0,
+    "max_num_batched_tokens": 9, "preemption_mode": "recompute", "max_model_len": 60,
+}  # fmt: skip
+# Whatever a configuration calls them; those that it has not are left out.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "sliding_window": 8, "layer_types": None, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None, "num_experts": 4, "n_routed_experts": 4,
+    "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
+    "moe_k": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
+    "ffn_hidden_size": 48, "shared_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "embedding_size": 32,
+    "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0,
+    "word_embed_proj_dim": 32, "ffn_dim": 48, "n_inner": 48, "num_kv_heads": 2,
+    "query_pre_attn_scalar": 8, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE, "global_head_dim": 16, "num_kv_shared_layers": 0,
+    "laurel_rank": 8, "decoder_layers": 3, "encoder_layers": 3, "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "is_decoder": True,
+}  # fmt: skip
+
+
+# What some classes check, tried in this order.
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_key_value_heads": 4},
+    {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+    {"num_key_value_heads": 4, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+    {"rotary_dim": 4, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": None},
+    {"num_hidden_layers": 4, "rotary_dim": 4, "num_key_value_heads": 4, "full_attn_idxs": None},
+]
+
+
+def tiny_config(architecture: str, **changes: Any) -> Any:
+    """Of the first variant that runs. Raises what the configuration or the model does of none."""
+    problem: Exception | None = None
+    for variant in VARIANTS:
+        try:
+            config = small_config(architecture, variant | changes)
+            with torch.inference_mode():
+                random_model(config, architecture)(input_ids=torch.arange(3, 9)[None])
+            return config
+        except Exception as error:  # of no common base
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def small_config(architecture: str, changes: dict[str, Any]) -> Any:
+    model_type = next(t for t, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if c == architecture)
+    model_class = getattr(transformers, architecture)
+    config_class = model_class.config_class or CONFIG_MAPPING[model_type]
+    if "text_config" in config_class().to_dict():
+        inner = type(config_class().get_text_config())
+        return config_class(text_config=_sizes(inner, changes), tie_word_embeddings=False)
+    return config_class(**_sizes(config_class, changes))
+
+
+def _sizes(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    if "qk_rope_head_dim" in known:  # which then is the head_dim of what rotates
+        sizes.pop("head_dim", None)
+    if "kv_lora_rank" in known:  # keys of every head come from the latent
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    return sizes | {name: value for name, value in changes.items() if name in known}
+
+
+def random_model(config: Any, architecture: str) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)._from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            else:
+                parameter.normal_(0.0, 0.12)
+    return model
+
+
+def make_prompts() -> list[list[int]]:
+    """Seven, four of which share a prefix."""
+    rng = random.Random(7)
+    ids = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
+    shared = ids(17)
+    return [shared + ids(n) for n in (1, 3, 8, 22)] + [ids(1), ids(5), ids(30)]
+
+
+def answer(model: Any, prompt: list[int]) -> tuple[list[int], list[torch.Tensor]]:
+    """Greedy tokens and the log-probabilities [V] that each was taken from."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = output.sequences[0, len(prompt) :].tolist()
+    return tokens, [logits[0].float().log_softmax(0) for logits in output.logits]
+
+
+def serve(
+    folder: Path, prompts: list[list[int]], **regime: Any
+) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and their log-probabilities by the engine: all at once, then one again."""
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, ignore_eos=True
+    )
+    with LLM(str(folder), skip_tokenizer_init=True, **REGIME | regime) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+        outputs += llm.generate([{"prompt_token_ids": prompts[3]}], params)
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        (c.token_ids, [e[t].logprob for e, t in zip(c.logprobs or [], c.token_ids, strict=True)])
+        for c in completions
+    ]
+
+
+def compare(architecture: str, config: Any, folder: Path, **regime: Any) -> float:
+    """The largest difference of log-probabilities; inf where a token differs that is no tie."""
+    with torch.inference_mode():
+        model = random_model(config, architecture)
+        model.save_pretrained(folder)
+    prompts, worst = make_prompts(), 0.0
+    ours = serve(folder, prompts, **regime)  # first: a refusal needs no reference
+    with torch.inference_mode():
+        wanted = [answer(model, prompt) for prompt in prompts]
+    for (tokens, logprobs), (expected, rows) in zip(ours, [*wanted, wanted[3]], strict=True):
+        for token, logprob, other, row in zip(tokens, logprobs, expected, rows, strict=True):
+            if token != other and row[other] - row[token] > TOLERANCE:
+                return float("inf")
+            worst = max(worst, abs(logprob - row[token].item()))
+            if token != other:
+                break
+    return worst
+
+
+def examine(architecture: str) -> tuple[str, str]:
+    """(verdict, details) of one class."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    try:
+        config = tiny_config(architecture)
+    except Exception as error:
+        return "no tiny configuration", f"{type(error).__name__}: {error}"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            worst = compare(architecture, config, Path(folder))
+    except ModelLoadError as error:
+        return "refused", str(error).partition("config.json: ")[2] or str(error)
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {error}"
+    if worst > TOLERANCE:
+        return "wrong", f"{worst:.2g}"
+    return ("native" if architecture in ARCHITECTURES else "by backend"), f"{worst:.2g}"
+
+
+def _child(architecture: str, results: Any) -> None:
+    results.put(examine(architecture))
+
+
+def in_a_process(architecture: str) -> tuple[str, str]:
+    results: Any = multiprocessing.Queue()
+    child = multiprocessing.Process(target=_child, args=(architecture, results))
+    child.start()
+    try:
+        verdict: tuple[str, str] = results.get(timeout=SECONDS)
+    except Exception:
+        verdict = "failed", f"no answer in {SECONDS} s"
+        child.kill()
+    child.join()
+    return verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("classes", nargs="*")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = {}
+    print("| class | verdict | worst difference, or reason |\n| --- | --- | --- |")
+    for name in args.classes or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
+        verdict, details = rows[name] = in_a_process(name)
+        print(f"| {name} | {verdict} | {' '.join(details.split())[:200]} |", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1))
+    counts = Counter(verdict for verdict, _ in rows.values())
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+
+
+if __name__ == "__main__":
+    main()

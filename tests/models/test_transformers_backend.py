@@ -1,0 +1,194 @@
+"""transformers' own model code over our pages gives what transformers gives, or is refused.
+
+scripts/model_matrix.py does the same for every class; here are families of different kinds, and the
+native families by both implementations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncllm.commands import doctor
+from asyncllm.config import EngineArgs
+from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import CausalLM
+from asyncllm.models.checkpoint import SINGLE_FILE
+from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.loader import load_weights
+from asyncllm.models.registry import build_model
+from tests.engine.test_against_transformers import (
+    LOGPROB_TOLERANCE,
+    REGIMES,
+    Reference,
+    run_engine,
+)
+from tests.models.tiny_checkpoints import CONFIGS, random_reference
+from tests.script_module import import_script
+
+matrix = import_script(Path(__file__).parents[2] / "scripts" / "model_matrix.py")
+CPU = torch.device("cpu")
+FAMILIES = (
+    "Cohere2ForCausalLM",  # a logit scale, layers without positions, windows
+    "DeepseekV3ForCausalLM",  # latent attention, whose V is smaller than K; grouped experts
+    "GPTNeoXForCausalLM",  # partial rotary, merged q, k and v
+    "Gemma2ForCausalLM",  # soft caps of scores and logits
+    "Gemma3ForCausalLM",  # rotary by the kind of layer, windows
+    "Glm4ForCausalLM",
+    "GptOssForCausalLM",  # sinks, windows, experts with biases
+    "GraniteForCausalLM",  # multipliers
+    "MixtralForCausalLM",  # experts, a tensor each in the file
+    "Olmo2ForCausalLM",  # norms behind the layers
+    "Phi3ForCausalLM",  # merged projections
+    "Qwen3MoeForCausalLM",
+    "StableLmForCausalLM",  # drops the arguments of attention
+    "Starcoder2ForCausalLM",
+)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_families_equal_transformers(architecture: str, tmp_path: Path) -> None:
+    """Batched, chunked, with prefix hits and preemption."""
+    torch.set_num_threads(1)
+    config = matrix.tiny_config(architecture)
+    assert matrix.compare(architecture, config, tmp_path) < matrix.TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    torch.set_num_threads(1)
+    return cache(lambda name: Reference(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [
+        *((name, "chunked-recompute") for name in CONFIGS if name != "llama-dynamic"),
+        *(("llama", regime) for regime in REGIMES if regime != "chunked-recompute"),
+    ],
+)
+def test_native_families_by_the_backend_are_the_same(
+    name: str, regime: str, reference: Any
+) -> None:
+    expected: Reference = reference(name)
+    settings = REGIMES[regime] | {"model_impl": "transformers"}
+    outputs, stats = asyncio.run(run_engine(expected, settings))
+    for output, tokens, logprobs in zip(outputs, expected.tokens, expected.logprobs, strict=True):
+        completion = output.outputs[0]
+        assert completion.token_ids == tokens and completion.logprobs is not None
+        ours = [
+            entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)
+        ]
+        assert ours == pytest.approx(logprobs, abs=LOGPROB_TOLERANCE)
+    if "recompute" in regime:
+        assert stats.num_preemptions_recompute > 0
+    if regime in ("batched", "chunked"):
+        assert stats.prefix_cache_hits > 0
+
+
+def write(folder: Path, architecture: str, **changes: Any) -> Path:
+    config = matrix.small_config(architecture, {}).to_dict()
+    content = config | {"architectures": [architecture]} | changes
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def build(folder: Path, max_model_len: int = 60) -> CausalLM:
+    config = ModelConfig.from_folder(folder, "transformers")
+    return build_model(config, torch.float32, CPU, TorchOps(), max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("JambaForCausalLM", {}, ["'JambaForCausalLM'", "layer_types 'linear_attention'"]),
+        ("LlamaForCausalLM", {"rope_parameters": CONFIGS["llama-dynamic"].rope_parameters},
+         ["rope_type 'dynamic'"]),
+        ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, ["'awq'"]),
+        ("DiffLlamaForCausalLM", {}, ["'DiffLlamaForCausalLM'"]),
+        ("BartForCausalLM", {}, ["config.json"]),
+        ("Gemma2ForCausalLM", {"model_type": "llama"}, ["does not fit model_type 'llama'"]),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_exact_is_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    write(tmp_path, architecture, **changes)
+    with pytest.raises(ModelLoadError) as error:
+        build(tmp_path)
+    for word in (tmp_path / "config.json", *words):
+        assert str(word) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_longrope_is_served_as_far_as_its_short_factors_go(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 32}
+    write(tmp_path, "Phi3ForCausalLM", **changes)
+    build(tmp_path, 32)
+    with pytest.raises(ModelLoadError, match=r"'longrope'.*up to 32 tokens.*context of 33"):
+        build(tmp_path, 33)
+
+
+def test_windows_of_the_masks_and_pages_of_one_shape(tmp_path: Path) -> None:
+    write(tmp_path, "Gemma3ForCausalLM", layer_types=["sliding_attention"] * 2 + ["full_attention"])
+    assert [layer.window for layer in build(tmp_path).attention_layers] == [8, 8, None]
+    assert [layer.window for layer in build(tmp_path, 8).attention_layers] == [None] * 3
+    write(tmp_path, "DeepseekV3ForCausalLM")
+    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in build(tmp_path).attention_layers}
+    assert shapes == {(4, 12)}  # 8 and 4 rotated dimensions; V has 8
+
+
+def test_tensors_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
+    config = matrix.tiny_config("MixtralForCausalLM")
+    matrix.random_model(config, "MixtralForCausalLM").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    expert = next(name for name in tensors if ".experts.1." in name)
+    for changed, words in (
+        ({n: t for n, t in tensors.items() if n != expert}, "3 of 4"),
+        ({n: t for n, t in tensors.items() if n != "model.norm.weight"}, "model.norm.weight"),
+        (tensors | {"model.layers.0.extra": torch.zeros(2)}, "unexpected tensors.*extra"),
+    ):
+        save_file(changed, tmp_path / SINGLE_FILE)
+        with pytest.raises(ModelLoadError, match=words):
+            load_weights(build(tmp_path), tmp_path, "auto", seed=0, progress=False)
+
+
+def test_tied_weights_are_one(tmp_path: Path) -> None:
+    random_reference(CONFIGS["llama-tied"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    copy = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": copy}, tmp_path / SINGLE_FILE)
+    model = build(tmp_path)
+    load_weights(model, tmp_path, "auto", seed=0, progress=False)
+    assert "lm_head.weight" in model.aliases
+    save_file(tensors | {"lm_head.weight": copy + 1}, tmp_path / SINGLE_FILE)
+    with pytest.raises(ModelLoadError, match="ties it"):
+        load_weights(build(tmp_path), tmp_path, "auto", seed=0, progress=False)
+
+
+def test_doctor_names_the_implementation(tmp_path: Path) -> None:
+    for architecture, flag, expected in (
+        ("Olmo2ForCausalLM", "auto", "transformers"),
+        ("LlamaForCausalLM", "auto", "asyncllm"),
+        ("LlamaForCausalLM", "transformers", "transformers"),
+    ):
+        write(tmp_path, architecture)
+        args = EngineArgs(str(tmp_path), model_impl=flag)  # type: ignore[arg-type]
+        found = {f.name: f.value for f in doctor.examine(args) if f.section == "model"}
+        assert found["implementation"] == expected
+
+
+def test_what_asyncllm_has_not_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "Olmo2ForCausalLM")
+    with pytest.raises(ModelLoadError, match="'Olmo2ForCausalLM' is not supported"):
+        EngineArgs(str(tmp_path), model_impl="asyncllm").create_engine_config()
