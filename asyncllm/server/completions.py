@@ -136,16 +136,19 @@ class CompletionView:
 
     # The stream
 
-    def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
+    def opening(
+        self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
+    ) -> bytes:
         ids = output.prompt_token_ids
         more: dict[str, Any] = {}
         if self._call.return_token_ids:
             more = {"prompt_token_ids": ids, "token_ids": []}
         if not self._echo:
-            return frames.full("", None, **more) if more else b""
+            return frames.full("", None, usage=usage, **more) if more else b""
         self._check_num_echoed(len(ids))
         logprobs = self._prompt_logprobs(frames.index, ids, output.prompt_logprobs)
-        return frames.full(self._prompt_text(output.prompt, ids), logprobs, **more)
+        text = self._prompt_text(output.prompt, ids)
+        return frames.full(text, logprobs, usage=usage, **more)
 
     def _check_num_echoed(self, num_prompt: int) -> None:
         """All choices begin in one step, on the loop. Raises `ApiError` 400."""

@@ -60,13 +60,17 @@ class ChatView:
 
     # The stream
 
-    def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
+    def opening(
+        self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
+    ) -> bytes:
         delta = {"role": self._role, "content": ""}
         choice = {"delta": delta, "logprobs": None, "finish_reason": None}
         prompt_text = output.prompt if self._request.return_prompt_text else None
         prompt_ids = output.prompt_token_ids if self._call.return_token_ids else None
-        opening = frames.choice(choice, prompt_token_ids=prompt_ids, prompt_text=prompt_text)
-        return opening + frames.plain(self._echo) if self._echo else opening
+        opening = frames.choice(
+            choice, prompt_token_ids=prompt_ids, prompt_text=prompt_text, usage=usage
+        )
+        return opening + frames.full(self._echo, None, usage=usage) if self._echo else opening
 
     def text(self, completion: CompletionOutput) -> str:
         return completion.text
@@ -202,7 +206,7 @@ class ChatStream:
 
     def begin_choice(self, choice: int, output: RequestOutput) -> None:
         state = self._choices[choice]
-        state.opening = self._view.opening(state.content, output)
+        state.opening = self._view.opening(state.content, output, self._running_usage(state))
 
     def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         state = self._choices[choice]
@@ -254,10 +258,12 @@ class ChatStream:
             state.logprobs = []
         if self._wants_token_ids:
             fields["token_ids"], state.token_ids = state.token_ids, []
-        usage = None
-        if self._options.running_usage:
-            usage = self._usage.of_choice(0, state.num_tokens)
-        return state.content.choice(fields, usage=usage)
+        return state.content.choice(fields, usage=self._running_usage(state))
+
+    def _running_usage(self, state: _Choice) -> dict[str, Any] | None:
+        if not self._options.running_usage:
+            return None
+        return self._usage.of_choice(0, state.num_tokens)
 
     def _delta(self, event: Event) -> dict[str, Any]:
         match event:

@@ -34,8 +34,13 @@ class TextPlace(Protocol):
 class ChunkShape(TextPlace, Protocol):
     """The differences between chat and completions chunks."""
 
-    def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
-        """The frames that come before the choice's first text, possibly none."""
+    def opening(
+        self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
+    ) -> bytes:
+        """The frames that come before the choice's first text, possibly none.
+
+        usage: before the first token, for a stream with running usage.
+        """
         ...
 
     def text(self, completion: CompletionOutput) -> str: ...
@@ -179,7 +184,8 @@ class ChunkStream:
             choice = self._choices[first_choice + completion.index]
             if not choice.opened:
                 choice.opened = True
-                frames.append(self._shape.opening(choice, output))
+                usage = self._running_usage(choice, prompt_index)
+                frames.append(self._shape.opening(choice, output, usage))
             if self._plain and completion.finish_reason is None:
                 frames.append(choice.plain(self._shape.text(completion)))
             else:
@@ -201,9 +207,7 @@ class ChunkStream:
         self, choice: ChoiceFrames, prompt_index: int, completion: CompletionOutput
     ) -> bytes:
         choice.num_tokens += len(completion.token_ids)
-        usage = None
-        if self._options.running_usage:
-            usage = self._usage.of_choice(prompt_index, choice.num_tokens)
+        usage = self._running_usage(choice, prompt_index)
         return choice.full(
             self._shape.text(completion),
             self._shape.logprobs(choice.index, completion),
@@ -212,3 +216,8 @@ class ChunkStream:
             usage,
             **({"token_ids": self._shape.token_ids(completion)} if self._token_ids else {}),
         )
+
+    def _running_usage(self, choice: ChoiceFrames, prompt_index: int) -> dict[str, Any] | None:
+        if not self._options.running_usage:
+            return None
+        return self._usage.of_choice(prompt_index, choice.num_tokens)
