@@ -11,7 +11,12 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.completions import PARAMS_CACHE, ParamsCache
-from asyncllm.server.http.access import are_hosts_checked, host_check, key_check
+from asyncllm.server.http.access import (
+    are_hosts_checked,
+    check_version,
+    host_check,
+    key_check,
+)
 from asyncllm.server.http.bodies import OFF_LOOP, OffLoop
 from asyncllm.server.http.connection import connection_middleware
 from asyncllm.server.http.errors import Check, error_middleware
@@ -60,7 +65,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
 
 
 def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
-    """The checks that these flags switch on."""
+    """The version's, and those that these flags switch on."""
+    yield check_version
     if are_hosts_checked(args):
         yield host_check(args)
     if args.keys():
