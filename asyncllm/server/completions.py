@@ -91,6 +91,7 @@ def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> C
         cache_salt=request.cache_salt,
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
+        prompt_only=prompt_only(request),
         shows_cached=service.args.enable_prompt_tokens_details,
         client_name=partial(client_name, request),
     )
@@ -128,7 +129,7 @@ class CompletionView:
         self._tokenizer = service.engine.tokenizer
         self._echo = bool(request.echo)
         self._cuts_prompt = request.truncate_prompt_tokens is not None
-        self._prompt_only = prompt_only(request)
+        self._prompt_only = call.prompt_only
         self._names = service.token_names(request)
         self._wants_logprobs = call.params.logprobs is not None
         self._reports_prompt_logprobs = request.prompt_logprobs is not None

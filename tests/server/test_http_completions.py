@@ -198,13 +198,17 @@ def test_echo_of_token_ids_and_scoring() -> None:
             _, ids = await server.post(COMPLETIONS, completion(prompt=[104, 105], echo=True))
             fields = completion(prompt="hi", echo=True, max_tokens=0, logprobs=1)
             _, scored = await server.post(COMPLETIONS, fields)
-            events = await server.events(COMPLETIONS, fields)
+            running = {"include_usage": True, "continuous_usage_stats": True}
+            events = await server.events(COMPLETIONS, {**fields, "stream_options": running})
         assert ids["choices"][0]["text"] == "hi" + text(0)
+        assert ids["usage"]["completion_tokens"] == 4
+        assert scored["usage"]["completion_tokens"] == 0
+        assert [event["usage"]["completion_tokens"] for event in events[:-1]] == [0, 0, 0]
         (choice,) = scored["choices"]
         assert choice["text"] == "hi"
         assert choice["logprobs"]["tokens"] == ["\x01", "h", "i"]
         assert choice["finish_reason"] == "length"
-        assert [event["choices"][0]["text"] for event in events[:-1]] == ["hi", ""]
+        assert [event["choices"][0]["text"] for event in events[:-2]] == ["hi", ""]
 
     run(test())
 

@@ -171,7 +171,7 @@ class ChunkStream:
         self._shape = shape
         self._n = call.params.n
         self._choices = [ChoiceFrames(call, i, shape) for i in range(call.num_choices)]
-        self._usage = Usage(call.shows_cached)
+        self._usage = Usage(call.shows_cached, call.prompt_only)
         self._options = ChunkOptions(sse, options)
         self._token_ids = call.return_token_ids
         self._plain = not call.wants_outputs and call.params.logprobs is None
@@ -206,7 +206,7 @@ class ChunkStream:
     def _full_frame(
         self, choice: ChoiceFrames, prompt_index: int, completion: CompletionOutput
     ) -> bytes:
-        choice.num_tokens += len(completion.token_ids)
+        choice.num_tokens += len(self._shape.token_ids(completion))
         usage = self._running_usage(choice, prompt_index)
         return choice.full(
             self._shape.text(completion),
