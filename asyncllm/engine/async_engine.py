@@ -67,6 +67,7 @@ class AsyncLLMEngine:
         self._starting = asyncio.Lock()
         self._loader = CoreLoader(self.config)
         self._core: EngineCore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -85,6 +86,7 @@ class AsyncLLMEngine:
                 self._core = await self._loader.load(
                     self.recorder, self.stat_loggers, progress=self.show_progress
                 )
+                self._loop = asyncio.get_running_loop()
 
     async def aclose(self) -> None:
         """End all requests with an error, stop the engine and give its memory back. Idempotent.
@@ -341,6 +343,11 @@ class AsyncLLMEngine:
         core = self._core
         if core is None:
             return self._running()
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "the engine runs on another event loop: from this thread call "
+                "asyncio.run_coroutine_threadsafe(coroutine, the loop that ran start)"
+            )
         if core.dead is not None:
             raise EngineDeadError(core.dead)
         core.live.admission.check_room(request_id, num_tokens)

@@ -53,6 +53,22 @@ def set_queue_clock_forward(monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
     monkeypatch.setattr(Admission, "late", lambda self, now: late(self, now + seconds))
 
 
+def test_a_request_from_another_loop_is_refused_at_once() -> None:
+    async def ask(engine: AsyncLLMEngine) -> None:
+        with pytest.raises(RuntimeError, match="run_coroutine_threadsafe"):
+            await engine.generate("Hello", GREEDY)
+        with pytest.raises(RuntimeError, match="run_coroutine_threadsafe"):
+            await engine.add_request("one", "Hello", GREEDY, lambda output: None)
+
+    async def main() -> None:
+        async with small_engine() as engine:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await asyncio.to_thread(asyncio.run, ask(engine))
+            await settle(engine)
+
+    run(main())
+
+
 def test_awaited_and_iterated_agree() -> None:
     async def main() -> None:
         async with small_engine() as engine:
