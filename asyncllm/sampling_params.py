@@ -8,7 +8,7 @@ window are checked by the input processor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import compress
 from operator import attrgetter, is_not
@@ -126,6 +126,11 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """How many tokens are reported beside each sampled one; None: no logprobs at all."""
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
+    def checked_copy(self) -> SamplingParams:
+        """A copy that no later change reaches. Raises `InvalidRequestError` for a change before."""
+        values = zip(_NAMES, _values_of(self), strict=True)
+        return replace(self, **{k: v.copy() for k, v in values if isinstance(v, list | dict)})
 
     def _check_together(self) -> None:
         """Check fields, each of them good, together; -1 and dicts become what they mean."""

@@ -129,10 +129,12 @@ class AsyncLLMEngine:
         Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
         `priority` values run first under --scheduling-policy priority.
         Raises, when awaited or iterated, `InvalidRequestError` (a ValueError naming the field),
-        `QueueFullError`, `EngineDeadError`, `RequestFailedError`.
+        `QueueFullError`, `EngineDeadError`, `RequestFailedError`; at once `InvalidRequestError` for
+        a field of `sampling_params` that was set out of range after they were made.
         """
         if sampling_params is not None:
             check_sampling_params(sampling_params)
+            sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
         submitted = False

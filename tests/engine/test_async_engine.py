@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import threading
 from typing import Any
@@ -67,6 +68,28 @@ def test_a_request_from_another_loop_is_refused_at_once() -> None:
             await settle(engine)
 
     run(main())
+
+
+def test_parameters_are_those_of_the_call() -> None:
+    async def main() -> None:
+        engine = small_engine()
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, stop_token_ids=[])
+        generation = engine.generate("Hello", params)  # the engine has not started
+        params.max_tokens = 9
+        params.stop_token_ids.extend(range(200))  # type: ignore[union-attr]
+        assert len((await generation).outputs[0].token_ids) == 3
+        await engine.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 7), ("temperature", math.nan), ("n", 0)])
+def test_parameters_that_were_changed_are_checked_at_the_call(name: str, value: float) -> None:
+    engine = small_engine()
+    params = SamplingParams()
+    setattr(params, name, value)
+    with pytest.raises(InvalidRequestError, match=name):
+        engine.generate("Hello", params)
 
 
 def test_awaited_and_iterated_agree() -> None:
