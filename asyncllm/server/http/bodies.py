@@ -104,7 +104,8 @@ def _check_num_values(raw: bytes) -> None:
 def _decode(raw: bytes, wanted: type[RequestT]) -> RequestT:
     decoder = _decoders.get(wanted)
     if decoder is None:
-        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted, float_hook=_finite)
+        # Not strict: 8.0 is an integer in JSON Schema; "8" and "true" count as what they say.
+        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted, strict=False, float_hook=_finite)
     try:
         if len(raw) < LARGE_BODY_BYTES:
             return decoder.decode(raw)
