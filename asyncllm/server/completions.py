@@ -58,6 +58,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
     service = http.app[SERVICE]
     service.check_open()
     request = await read_body(http, CompletionRequest)
+    service.force_usage(request)
     try:
         call = await prepare(http, partial(_call, request, service, http.app[PARAMS_CACHE]))
         if request.stream:
@@ -114,7 +115,8 @@ def _check_together(call: Call) -> None:
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
     given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
-    return completion_params(request, given, service.engine.input_processor)
+    form = service.args.json_form()
+    return completion_params(request, given, service.engine.input_processor, form)
 
 
 class CompletionView:

@@ -82,6 +82,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
     service = http.app[SERVICE]
     service.check_open()
     request = await read_body(http, GenerateRequest)
+    service.force_usage(request)
     try:
         with rename_params({"prompt": "token_ids"}):
             call = await prepare(http, partial(_call, request, service))

@@ -6,6 +6,7 @@ One list: app.py serves it, openapi.json describes it, and it marks the routes t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -190,4 +191,7 @@ ROUTES: tuple[Route, ...] = (
 
 
 def served_routes(args: ServerArgs) -> Iterator[Route]:
-    return (route for route in ROUTES if route.is_served(args))
+    for route in ROUTES:
+        if route.is_served(args):
+            is_open = route.path == "/metrics" and args.public_metrics
+            yield replace(route, is_public=True) if is_open else route

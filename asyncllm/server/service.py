@@ -21,13 +21,20 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.sse import FrameQueue, SSEStream
 from asyncllm.server.inputs.call import Call
 from asyncllm.server.outputs.generation import Consumer, Generation
+from asyncllm.server.outputs.interval import EveryNTokens
 from asyncllm.server.outputs.logprobs import TokenNames
-from asyncllm.server.protocol import GenerationRequest
+from asyncllm.server.protocol import GenerationRequest, StreamOptions
 
 T = TypeVar("T")
 
 ITERATIONS_TO_LAUNCH = 2  # of the event loop: an idle engine has then launched the step
+ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 FORCED_CALLS = "llama3_json"  # {"name": ..., "parameters": ...}, the plainest of the formats
+
+
+class StreamingRequest(Protocol):
+    stream: bool | None
+    stream_options: StreamOptions | None
 
 
 class CallObserver(Protocol):
@@ -104,6 +111,11 @@ class Service:
             as_ids = self.args.return_tokens_as_token_ids
         return TokenNames(self.engine.tokenizer, as_ids)
 
+    def force_usage(self, request: StreamingRequest) -> None:
+        """Streams report it whatever the request says, if a flag says so."""
+        if self.args.enable_force_include_usage and request.stream:
+            request.stream_options = ALL_USAGE
+
     def check_open(self) -> None:
         if self.draining:
             raise ApiError(503, "the server is shutting down")
@@ -129,7 +141,7 @@ class Service:
 
         The consumer is made and the headers, a system call, are sent while the device is at work.
         """
-        generation = self._begin(call, make_consumer)
+        generation = self._begin(call, self._streamed(call, make_consumer))
         try:
             await generation.submit()
             if generation.error is not None:
@@ -147,6 +159,14 @@ class Service:
                 generation.abort_cause = "slow_reader"
             self._end(generation)
         return sse.response
+
+    def _streamed(
+        self, call: Call, make_consumer: Callable[[], Consumer]
+    ) -> Callable[[], Consumer]:
+        interval = self.args.stream_interval
+        if interval == 1:
+            return make_consumer
+        return lambda: EveryNTokens(make_consumer(), interval, len(call.prompts))
 
     def _begin(self, call: Call, make_consumer: Callable[[], Consumer]) -> Generation:
         for observer in self.call_observers:

@@ -42,6 +42,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     service = http.app[SERVICE]
     service.check_open()
     request = await read_body(http, ChatRequest)
+    service.force_usage(request)
     try:
         call = await prepare(http, partial(chat_call, request, service))
         if request.stream:

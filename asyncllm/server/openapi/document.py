@@ -49,9 +49,12 @@ _MEANINGS = {
 class Document:
     """Made at the first request, in a thread: it takes tens of milliseconds."""
 
-    def __init__(self, routes: Iterable[Route], needs_key: bool) -> None:
+    def __init__(
+        self, routes: Iterable[Route], needs_key: bool, root_path: str | None = None
+    ) -> None:
         self._routes = tuple(routes)
         self._needs_key = needs_key
+        self._root_path = root_path
         self._body: bytes | None = None
 
     async def body(self) -> bytes:
@@ -60,7 +63,7 @@ class Document:
         return self._body
 
     def _make(self) -> bytes:
-        return orjson.dumps(openapi(self._routes, self._needs_key))
+        return orjson.dumps(openapi(self._routes, self._needs_key, self._root_path))
 
 
 DOCUMENT = web.AppKey("document", Document)
@@ -70,7 +73,9 @@ async def show_document(http: web.Request) -> web.Response:
     return web.Response(body=await http.app[DOCUMENT].body(), content_type="application/json")
 
 
-def openapi(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
+def openapi(
+    routes: Iterable[Route], needs_key: bool, root_path: str | None = None
+) -> dict[str, Any]:
     """`needs_key`: whether routes that are not public need an API key."""
     routes = tuple(routes)
     schemas = _Schemas(routes)
@@ -87,6 +92,8 @@ def openapi(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": schemas.components},
     }
+    if root_path:
+        document["servers"] = [{"url": root_path}]
     if needs_key:
         scheme = {"type": "http", "scheme": "bearer", "description": "one of --api-key"}
         document["components"]["securitySchemes"] = {_SECURITY_SCHEME: scheme}
