@@ -114,6 +114,10 @@ class EngineArgs:
     generation_config: str = field(
         default="auto", metadata={"help": "auto: the model's defaults; vllm: none; or a folder"}
     )
+    override_generation_config: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "JSON object: values in place of generation_config.json's"},
+    )
     chat_template: str | None = field(
         default=None, metadata={"help": "Jinja template, a file or the text itself"}
     )
@@ -161,7 +165,9 @@ class EngineArgs:
             "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
-            "generation_defaults": read_generation_defaults(self.generation_config, path),
+            "generation_defaults": read_generation_defaults(
+                self.generation_config, path, self.override_generation_config
+            ),
         }
         rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
