@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator
 
+import orjson
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
@@ -56,6 +57,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
+    app.on_response_prepare.append(_report_load)
     add_id = _always_add_request_id if args.enable_request_id_headers else _echo_request_id
     app.on_response_prepare.append(add_id)
     cors = Cors(args)
@@ -132,6 +134,24 @@ def _import_middleware(name: str) -> Middleware:
 
 async def _close_threads(app: web.Application) -> None:
     app[OFF_LOOP].close()
+
+
+async def _report_load(request: web.Request, response: web.StreamResponse) -> None:
+    """An ORCA load report for a balancer that asks for one, as vLLM's of whole answers."""
+    wanted = request.headers.get("endpoint-load-metrics-format", "").lower()
+    service = request.app[SERVICE]
+    if wanted not in ("text", "json") or service.engine.health() is not None:
+        return
+    stats = service.engine.stats()
+    load = {
+        "kv_cache_usage_perc": stats.kv_cache_usage,
+        "num_requests_waiting": float(stats.num_waiting + stats.num_swapped),
+    }
+    if wanted == "json":
+        report = f"JSON {orjson.dumps({'named_metrics': load}).decode()}"
+    else:
+        report = "TEXT " + ", ".join(f"named_metrics.{k}={v}" for k, v in load.items())
+    response.headers["endpoint-load-metrics"] = report
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
