@@ -142,12 +142,10 @@ class CompletionView:
     def opening(
         self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
     ) -> bytes:
-        ids = output.prompt_token_ids
-        more: dict[str, Any] = {}
-        if self._call.return_token_ids:
-            more = {"prompt_token_ids": ids, "token_ids": []}
         if not self._echo:
-            return frames.full("", None, usage=usage, **more) if more else b""
+            return b""
+        ids = output.prompt_token_ids
+        more = {"prompt_token_ids": ids, "token_ids": []} if self._call.return_token_ids else {}
         self._check_num_echoed(len(ids))
         logprobs = self._prompt_logprobs(frames.index, ids, output.prompt_logprobs)
         text = self._prompt_text(output.prompt, ids)
@@ -173,7 +171,7 @@ class CompletionView:
         return self._logprobs[choice_index].output(completion.logprobs)
 
     def token_ids(self, completion: CompletionOutput) -> list[int]:
-        return [] if self._prompt_only else completion.token_ids
+        return self._answered(completion.token_ids)
 
     # The body
 
@@ -185,7 +183,9 @@ class CompletionView:
             "model": self._call.model,
             "choices": [self._choice(answer, choice) for choice in answer.choices],
             "usage": answer.usage.as_dict(),
+            "service_tier": None,
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            "kv_transfer_params": None,
         }
 
     def _choice(self, answer: CollectedOutput, choice: CollectedChoice) -> dict[str, Any]:
@@ -193,19 +193,24 @@ class CompletionView:
         text = "" if self._prompt_only else choice.text
         if self._echo:
             text = self._prompt_text(prompt.text, prompt.token_ids) + text
-        fields = {
+        returns_ids = self._call.return_token_ids
+        return {
             "index": choice.index,
             "text": text,
             "logprobs": self._choice_logprobs(answer, choice),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            "prompt_logprobs": (
+                prompt_logprobs(prompt.logprobs, self._names)
+                if self._reports_prompt_logprobs
+                else None
+            ),
+            "prompt_token_ids": prompt.token_ids if returns_ids else None,
+            "token_ids": self._answered(choice.token_ids) if returns_ids else None,
         }
-        if self._reports_prompt_logprobs:
-            fields["prompt_logprobs"] = prompt_logprobs(prompt.logprobs, self._names)
-        if self._call.return_token_ids:
-            fields["prompt_token_ids"] = prompt.token_ids
-            fields["token_ids"] = [] if self._prompt_only else choice.token_ids
-        return fields
+
+    def _answered(self, token_ids: list[int]) -> list[int]:
+        return [] if self._prompt_only else token_ids
 
     def _choice_logprobs(self, answer: CollectedOutput, choice: CollectedChoice) -> Any:
         if not self._wants_logprobs:

@@ -75,6 +75,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     ec_transfer_params: Any = None
 
 
+LEAST_TOP = 1  # entries of top_logprobs, with logprobs=0 too, as in vLLM
 _REFUSED = ("features", "kv_transfer_params", "ec_transfer_params")
 
 
@@ -160,7 +161,9 @@ def _body(
             {
                 "index": choice.index,
                 "logprobs": (
-                    chat_logprobs(choice.logprobs, call.params, names) if wants_logprobs else None
+                    chat_logprobs(choice.logprobs, call.params, names, LEAST_TOP)
+                    if wants_logprobs
+                    else None
                 ),
                 "finish_reason": choice.finish_reason,
                 "token_ids": choice.token_ids,
@@ -209,7 +212,7 @@ class TokenStream:
         self._num_tokens[completion.index] += len(completion.token_ids)
         logprobs = None
         if self._params.num_logprobs is not None and completion.logprobs:
-            logprobs = chat_logprobs(completion.logprobs, self._params, self._names)
+            logprobs = chat_logprobs(completion.logprobs, self._params, self._names, LEAST_TOP)
         choice = {
             "index": completion.index,
             "logprobs": logprobs,

@@ -41,6 +41,7 @@ def test_whole_answer() -> None:
                     "logprobs": None,
                     "finish_reason": "stop",
                     "stop_reason": None,
+                    "token_ids": None,
                 }
             ],
             "usage": {
@@ -52,12 +53,34 @@ def test_whole_answer() -> None:
             },
             "service_tier": "default",
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "prompt_text": None,
+            "kv_transfer_params": None,
         }
         (request,) = server.engine.seen
         assert request.prompt == prompt
         assert request.token_ids == list(prompt.encode())  # no special tokens added
         assert request.params.max_tokens is None  # the rest of the context
         assert request.params.temperature == 0.5  # from the generation config
+
+    run(test())
+
+
+def test_an_answer_that_ends_by_length_ends_in_one_chunk() -> None:
+    """A parsed answer too: the last text comes with the finish_reason, as in vLLM."""
+
+    async def test() -> None:
+        engine = FakeEngine()
+        script(engine, "Well, well.")
+        async with serving(engine) as server:
+            for more in ({}, {"return_token_ids": True}):
+                *_, last, done = await server.events(CHAT, chat(max_tokens=4, **more))
+                assert done == "[DONE]"
+                (choice,) = last["choices"]
+                assert choice["delta"] == {"content": "l"}
+                assert choice["finish_reason"] == "length"
+                assert choice.get("token_ids", [108]) == [108]
 
     run(test())
 

@@ -38,6 +38,9 @@ def test_whole_answer() -> None:
                     "logprobs": None,
                     "finish_reason": "length",
                     "stop_reason": None,
+                    "prompt_logprobs": None,
+                    "prompt_token_ids": None,
+                    "token_ids": None,
                 }
             ],
             "usage": {
@@ -47,7 +50,9 @@ def test_whole_answer() -> None:
                 "prompt_tokens_details": {"cached_tokens": 0},
                 "completion_tokens_details": {"reasoning_tokens": 0},
             },
+            "service_tier": None,
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            "kv_transfer_params": None,
         }
         assert server.engine.seen[1].params.max_tokens == 16  # OpenAI's default
 
@@ -119,6 +124,24 @@ def test_stream_chunk_by_chunk() -> None:
                 "stop_reason": None,
             }
         ]
+
+    run(test())
+
+
+def test_the_prompts_ids_come_with_the_first_token() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            events = await server.events(COMPLETIONS, completion(return_token_ids=True, n=2))
+            (echo, *_) = await server.events(
+                COMPLETIONS, completion(return_token_ids=True, echo=True)
+            )
+        choices = [event["choices"][0] for event in events[:-1]]
+        assert len(choices) == 2 * 4
+        for choice in choices:
+            is_first = choice["token_ids"] == [ord("A")]
+            assert ("prompt_token_ids" in choice) == is_first
+            assert choice.get("prompt_token_ids", [BOS, *b"Say"]) == [BOS, *b"Say"]
+        assert echo["choices"][0]["prompt_token_ids"] == [BOS, *b"Say"]
 
     run(test())
 

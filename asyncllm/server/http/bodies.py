@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 JSON = "application/json"
+WRONG_TYPE = "unsupported_media_type"
 BODY_SECONDS = 60.0  # from the last header to the last byte of the body
 
 # Of a body: arrays, objects, their members, and numbers with a fraction or an exponent, which take
@@ -49,10 +50,10 @@ _seen_unknown: set[str] = set()
 
 
 async def read_body(request: web.Request, wanted: type[RequestT]) -> RequestT:
-    """The body as `wanted`. Raises `ApiError` 400, 413 or 415."""
+    """The body as `wanted`. Raises `ApiError` 400 or 413."""
     # Required, not only assumed: browsers let no web page send it to another origin unchecked.
     if request.headers.get("Content-Type") != JSON and request.content_type != JSON:
-        raise ApiError(415, "the request body must be application/json")
+        raise bad_request("the request body must be application/json", code=WRONG_TYPE)
     raw = await _read(request)
     if len(raw) > MAX_BODY_VALUES:  # at least a byte each
         await request.app[OFF_LOOP].read(partial(_check_num_values, raw))

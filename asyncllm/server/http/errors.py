@@ -34,7 +34,6 @@ _CODES = {
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
-    415: "unsupported_media_type",
     429: "rate_limit_exceeded",
     500: "internal_error",
     503: "service_unavailable",

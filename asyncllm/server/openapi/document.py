@@ -39,7 +39,6 @@ _MEANINGS = {
     404: "There is no such model, or nothing of that name.",
     408: "The body took too long to come.",
     413: "The body is over --max-body-bytes.",
-    415: "The body is not declared application/json.",
     429: "Too many wait already; Retry-After says when to try again.",
     500: "A failure of the server, which the same request would meet again.",
     503: "Loading, shutting down, or it waited too long for its turn.",
@@ -177,7 +176,7 @@ def _event(chunk: dict[str, Any], schemas: _Schemas, route: Route) -> dict[str, 
 
 
 READS = (500, 503)
-TAKES_A_BODY = (400, 408, 413, 415)
+TAKES_A_BODY = (400, 408, 413)
 GENERATES = (*TAKES_A_BODY, 404, 429, *READS)
 
 

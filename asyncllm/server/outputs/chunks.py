@@ -182,14 +182,17 @@ class ChunkStream:
         frames = []
         for completion in output.outputs:
             choice = self._choices[first_choice + completion.index]
+            prompt_ids = None
             if not choice.opened:
                 choice.opened = True
                 usage = self._running_usage(choice, prompt_index)
                 frames.append(self._shape.opening(choice, output, usage))
+                if self._token_ids and not frames[-1]:
+                    prompt_ids = output.prompt_token_ids  # they come with the first token
             if self._plain and completion.finish_reason is None:
                 frames.append(choice.plain(self._shape.text(completion)))
             else:
-                frames.append(self._full_frame(choice, prompt_index, completion))
+                frames.append(self._full_frame(choice, prompt_index, completion, prompt_ids))
         if frames:
             self._sse.push(b"".join(frames))
 
@@ -204,17 +207,26 @@ class ChunkStream:
         self._options.fail(error)
 
     def _full_frame(
-        self, choice: ChoiceFrames, prompt_index: int, completion: CompletionOutput
+        self,
+        choice: ChoiceFrames,
+        prompt_index: int,
+        completion: CompletionOutput,
+        prompt_ids: list[int] | None,
     ) -> bytes:
         choice.num_tokens += len(self._shape.token_ids(completion))
         usage = self._running_usage(choice, prompt_index)
+        more: dict[str, Any] = {}
+        if self._token_ids:
+            more["token_ids"] = self._shape.token_ids(completion)
+        if prompt_ids is not None:
+            more["prompt_token_ids"] = prompt_ids
         return choice.full(
             self._shape.text(completion),
             self._shape.logprobs(choice.index, completion),
             completion.finish_reason,
             completion.stop_reason,
             usage,
-            **({"token_ids": self._shape.token_ids(completion)} if self._token_ids else {}),
+            **more,
         )
 
     def _running_usage(self, choice: ChoiceFrames, prompt_index: int) -> dict[str, Any] | None:
