@@ -133,6 +133,11 @@ class ServerArgs:
     trust_request_chat_template: bool = field(
         default=False, metadata={"help": "let requests bring a chat_template, which is a program"}
     )
+    escape_special_tokens: bool = field(
+        default=False,
+        metadata={"help": "text of special tokens inside messages stays text: a zero-width space "
+                  "parts it"},
+    )  # fmt: skip
     response_role: str = field(
         default="assistant", metadata={"help": "role of the messages that chats answer with"}
     )

@@ -7,6 +7,7 @@ whatever ends the handler: the last token, an error, or a client that went away.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Protocol, TypeVar
@@ -70,6 +71,12 @@ class Service:
     def forced_format(self) -> ModelFormat | None:
         """The format of forced calls for a model that has none."""
         return self._resolve_format(FORCED_CALLS)
+
+    @cached_property
+    def special_texts(self) -> re.Pattern[str] | None:
+        """The texts that a tokenizer takes for special tokens wherever they stand."""
+        texts = [text for text in self.engine.tokenizer.special_tokens if len(text) > 1]
+        return re.compile("|".join(map(re.escape, sorted(texts, reverse=True)))) if texts else None
 
     @cached_property
     def reasons_by_default(self) -> bool:
