@@ -130,7 +130,8 @@ class SamplingParams:
     def checked_copy(self) -> SamplingParams:
         """A copy that no later change reaches. Raises `InvalidRequestError` for a change before."""
         values = zip(_NAMES, _values_of(self), strict=True)
-        return replace(self, **{k: v.copy() for k, v in values if isinstance(v, list | dict)})
+        own: dict[str, Any] = {k: v.copy() for k, v in values if isinstance(v, list | dict)}
+        return replace(self, **own)
 
     def _check_together(self) -> None:
         """Check fields, each of them good, together; -1 and dicts become what they mean."""
