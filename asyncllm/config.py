@@ -13,7 +13,7 @@ from typing import Any, Literal
 from asyncllm.generation_defaults import GenerationDefaults
 from asyncllm.model_config import ModelConfig
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]

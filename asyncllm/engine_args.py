@@ -27,6 +27,7 @@ from asyncllm.generation_defaults import read_generation_defaults
 from asyncllm.model_config import ModelConfig, resolve_model_path
 
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
 MAX_NUM_SEQS_LIMIT = 4096
 # 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
 PREFILL_GRAPH_SIZES = tuple(
@@ -173,7 +174,7 @@ class EngineArgs:
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
     def _resolve_dtype(self, model: ModelConfig, device: str) -> str:
-        dtype: str = self.dtype
+        dtype: str = DTYPE_NAMES.get(self.dtype, self.dtype)
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else model.dtype_name
         if dtype not in ("float32", "bfloat16", "float16"):

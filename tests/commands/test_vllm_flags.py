@@ -88,6 +88,12 @@ def test_no_code_is_run_whatever_is_trusted(capsys: pytest.CaptureFixture[str]) 
     )
 
 
+def test_torchs_short_names_of_dtypes() -> None:
+    for name, meant in (("half", "float16"), ("float", "float32")):
+        engine, _ = parse("tiny", "--dtype", name)
+        assert engine.create_engine_config().dtype == meant
+
+
 def test_help_does_not_list_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
