@@ -26,11 +26,13 @@ BEAM_SEARCH_FIELDS = frozenset(
     [
         *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
         *("max_tokens", "ignore_eos", "stop_token_ids", "truncate_prompt_tokens"),
+        "truncation_side",
         *("logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"),
         *("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
         *("extra_args", "temperature", "top_p", "top_k", "min_p", "seed"),
     ]
 )
+TruncationSide = Literal["left", "right"]
 EarlyStopping = bool | Literal["never"]
 
 
@@ -90,6 +92,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = "left"  # which end of the prompt that cuts off
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None

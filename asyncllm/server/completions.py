@@ -145,7 +145,9 @@ class CompletionView:
         if not self._echo:
             return b""
         ids = output.prompt_token_ids
-        more = {"prompt_token_ids": ids, "token_ids": []} if self._call.return_token_ids else {}
+        more: dict[str, Any] = {}
+        if self._call.return_token_ids:
+            more = {"prompt_token_ids": ids, "token_ids": []}
         self._check_num_echoed(len(ids))
         logprobs = self._prompt_logprobs(frames.index, ids, output.prompt_logprobs)
         text = self._prompt_text(output.prompt, ids)

@@ -157,7 +157,7 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
         ({"length_penalty": 2}, "length_penalty"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
-        ({"truncation_side": "right"}, "truncation_side"),
+        ({"truncation_side": "both"}, "truncation_side"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"verbosity": "low"}, "verbosity"),

@@ -6,10 +6,8 @@ answered before any other check. An open server still wants the key for everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.errors import ApiError, as_api_error
@@ -45,7 +43,7 @@ class Cors:
             headers["Access-Control-Allow-Origin"] = origin
             headers.add("Vary", "Origin")
 
-    def preflights(self) -> Callable[[web.Request, Handler], object]:
+    def preflights(self) -> Middleware:
         """The middleware that answers them."""
 
         @web.middleware

@@ -45,7 +45,7 @@ def content_structure(
     is_open = {name: asked is None or getattr(asked, name) is None for name in json_form}
     if structure.whitespace_pattern is not None:
         is_open["disable_any_whitespace"] = False
-    form = {name: value for name, value in json_form.items() if is_open[name]}
+    form: dict[str, Any] = {k: value for k, value in json_form.items() if is_open[k]}
     return replace(structure, **form) if form else structure
 
 

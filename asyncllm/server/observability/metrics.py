@@ -119,7 +119,7 @@ class Metrics:
         self._exposition: Exposition | None = None  # the number of pages is not known yet
         self._process = CollectorRegistry(auto_describe=False)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._process)  # type: ignore[operator]
+            collector(registry=self._process)
 
     def exposition(self) -> bytes:
         """Raises `EngineDeadError` where there is no engine to read."""
