@@ -17,7 +17,6 @@ from asyncllm.server.args import ServerArgs
 from asyncllm.server.completions import PARAMS_CACHE, ParamsCache
 from asyncllm.server.http.access import (
     are_hosts_checked,
-    check_version,
     host_check,
     key_check,
 )
@@ -35,6 +34,7 @@ from asyncllm.server.routes import served_routes
 from asyncllm.server.service import SERVICE, Service
 
 _ROUTE_BY = {"GET": web.get, "POST": web.post, "DELETE": web.delete}  # GET takes HEAD too
+LOAD_FORMAT = "endpoint-load-metrics-format"
 REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,128}")
 
 
@@ -57,7 +57,6 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
-    app.on_response_prepare.append(_report_load)
     add_id = _always_add_request_id if args.enable_request_id_headers else _echo_request_id
     app.on_response_prepare.append(add_id)
     cors = Cors(args)
@@ -84,8 +83,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
 
 
 def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
-    """The version's, and those that these flags switch on."""
-    yield check_version
+    """The checks that these flags switch on."""
     if are_hosts_checked(args):
         yield host_check(args)
     if args.keys():
@@ -136,9 +134,9 @@ async def _close_threads(app: web.Application) -> None:
     app[OFF_LOOP].close()
 
 
-async def _report_load(request: web.Request, response: web.StreamResponse) -> None:
+def _report_load(request: web.Request, response: web.StreamResponse) -> None:
     """An ORCA load report for a balancer that asks for one, as vLLM's of whole answers."""
-    wanted = request.headers.get("endpoint-load-metrics-format", "").lower()
+    wanted = request.headers[LOAD_FORMAT].lower()
     service = request.app[SERVICE]
     if wanted not in ("text", "json") or service.engine.health() is not None:
         return
@@ -157,6 +155,8 @@ async def _report_load(request: web.Request, response: web.StreamResponse) -> No
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
     """Replace aiohttp's own, which tells the versions of Python and aiohttp."""
     response.headers["Server"] = "asyncllm"
+    if LOAD_FORMAT in request.headers:
+        _report_load(request, response)
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

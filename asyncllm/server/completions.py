@@ -28,7 +28,6 @@ from asyncllm.server.inputs.refusals import refuse_unsupported, sent_fields
 from asyncllm.server.inputs.sampling import (
     client_name,
     completion_params,
-    prompt_only,
     wants_outputs,
     with_client_name,
 )
@@ -54,11 +53,16 @@ MAX_CHOICES = 1024  # of one call: prompts times n, or best_of; of one prompt MA
 MAX_STREAMED_ECHO_ENTRIES = 2**14  # log-probabilities of a prompt, in the first events of a stream
 
 
-async def completions(http: web.Request) -> web.StreamResponse:
+async def completions(
+    http: web.Request, request: CompletionRequest | None = None
+) -> web.StreamResponse:
+    """`request`: the body, where it has been read."""
     service = http.app[SERVICE]
     service.check_open()
-    request = await read_body(http, CompletionRequest)
-    service.force_usage(request)
+    if request is None:
+        request = await read_body(http, CompletionRequest)
+    if service.args.enable_force_include_usage:
+        service.force_usage(request)
     try:
         call = await prepare(http, partial(_call, request, service, http.app[PARAMS_CACHE]))
         if request.stream:
@@ -92,7 +96,7 @@ def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> C
         cache_salt=request.cache_salt,
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
-        prompt_only=prompt_only(request),
+        prompt_only=request.max_tokens == 0,  # which only echo may ask for
         shows_cached=service.args.enable_prompt_tokens_details,
         client_name=partial(client_name, request),
     )

@@ -83,7 +83,8 @@ async def generate(http: web.Request) -> web.StreamResponse:
     service = http.app[SERVICE]
     service.check_open()
     request = await read_body(http, GenerateRequest)
-    service.force_usage(request)
+    if service.args.enable_force_include_usage:
+        service.force_usage(request)
     try:
         with rename_params({"prompt": "token_ids"}):
             call = await prepare(http, partial(_call, request, service))

@@ -23,6 +23,7 @@ from asyncllm.server.info import (
     show_model,
     show_version,
 )
+from asyncllm.server.invocations import invocations
 from asyncllm.server.messages import openapi as anthropic
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from asyncllm.server.messages.serving import count_tokens, messages
@@ -72,6 +73,10 @@ ROUTES: tuple[Route, ...] = (
         "POST", "/v1/completions", completions, "Completions", "Continue a text",
         request=CompletionRequest, example={"prompt": "Once upon a time", "max_tokens": 16},
         answer=answers.Completion, event=answers.CompletionChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/invocations", invocations, "Completions",
+        "A chat or a completion, by its fields: SageMaker's name", answer=dict, errors=GENERATES,
     ),
     Route(
         "POST", "/v1/responses", create_response, "Responses", "Answer text or a conversation",

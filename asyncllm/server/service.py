@@ -119,8 +119,8 @@ class Service:
         return TokenNames(self.engine.tokenizer, as_ids)
 
     def force_usage(self, request: StreamingRequest) -> None:
-        """Streams report it whatever the request says, if a flag says so."""
-        if self.args.enable_force_include_usage and request.stream:
+        """Its stream reports usage whatever it says."""
+        if request.stream:
             request.stream_options = ALL_USAGE
 
     def check_open(self) -> None:
@@ -148,7 +148,9 @@ class Service:
 
         The consumer is made and the headers, a system call, are sent while the device is at work.
         """
-        generation = self._begin(call, self._streamed(call, make_consumer))
+        if self.args.stream_interval > 1:
+            make_consumer = self._streamed(call, make_consumer)
+        generation = self._begin(call, make_consumer)
         try:
             await generation.submit()
             if generation.error is not None:
@@ -171,8 +173,6 @@ class Service:
         self, call: Call, make_consumer: Callable[[], Consumer]
     ) -> Callable[[], Consumer]:
         interval = self.args.stream_interval
-        if interval == 1:
-            return make_consumer
         return lambda: EveryNTokens(make_consumer(), interval, len(call.prompts))
 
     def _begin(self, call: Call, make_consumer: Callable[[], Consumer]) -> Generation:

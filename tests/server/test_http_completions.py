@@ -9,7 +9,7 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT
 from tests.server.fake_engine import BOS, reply
-from tests.server.http_harness import COMPLETIONS, run, serving
+from tests.server.http_harness import COMPLETIONS, HELLO, run, serving
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -244,5 +244,23 @@ def test_prompt_logprobs() -> None:
             None,
             {"68": {"logprob": -0.5, "rank": 1, "decoded_token": "D"}},
         ]
+
+    run(test())
+
+
+def test_invocations_are_chats_or_completions() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for body, kind in (
+                ({"messages": HELLO, "max_tokens": 1}, "chat.completion"),
+                ({"prompt": "a", "max_tokens": 1}, "text_completion"),
+            ):
+                status, answer = await server.post("/invocations", body)
+                assert status == 200 and answer["object"] == kind
+                events = await server.events("/invocations", body)
+                assert events[-1] == "[DONE]"
+            for bad in ({}, {"input": "a"}, [], "a"):
+                status, error = await server.post("/invocations", bad)
+                assert status == 400, error
 
     run(test())

@@ -16,16 +16,10 @@ import hmac
 import ipaddress
 from functools import lru_cache
 
-from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp import web
 
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.errors import ApiError, Check
-
-
-def check_version(request: web.Request) -> None:
-    """The parser takes any digits for a version."""
-    if request.version not in (HttpVersion10, HttpVersion11):
-        raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", close=True)
 
 
 def key_check(keys: list[str], public: frozenset[str]) -> Check:
