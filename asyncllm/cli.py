@@ -26,6 +26,7 @@ from asyncllm.commands.flags import (
     pick,
     read_config_file,
 )
+from asyncllm.commands.vllm_flags import add_vllm_flags, vllm_flags
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
 from asyncllm.server.args import ServerArgs
@@ -76,6 +77,7 @@ def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[Engine
         raise ValueError(f"two models: {positional} and --model {given['model']}")
     if config is not None:
         known = field_names(EngineArgs) | field_names(ServerArgs)
+        known |= {flag.name.replace("-", "_") for flag in vllm_flags()}
         from_file = vars(flags.parse_args(read_config_file(config, known)))
         given = {**from_file, **given}
     return EngineArgs(**pick(EngineArgs, given)), ServerArgs(**pick(ServerArgs, given))
@@ -86,8 +88,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     flags = FlagParser(prog="asyncllm serve", add_help=False)
     add_flags(flags, EngineArgs)
     add_flags(flags, ServerArgs)
+    add_vllm_flags(flags)
     engine_flags = FlagParser(add_help=False)
     add_flags(engine_flags, EngineArgs)
+    add_vllm_flags(engine_flags)
     parser = FlagParser(
         prog="asyncllm",
         description="An LLM engine and OpenAI-compatible server in one asyncio process.",

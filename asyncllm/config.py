@@ -26,7 +26,7 @@ from asyncllm.model_config import (
 )
 from asyncllm.sampling_limits import shown
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -37,6 +37,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
 # 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
 PREFILL_GRAPH_SIZES = tuple(
     sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
@@ -147,6 +148,9 @@ class EngineArgs:
         None, "classes of LogitsProcessor as module:Class, for requests that need them"
     )
     generation_config: str = flag("auto", "auto: the model's defaults; vllm: none; or a folder")
+    override_generation_config: dict[str, Any] | None = flag(
+        None, "JSON object: values in place of generation_config.json's"
+    )
     chat_template: str | None = flag(None, "Jinja template, a file or the text itself")
     chat_template_content_format: ContentFormat = flag(
         "auto", "messages as a string or as OpenAI's parts; auto: see the template"
@@ -182,13 +186,15 @@ class EngineArgs:
             "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
-            "generation_defaults": read_generation_defaults(self.generation_config, path),
+            "generation_defaults": read_generation_defaults(
+                self.generation_config, path, self.override_generation_config
+            ),
         }
         rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
     def _resolve_dtype(self, model: ModelConfig, device: str) -> str:
-        dtype: str = self.dtype
+        dtype: str = DTYPE_NAMES.get(self.dtype, self.dtype)
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else model.dtype_name
         if dtype not in ("float32", "bfloat16", "float16"):
@@ -241,7 +247,7 @@ def _has_type(value: object, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(_has_type(each, item) for each in value)
     if isinstance(value, bool):
         return hint is bool
-    return isinstance(value, _ACCEPTED.get(hint, hint))
+    return isinstance(value, _ACCEPTED.get(hint, get_origin(hint) or hint))
 
 
 _ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, str: (str, PathLike)}

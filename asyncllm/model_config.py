@@ -222,8 +222,27 @@ def _context_window(file: Path, hf: PretrainedConfig) -> int:
     return int(window)
 
 
-def read_generation_defaults(wanted: str, model: Path) -> GenerationDefaults:
-    """wanted: 'auto', 'vllm' or a folder; model: its folder. Raises `ModelLoadError`."""
+def read_generation_defaults(
+    wanted: str, model: Path, override: dict[str, Any] | None = None
+) -> GenerationDefaults:
+    """wanted: 'auto', 'vllm' or a folder; model: its folder; override: of SAMPLING_KEYS.
+
+    Raises `ModelLoadError`, and `ValueError` for what cannot be overridden.
+    """
+    defaults = _read_defaults(wanted, model)
+    if unknown := sorted(set(override or ()) - SAMPLING_KEYS.keys()):
+        known = ", ".join(SAMPLING_KEYS)
+        raise ValueError(f"override_generation_config: {unknown[0]!r} is none of {known}")
+    changes = {SAMPLING_KEYS[key]: value for key, value in (override or {}).items()}
+    sampling = {k: v for k, v in (defaults.sampling | changes).items() if v is not None}
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequestError as error:
+        raise ValueError(f"override_generation_config: {error}") from error
+    return GenerationDefaults(sampling, defaults.eos_token_ids)
+
+
+def _read_defaults(wanted: str, model: Path) -> GenerationDefaults:
     if wanted in ("auto", "vllm"):
         file = model / GENERATION_FILE
         if not file.is_file():

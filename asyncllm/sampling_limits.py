@@ -155,6 +155,10 @@ def _check_early_stopping(name: str, value: object) -> None:
     require(is_known, name, value, 'true, false or "never"')
 
 
+def _check_truncation_side(name: str, value: object) -> None:
+    require(value in ("left", "right"), name, value, '"left" or "right"')
+
+
 def _check_logits_processors(name: str, value: Any) -> None:
     processors = value or []
     require(isinstance(processors, list), name, processors, "a list of callables")
@@ -181,6 +185,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "logprob_token_ids": _token_ids(MAX_LOGPROB_TOKEN_IDS, may_be_empty=False),
     "structured_outputs": _check_structured_outputs,
     "early_stopping": _check_early_stopping,
+    "truncation_side": _check_truncation_side,
     "logits_processors": _check_logits_processors,
 }
 # field -> whether a value of its type is good, and how to say it

@@ -8,7 +8,7 @@ window are checked by the input processor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import compress
 from operator import attrgetter, is_not
@@ -33,11 +33,13 @@ BEAM_SEARCH_FIELDS = frozenset(
     [
         *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
         *("max_tokens", "ignore_eos", "stop_token_ids", "truncate_prompt_tokens"),
+        "truncation_side",
         *("logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"),
         *("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
         *("extra_args", "temperature", "top_p", "top_k", "min_p", "seed"),
     ]
 )
+TruncationSide = Literal["left", "right"]
 EarlyStopping = bool | Literal["never"]
 
 
@@ -124,6 +126,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = "left"  # which end of the prompt that cuts off
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -160,6 +163,12 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """How many tokens are reported beside each sampled one; None: no logprobs at all."""
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
+    def checked_copy(self) -> SamplingParams:
+        """A copy that no later change reaches. Raises `InvalidRequestError` for a change before."""
+        values = zip(_NAMES, _values_of(self), strict=True)
+        own: dict[str, Any] = {k: v.copy() for k, v in values if isinstance(v, list | dict)}
+        return replace(self, **own)
 
     def _check_together(self) -> None:
         """Check fields, each of them good, together; -1 and dicts become what they mean."""

@@ -149,6 +149,9 @@ _json_object.__name__ = "JSON object"
 
 def _help(field: dataclasses.Field[Any]) -> str:
     text = str(field.metadata.get("help", "")).replace("%", "%%")
-    if field.default is not None:
-        text += f" (default: {field.default})"
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = " ".join(map(str, field.default_factory()))
+    if default is not None:
+        text += f" (default: {default})"
     return text

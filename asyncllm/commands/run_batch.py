@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(engine_args: EngineArgs, server_args: ServerArgs, options: argparse.Namespace) -> int:
-    """1 if a request failed. Raises `OSError`, `ValueError`, `ModelLoadError`."""
+    """The exit code. Raises `OSError`, `ValueError`, `ModelLoadError`."""
     import uvloop
 
     from asyncllm.commands.batch import answer_file  # aiohttp and torch are behind it

@@ -64,6 +64,7 @@ class AsyncLLMEngine:
         self._starting = asyncio.Lock()
         self._loader = CoreLoader(self.config)
         self._core: EngineCore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -82,6 +83,7 @@ class AsyncLLMEngine:
                 self._core = await self._loader.load(
                     self.recorder, self.stat_loggers, progress=self.show_progress
                 )
+                self._loop = asyncio.get_running_loop()
 
     async def aclose(self) -> None:
         """End all requests with an error, stop the engine and give its memory back. Idempotent.
@@ -124,10 +126,12 @@ class AsyncLLMEngine:
         Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
         `priority` values run first under --scheduling-policy priority.
         Raises, when awaited or iterated, `InvalidRequestError` (a ValueError naming the field),
-        `QueueFullError`, `EngineDeadError`, `RequestFailedError`.
+        `QueueFullError`, `EngineDeadError`, `RequestFailedError`; at once `InvalidRequestError` for
+        a field of `sampling_params` that was set out of range after they were made.
         """
         if sampling_params is not None:
             check_sampling_params(sampling_params)
+            sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
         submitted = False
@@ -336,6 +340,11 @@ class AsyncLLMEngine:
     def _open(self, request_id: str, num_tokens: int = 0) -> EngineCore:
         """Raises `EngineDeadError`, `EngineNotStartedError`, `QueueFullError`."""
         core = self._running()
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "the engine runs on another event loop: from this thread call "
+                "asyncio.run_coroutine_threadsafe(coroutine, the loop that ran start)"
+            )
         if core.dead is not None:
             raise EngineDeadError(core.dead)
         core.live.admission.check_room(request_id, num_tokens)

@@ -123,12 +123,14 @@ class Recorder:
         self.inter_token_latency.observe(*iteration.inter_token_latencies)
         if iteration.step is not None:
             self._record_step(iteration.step)
+            # vLLM's: prompt tokens computed and tokens generated, not tokens of the step's rows.
+            num_generated = iteration.num_generation_tokens
+            self.iteration_tokens.observe(iteration.step.prefill_tokens + num_generated)
         for request in iteration.finished:
             self._record_finished(request)
 
     def _record_step(self, step: StepRecord) -> None:
         self.timeline.append(step)
-        self.iteration_tokens.observe(step.tokens)
         self.step_time[step.kind].observe(step.duration)
         self.device_seconds += step.duration
         self.starved_seconds += step.starved

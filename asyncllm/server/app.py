@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import uuid
 from collections.abc import Iterator
 
+import orjson
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.completions import PARAMS_CACHE, ParamsCache
-from asyncllm.server.http.access import are_hosts_checked, host_check, key_check
+from asyncllm.server.http.access import (
+    are_hosts_checked,
+    host_check,
+    key_check,
+)
 from asyncllm.server.http.bodies import OFF_LOOP, OffLoop
 from asyncllm.server.http.connection import connection_middleware
+from asyncllm.server.http.cors import Cors
 from asyncllm.server.http.errors import Check, error_middleware
 from asyncllm.server.messages import message as anthropic
 from asyncllm.server.observability.metrics import METRICS, Metrics
@@ -25,24 +34,35 @@ from asyncllm.server.routes import served_routes
 from asyncllm.server.service import SERVICE, Service
 
 _ROUTE_BY = {"GET": web.get, "POST": web.post, "DELETE": web.delete}  # GET takes HEAD too
+LOAD_FORMAT = "endpoint-load-metrics-format"
 REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     """The app for one engine, which need not have started yet."""
     routes = list(served_routes(args))
-    public = frozenset(route.path for route in routes if route.is_public)
+    prefixes = ["", *([args.root_path] if args.root_path else ())]
+    public = frozenset(
+        prefix + route.path for prefix in prefixes for route in routes if route.is_public
+    )
+    renderers = dict.fromkeys(
+        (prefix + anthropic.PREFIX for prefix in prefixes), anthropic.error_response
+    )
     app = web.Application(
         middlewares=[
             connection_middleware,
-            error_middleware(
-                [*_checks(args, public)], {anthropic.PREFIX: anthropic.error_response}
-            ),
+            error_middleware([*_checks(args, public)], renderers),
+            *(_import_middleware(name) for name in args.middleware or ()),
         ],
         client_max_size=args.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
-    app.on_response_prepare.append(_echo_request_id)
+    add_id = _always_add_request_id if args.enable_request_id_headers else _echo_request_id
+    app.on_response_prepare.append(add_id)
+    cors = Cors(args)
+    if cors.is_open:
+        app.middlewares.insert(1, cors.preflights())
+        app.on_response_prepare.append(cors.add_headers)
     service = Service(engine, args)
     app[SERVICE] = service
     app[OFF_LOOP] = OffLoop()
@@ -52,8 +72,11 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
     app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)
-    app[DOCUMENT] = Document(routes, bool(args.keys()))
-    app.add_routes([_ROUTE_BY[route.method](route.path, route.handler) for route in routes])
+    app[DOCUMENT] = Document(routes, bool(args.keys()), args.root_path)
+    for prefix in prefixes:
+        app.add_routes(
+            _ROUTE_BY[route.method](prefix + route.path, route.handler) for route in routes
+        )
     if not args.disable_page:
         _add_page(app, engine)
     return app
@@ -91,13 +114,49 @@ def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
     app.on_shutdown.append(app[DASHBOARD].close)
 
 
+def _import_middleware(name: str) -> Middleware:
+    """`module:name`, or vLLM's `module.name`: a function, or a class to make one of.
+
+    Raises `ValueError` naming the flag.
+    """
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        made = found() if isinstance(found, type) else found
+    except Exception as error:  # whatever the module does
+        raise ValueError(f"middleware {name}: {error!r}") from error
+    if not callable(made):
+        raise ValueError(f"middleware {name}: is not callable")
+    return web.middleware(made)
+
+
 async def _close_threads(app: web.Application) -> None:
     app[OFF_LOOP].close()
+
+
+def _report_load(request: web.Request, response: web.StreamResponse) -> None:
+    """An ORCA load report for a balancer that asks for one, as vLLM's of whole answers."""
+    wanted = request.headers[LOAD_FORMAT].lower()
+    service = request.app[SERVICE]
+    if wanted not in ("text", "json") or service.engine.health() is not None:
+        return
+    stats = service.engine.stats()
+    load = {
+        "kv_cache_usage_perc": stats.kv_cache_usage,
+        "num_requests_waiting": float(stats.num_waiting + stats.num_swapped),
+    }
+    if wanted == "json":
+        report = f"JSON {orjson.dumps({'named_metrics': load}).decode()}"
+    else:
+        report = "TEXT " + ", ".join(f"named_metrics.{k}={v}" for k, v in load.items())
+    response.headers["endpoint-load-metrics"] = report
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
     """Replace aiohttp's own, which tells the versions of Python and aiohttp."""
     response.headers["Server"] = "asyncllm"
+    if LOAD_FORMAT in request.headers:
+        _report_load(request, response)
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
@@ -105,3 +164,8 @@ async def _echo_request_id(request: web.Request, response: web.StreamResponse) -
     request_id = request.headers.get("X-Request-Id")
     if request_id is not None and REQUEST_ID.fullmatch(request_id):
         response.headers["X-Request-Id"] = request_id
+
+
+async def _always_add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    await _echo_request_id(request, response)
+    response.headers.setdefault("X-Request-Id", uuid.uuid4().hex)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -15,8 +16,18 @@ API_KEY_VARIABLES = ("ASYNCLLM_API_KEY", "VLLM_API_KEY")  # the first that is se
 METRICS_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 LogFormat = Literal["text", "json"]
 _LEAST = {
-    "max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "shutdown_timeout": 0
+    "max_body_bytes": 1, "max_connections": 1, "stream_interval": 1,
+    "responses_store_bytes": 0, "shutdown_timeout": 0
 }  # fmt: skip
+JSON_FORM = ("disable_any_whitespace", "disable_additional_properties")
+# vLLM's keys -> the values that can be kept here
+STRUCTURED_OUTPUTS_CONFIG: dict[str, tuple[Any, ...]] = {
+    "backend": ("auto", "guidance"),
+    "reasoning_parser": ("",),
+    "reasoning_parser_plugin": ("",),
+    "enable_in_reasoning": (False,),
+    **dict.fromkeys(JSON_FORM, (False, True)),
+}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -39,6 +50,32 @@ class ServerArgs:
         metadata={"help": "names in Host headers to answer to, beside addresses and localhost; * "
                   "for any; default: no others on loopback without a key, else any"},
     )  # fmt: skip
+    public_metrics: bool = field(
+        default=False, metadata={"help": "GET /metrics without the API key, for scrapers"}
+    )
+    allowed_origins: list[str] | None = field(
+        default=None,
+        metadata={"help": "origins whose pages may call this server (CORS), * for any; default: "
+                  "none"},
+    )  # fmt: skip
+    allowed_methods: list[str] = field(
+        default_factory=lambda: ["*"], metadata={"help": "methods that such pages may use"}
+    )
+    allowed_headers: list[str] = field(
+        default_factory=lambda: ["*"], metadata={"help": "headers that such pages may send"}
+    )
+    allow_credentials: bool = field(
+        default=False, metadata={"help": "such pages may send their cookies along"}
+    )
+    root_path: str | None = field(
+        default=None, metadata={"help": "prefix that a proxy leaves in paths, such as /llm"}
+    )
+    middleware: list[str] | None = field(
+        default=None, metadata={"help": "aiohttp middlewares as module:name, behind all checks"}
+    )
+    enable_request_id_headers: bool = field(
+        default=False, metadata={"help": "X-Request-Id in every response, not only where sent"}
+    )
     ssl_certfile: str | None = field(default=None, metadata={"help": "TLS certificate, PEM"})
     ssl_keyfile: str | None = field(default=None, metadata={"help": "TLS private key, PEM"})
     max_body_bytes: int = field(
@@ -67,6 +104,19 @@ class ServerArgs:
         default=False,
         metadata={"help": "GET /tokenizer_info: its configuration, chat template too"},
     )
+    enable_force_include_usage: bool = field(
+        default=False, metadata={"help": "usage in every chunk of every stream, asked for or not"}
+    )
+    stream_interval: int = field(
+        default=1, metadata={"help": "tokens in each chunk of a stream, but the first"}
+    )
+    structured_outputs_config: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "JSON object: disable_any_whitespace, disable_additional_properties where "
+            "requests leave them open"
+        },
+    )
     tool_call_parser: str = field(
         default="auto", metadata={"help": "how the model writes tool calls; auto: see its template"}
     )
@@ -83,6 +133,11 @@ class ServerArgs:
     trust_request_chat_template: bool = field(
         default=False, metadata={"help": "let requests bring a chat_template, which is a program"}
     )
+    escape_special_tokens: bool = field(
+        default=False,
+        metadata={"help": "text of special tokens inside messages stays text: a zero-width space "
+                  "parts it"},
+    )  # fmt: skip
     response_role: str = field(
         default="assistant", metadata={"help": "role of the messages that chats answer with"}
     )
@@ -119,6 +174,8 @@ class ServerArgs:
         if self.log_format not in get_args(LogFormat):
             raise ValueError(f"log_format must be text or json, got {self.log_format!r}")
         self._check_tracing()
+        self._check_paths()
+        self._check_structured_outputs()
         if any(not key or key != key.strip() for key in self.keys()):
             raise ValueError(
                 f"api_key (or {' or '.join(API_KEY_VARIABLES)}) must not be blank or have white "
@@ -132,6 +189,28 @@ class ServerArgs:
             raise ValueError("otlp_traces_endpoint must not be empty")
         if not all(_is_installed(name) for name in TRACING_MODULES):
             raise ValueError("otlp_traces_endpoint needs OpenTelemetry: install 'asyncllm[otel]'")
+
+    def _check_paths(self) -> None:
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            setattr(self, name, _list_of_json(name, getattr(self, name)))
+        path = self.root_path
+        if path is not None and not re.fullmatch("(/[^/?#{}]+)+", path):
+            raise ValueError(f"root_path must be a path such as /llm, got {path!r}")
+
+    def _check_structured_outputs(self) -> None:
+        for name, value in (self.structured_outputs_config or {}).items():
+            taken = STRUCTURED_OUTPUTS_CONFIG.get(name)
+            if taken is None or value not in taken:
+                known = "" if taken is None else f" must be one of {taken}, got {value!r}:"
+                raise ValueError(
+                    f"structured_outputs_config: {name}{known} is not served; reasoning has "
+                    "--reasoning-parser, grammars are llguidance's"
+                )
+
+    def json_form(self) -> dict[str, bool]:
+        """Fields of `StructuredOutputsParams` for JSON, where requests leave them open."""
+        given = self.structured_outputs_config or {}
+        return {name: True for name in JSON_FORM if given.get(name)}
 
     def keys(self) -> list[str]:
         """The API keys in force; without any the server is open."""
@@ -157,6 +236,19 @@ class ServerArgs:
 def key_from_environment() -> str | None:
     """An empty variable counts as not set."""
     return next((key for name in API_KEY_VARIABLES if (key := os.environ.get(name))), None)
+
+
+def _list_of_json(name: str, given: list[str] | None) -> list[str] | None:
+    """vLLM writes these lists as JSON."""
+    if given is None or len(given) != 1 or not given[0].startswith("["):
+        return given
+    try:
+        values = json.loads(given[0])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name} must be a list of strings, got {given[0]}")
+    return list(values)
 
 
 def _is_installed(module: str) -> bool:

@@ -28,7 +28,6 @@ from asyncllm.server.inputs.refusals import refuse_unsupported, sent_fields
 from asyncllm.server.inputs.sampling import (
     client_name,
     completion_params,
-    prompt_only,
     wants_outputs,
     with_client_name,
 )
@@ -54,10 +53,16 @@ MAX_CHOICES = 1024  # of one call: prompts times n, or best_of; of one prompt MA
 MAX_STREAMED_ECHO_ENTRIES = 2**14  # log-probabilities of a prompt, in the first events of a stream
 
 
-async def completions(http: web.Request) -> web.StreamResponse:
+async def completions(
+    http: web.Request, request: CompletionRequest | None = None
+) -> web.StreamResponse:
+    """`request`: the body, where it has been read."""
     service = http.app[SERVICE]
     service.check_open()
-    request = await read_body(http, CompletionRequest)
+    if request is None:
+        request = await read_body(http, CompletionRequest)
+    if service.args.enable_force_include_usage:
+        service.force_usage(request)
     try:
         call = await prepare(http, partial(_call, request, service, http.app[PARAMS_CACHE]))
         if request.stream:
@@ -91,6 +96,7 @@ def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> C
         cache_salt=request.cache_salt,
         return_token_ids=bool(request.return_token_ids),
         wants_outputs=wants_outputs(request),
+        prompt_only=request.max_tokens == 0,  # which only echo may ask for
         shows_cached=service.args.enable_prompt_tokens_details,
         client_name=partial(client_name, request),
     )
@@ -113,7 +119,8 @@ def _check_together(call: Call) -> None:
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
     given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
-    return completion_params(request, given, service.engine.input_processor)
+    form = service.args.json_form()
+    return completion_params(request, given, service.engine.input_processor, form)
 
 
 class CompletionView:
@@ -128,7 +135,7 @@ class CompletionView:
         self._tokenizer = service.engine.tokenizer
         self._echo = bool(request.echo)
         self._cuts_prompt = request.truncate_prompt_tokens is not None
-        self._prompt_only = prompt_only(request)
+        self._prompt_only = call.prompt_only
         self._names = service.token_names(request)
         self._wants_logprobs = call.params.logprobs is not None
         self._reports_prompt_logprobs = request.prompt_logprobs is not None
@@ -136,16 +143,19 @@ class CompletionView:
 
     # The stream
 
-    def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
+    def opening(
+        self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
+    ) -> bytes:
+        if not self._echo:
+            return b""
         ids = output.prompt_token_ids
         more: dict[str, Any] = {}
         if self._call.return_token_ids:
             more = {"prompt_token_ids": ids, "token_ids": []}
-        if not self._echo:
-            return frames.full("", None, **more) if more else b""
         self._check_num_echoed(len(ids))
         logprobs = self._prompt_logprobs(frames.index, ids, output.prompt_logprobs)
-        return frames.full(self._prompt_text(output.prompt, ids), logprobs, **more)
+        text = self._prompt_text(output.prompt, ids)
+        return frames.full(text, logprobs, usage=usage, **more)
 
     def _check_num_echoed(self, num_prompt: int) -> None:
         """All choices begin in one step, on the loop. Raises `ApiError` 400."""
@@ -167,7 +177,7 @@ class CompletionView:
         return self._logprobs[choice_index].output(completion.logprobs)
 
     def token_ids(self, completion: CompletionOutput) -> list[int]:
-        return [] if self._prompt_only else completion.token_ids
+        return self._answered(completion.token_ids)
 
     # The body
 
@@ -179,7 +189,9 @@ class CompletionView:
             "model": self._call.model,
             "choices": [self._choice(answer, choice) for choice in answer.choices],
             "usage": answer.usage.as_dict(),
+            "service_tier": None,
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            "kv_transfer_params": None,
         }
 
     def _choice(self, answer: CollectedOutput, choice: CollectedChoice) -> dict[str, Any]:
@@ -187,19 +199,24 @@ class CompletionView:
         text = "" if self._prompt_only else choice.text
         if self._echo:
             text = self._prompt_text(prompt.text, prompt.token_ids) + text
-        fields = {
+        returns_ids = self._call.return_token_ids
+        return {
             "index": choice.index,
             "text": text,
             "logprobs": self._choice_logprobs(answer, choice),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            "prompt_logprobs": (
+                prompt_logprobs(prompt.logprobs, self._names)
+                if self._reports_prompt_logprobs
+                else None
+            ),
+            "prompt_token_ids": prompt.token_ids if returns_ids else None,
+            "token_ids": self._answered(choice.token_ids) if returns_ids else None,
         }
-        if self._reports_prompt_logprobs:
-            fields["prompt_logprobs"] = prompt_logprobs(prompt.logprobs, self._names)
-        if self._call.return_token_ids:
-            fields["prompt_token_ids"] = prompt.token_ids
-            fields["token_ids"] = [] if self._prompt_only else choice.token_ids
-        return fields
+
+    def _answered(self, token_ids: list[int]) -> list[int]:
+        return [] if self._prompt_only else token_ids
 
     def _choice_logprobs(self, answer: CollectedOutput, choice: CollectedChoice) -> Any:
         if not self._wants_logprobs:

@@ -75,6 +75,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     ec_transfer_params: Any = None
 
 
+LEAST_TOP = 1  # entries of top_logprobs, with logprobs=0 too, as in vLLM
 _REFUSED = ("features", "kv_transfer_params", "ec_transfer_params")
 
 
@@ -82,6 +83,8 @@ async def generate(http: web.Request) -> web.StreamResponse:
     service = http.app[SERVICE]
     service.check_open()
     request = await read_body(http, GenerateRequest)
+    if service.args.enable_force_include_usage:
+        service.force_usage(request)
     try:
         with rename_params({"prompt": "token_ids"}):
             call = await prepare(http, partial(_call, request, service))
@@ -159,7 +162,9 @@ def _body(
             {
                 "index": choice.index,
                 "logprobs": (
-                    chat_logprobs(choice.logprobs, call.params, names) if wants_logprobs else None
+                    chat_logprobs(choice.logprobs, call.params, names, LEAST_TOP)
+                    if wants_logprobs
+                    else None
                 ),
                 "finish_reason": choice.finish_reason,
                 "token_ids": choice.token_ids,
@@ -208,7 +213,7 @@ class TokenStream:
         self._num_tokens[completion.index] += len(completion.token_ids)
         logprobs = None
         if self._params.num_logprobs is not None and completion.logprobs:
-            logprobs = chat_logprobs(completion.logprobs, self._params, self._names)
+            logprobs = chat_logprobs(completion.logprobs, self._params, self._names, LEAST_TOP)
         choice = {
             "index": completion.index,
             "logprobs": logprobs,

@@ -6,6 +6,7 @@ One list: app.py serves it, openapi.json describes it, and it marks the routes t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -22,6 +23,7 @@ from asyncllm.server.info import (
     show_model,
     show_version,
 )
+from asyncllm.server.invocations import invocations
 from asyncllm.server.messages import openapi as anthropic
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from asyncllm.server.messages.serving import count_tokens, messages
@@ -71,6 +73,10 @@ ROUTES: tuple[Route, ...] = (
         "POST", "/v1/completions", completions, "Completions", "Continue a text",
         request=CompletionRequest, example={"prompt": "Once upon a time", "max_tokens": 16},
         answer=answers.Completion, event=answers.CompletionChunk, errors=GENERATES,
+    ),
+    Route(
+        "POST", "/invocations", invocations, "Completions",
+        "A chat or a completion, by its fields: SageMaker's name", answer=dict, errors=GENERATES,
     ),
     Route(
         "POST", "/v1/responses", create_response, "Responses", "Answer text or a conversation",
@@ -190,4 +196,7 @@ ROUTES: tuple[Route, ...] = (
 
 
 def served_routes(args: ServerArgs) -> Iterator[Route]:
-    return (route for route in ROUTES if route.is_served(args))
+    for route in ROUTES:
+        if route.is_served(args):
+            is_open = route.path == "/metrics" and args.public_metrics
+            yield replace(route, is_public=True) if is_open else route

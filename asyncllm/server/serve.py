@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.text.render_limit import install_signal
 from asyncllm.errors import EngineDeadError
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
@@ -44,6 +45,7 @@ async def serve(
     where the device was lost later: a supervisor then starts another process.
     """
     imported = time.perf_counter() - started
+    install_signal()
     app = build_app(engine, args)
     runner = web.AppRunner(
         app,

@@ -7,6 +7,7 @@ whatever ends the handler: the last token, an error, or a client that went away.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Protocol, TypeVar
@@ -21,13 +22,20 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.sse import FrameQueue, SSEStream
 from asyncllm.server.inputs.call import Call
 from asyncllm.server.outputs.generation import Consumer, Generation
+from asyncllm.server.outputs.interval import EveryNTokens
 from asyncllm.server.outputs.logprobs import TokenNames
-from asyncllm.server.protocol import GenerationRequest
+from asyncllm.server.protocol import GenerationRequest, StreamOptions
 
 T = TypeVar("T")
 
 ITERATIONS_TO_LAUNCH = 2  # of the event loop: an idle engine has then launched the step
+ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 FORCED_CALLS = "llama3_json"  # {"name": ..., "parameters": ...}, the plainest of the formats
+
+
+class StreamingRequest(Protocol):
+    stream: bool | None
+    stream_options: StreamOptions | None
 
 
 class CallObserver(Protocol):
@@ -63,6 +71,12 @@ class Service:
     def forced_format(self) -> ModelFormat | None:
         """The format of forced calls for a model that has none."""
         return self._resolve_format(FORCED_CALLS)
+
+    @cached_property
+    def special_texts(self) -> re.Pattern[str] | None:
+        """The texts that a tokenizer takes for special tokens wherever they stand."""
+        texts = [text for text in self.engine.tokenizer.special_tokens if len(text) > 1]
+        return re.compile("|".join(map(re.escape, sorted(texts, reverse=True)))) if texts else None
 
     @cached_property
     def reasons_by_default(self) -> bool:
@@ -104,6 +118,11 @@ class Service:
             as_ids = self.args.return_tokens_as_token_ids
         return TokenNames(self.engine.tokenizer, as_ids)
 
+    def force_usage(self, request: StreamingRequest) -> None:
+        """Its stream reports usage whatever it says."""
+        if request.stream:
+            request.stream_options = ALL_USAGE
+
     def check_open(self) -> None:
         if self.draining:
             raise ApiError(503, "the server is shutting down")
@@ -129,6 +148,8 @@ class Service:
 
         The consumer is made and the headers, a system call, are sent while the device is at work.
         """
+        if self.args.stream_interval > 1:
+            make_consumer = self._streamed(call, make_consumer)
         generation = self._begin(call, make_consumer)
         try:
             await generation.submit()
@@ -147,6 +168,12 @@ class Service:
                 generation.abort_cause = "slow_reader"
             self._end(generation)
         return sse.response
+
+    def _streamed(
+        self, call: Call, make_consumer: Callable[[], Consumer]
+    ) -> Callable[[], Consumer]:
+        interval = self.args.stream_interval
+        return lambda: EveryNTokens(make_consumer(), interval, len(call.prompts))
 
     def _begin(self, call: Call, make_consumer: Callable[[], Consumer]) -> Generation:
         for observer in self.call_observers:

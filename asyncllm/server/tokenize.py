@@ -35,7 +35,7 @@ async def tokenize(http: web.Request) -> web.Response:
     ids = await encode(tokenizer, text, add_special_tokens)
 
     def body() -> dict[str, Any]:
-        texts = map(tokenizer.token_text, ids) if request.return_token_strs else None
+        texts = map(tokenizer.token, ids) if request.return_token_strs else None
         return {
             "count": len(ids),
             "max_model_len": service.engine.max_model_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import threading
 from typing import Any
@@ -51,6 +52,44 @@ def set_queue_clock_forward(monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
     """Requests that wait for their first step have waited so much longer."""
     late = Admission.late
     monkeypatch.setattr(Admission, "late", lambda self, now: late(self, now + seconds))
+
+
+def test_a_request_from_another_loop_is_refused_at_once() -> None:
+    async def ask(engine: AsyncLLMEngine) -> None:
+        with pytest.raises(RuntimeError, match="run_coroutine_threadsafe"):
+            await engine.generate("Hello", GREEDY)
+        with pytest.raises(RuntimeError, match="run_coroutine_threadsafe"):
+            await engine.add_request("one", "Hello", GREEDY, lambda output: None)
+
+    async def main() -> None:
+        async with small_engine() as engine:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await asyncio.to_thread(asyncio.run, ask(engine))
+            await settle(engine)
+
+    run(main())
+
+
+def test_parameters_are_those_of_the_call() -> None:
+    async def main() -> None:
+        engine = small_engine()
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, stop_token_ids=[])
+        generation = engine.generate("Hello", params)  # the engine has not started
+        params.max_tokens = 9
+        params.stop_token_ids.extend(range(200))  # type: ignore[union-attr]
+        assert len((await generation).outputs[0].token_ids) == 3
+        await engine.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 7), ("temperature", math.nan), ("n", 0)])
+def test_parameters_that_were_changed_are_checked_at_the_call(name: str, value: float) -> None:
+    engine = small_engine()
+    params = SamplingParams()
+    setattr(params, name, value)
+    with pytest.raises(InvalidRequestError, match=name):
+        engine.generate("Hello", params)
 
 
 def test_awaited_and_iterated_agree() -> None:

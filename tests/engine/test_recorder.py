@@ -71,7 +71,7 @@ def test_totals() -> None:
     assert (recorder.swapped_out_pages, recorder.swapped_in_pages) == (3, 2)
     assert recorder.finished == {"stop": 1, "abort": 1}
     assert recorder.device_seconds == 0.25
-    assert recorder.iteration_tokens.total == 11
+    assert recorder.iteration_tokens.total == 8 + 4  # computed of prompts, and generated
     assert recorder.step_time["mixed"].count == 1 and recorder.step_time["decode"].count == 0
     assert recorder.inter_token_latency.total == pytest.approx(0.06)
     counts = {

@@ -93,7 +93,7 @@ def test_a_conversation_keeps_its_beginning_as_long_as_it_goes_on() -> None:
     store.put("d", response(previous="c"))  # in place of `other`, which is older than a and b now
     assert store.get("other", OWNER) is None
     assert len(store.conversation("d", OWNER)) == 4
-    store.delete("b", OWNER)
+    store._drop("b")
     with pytest.raises(LostTurnError, match="b"):
         store.conversation("d", OWNER)
 
@@ -137,12 +137,32 @@ def test_bytes_are_counted_through_everything() -> None:
         name = str(rng.randrange(60))
         action = rng.random()
         if action < 0.5:
-            store.put(f"{name}-{number}", response(rng.randrange(3000)))
+            previous = rng.choice([None, *store._kept])
+            store.put(f"{name}-{number}", response(rng.randrange(3000), previous))
         elif action < 0.7:
             store.delete(next(iter(store._kept), ""), OWNER)
         else:
             store.get(next(reversed(store._kept), ""), OWNER)
         clock.now += rng.choice((0, 1, IDLE_SECONDS / 20))
         assert store.num_bytes == sum(kept.num_bytes for kept in store._kept.values()) <= 40_000
+        previous_ids = [kept.previous_id for kept in store._kept.values()]
+        for kept_name, kept in store._kept.items():
+            assert kept.num_next == previous_ids.count(kept_name)
+            assert kept.num_next or not kept.is_deleted
         used = [kept.used_at for kept in store._kept.values()]
         assert used == sorted(used)
+
+
+def test_what_is_deleted_in_a_conversation_is_not_found_and_the_conversation_goes_on() -> None:
+    store = ResponseStore(10**6)
+    for name, previous in (("a", None), ("b", "a"), ("c", "b"), ("d", "b")):
+        store.put(name, response(previous=previous))
+    assert store.delete("a", OWNER) and store.delete("b", OWNER)
+    assert store.get("b", OWNER) is None and not store.delete("b", OWNER)
+    with pytest.raises(LostTurnError):
+        store.conversation("b", OWNER)
+    assert len(store.conversation("c", OWNER)) == 3
+    assert store.delete("c", OWNER)
+    assert len(store.conversation("d", OWNER)) == 3
+    assert store.delete("d", OWNER)
+    assert not len(store) and not store.num_bytes

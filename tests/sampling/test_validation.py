@@ -53,6 +53,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "logprobs": ([None, 0, 5], [*NOT_INTS, -1]),
     "prompt_logprobs": ([None, 0, 5], [*NOT_INTS, -1]),
     "truncate_prompt_tokens": ([None, -1, 1], [*NOT_INTS, 0, -2]),
+    "truncation_side": (["left", "right"], ["", "both", None, 1]),
     "thinking_token_budget": ([None, -1, 0, MAX_SEED], [*NOT_INTS, -2]),
     "stop": (
         [None, "x", [], ["x" * MAX_STOP_STRING_CHARS] * MAX_STOP_STRINGS],

@@ -71,6 +71,9 @@ class FakeTokenizer:
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode("utf-8", "replace")
 
+    def token(self, token_id: int) -> str:
+        return f"Ġ{token_id}"
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 

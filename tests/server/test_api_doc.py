@@ -13,6 +13,7 @@ from asyncllm.server.openapi.fields import field_doc
 from asyncllm.server.routes import ROUTES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
+SERVER = Path(__file__).parents[2] / "asyncllm" / "server"
 MARK = "<!-- fields -->\n"
 TITLES: dict[Kind, str] = {
     "done": "Done",
@@ -61,6 +62,13 @@ def test_routes_exist() -> None:
     named = set(re.findall(r"`(/[a-z_/0-9.]+)`", DOCUMENT.read_text().partition(MARK)[0]))
     assert len(named) > 10
     assert named <= {re.sub(r"\{.*", "", route.path).rstrip("/") for route in ROUTES}
+
+
+def test_every_status_is_listed() -> None:
+    source = "".join(path.read_text() for path in SERVER.rglob("*.py"))
+    raised = set(re.findall(r"ApiError\((\d{3})", source)) | {"400", "405"}  # aiohttp's own
+    document = DOCUMENT.read_text().partition(MARK)[0]
+    assert raised == set(re.findall(r"\b[45]\d\d\b", document))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from asyncllm import cli
 from asyncllm.commands.flags import field_names, read_config_file
 from asyncllm.config import EngineArgs
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.http.listener import Listener
 
 SMALL = ["--num-gpu-blocks-override", "8", "--swap-space", "0"]
 
@@ -238,6 +240,14 @@ def test_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_of_two_servers_that_start_at_once_the_second_names_the_port() -> None:
+    with closing(Listener.bind(ServerArgs(port=0))) as first:
+        assert first.sock is not None
+        port = first.sock.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*in use"):
+            Listener.bind(ServerArgs(port=port))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

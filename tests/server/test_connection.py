@@ -81,6 +81,17 @@ def test_unreadable_http_gets_the_four_keys_and_its_connection_ends(sent: bytes)
     run(test())
 
 
+@pytest.mark.parametrize("version", [b"0.9", b"2.0"])
+def test_another_version_of_http_is_refused(version: bytes) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            sent = b"GET /health HTTP/%b\r\nHost: localhost\r\n\r\n" % version
+            check_error(await exchange(server, sent), 505)
+            await server.quiet()
+
+    run(test())
+
+
 @pytest.mark.parametrize(("num_headers", "header_bytes"), [(127, 10), (3, 8190)])
 def test_headers_at_their_limits_are_taken(num_headers: int, header_bytes: int) -> None:
     """aiohttp's: 128 headers, 8190 bytes each. One above: see UNREADABLE."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT
-from tests.server.fake_engine import MAX_MODEL_LEN, reply
+from tests.server.fake_engine import MAX_MODEL_LEN, FakeEngine, reply
 from tests.server.http_harness import CHAT, HELLO, run, serving
+from tests.server.scripted import script
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -38,6 +41,7 @@ def test_whole_answer() -> None:
                     "logprobs": None,
                     "finish_reason": "stop",
                     "stop_reason": None,
+                    "token_ids": None,
                 }
             ],
             "usage": {
@@ -49,12 +53,34 @@ def test_whole_answer() -> None:
             },
             "service_tier": "default",
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "prompt_text": None,
+            "kv_transfer_params": None,
         }
         (request,) = server.engine.seen
         assert request.prompt == prompt
         assert request.token_ids == list(prompt.encode())  # no special tokens added
         assert request.params.max_tokens is None  # the rest of the context
         assert request.params.temperature == 0.5  # from the generation config
+
+    run(test())
+
+
+def test_an_answer_that_ends_by_length_ends_in_one_chunk() -> None:
+    """A parsed answer too: the last text comes with the finish_reason, as in vLLM."""
+
+    async def test() -> None:
+        engine = FakeEngine()
+        script(engine, "Well, well.")
+        async with serving(engine) as server:
+            for more in ({}, {"return_token_ids": True}):
+                *_, last, done = await server.events(CHAT, chat(max_tokens=4, **more))
+                assert done == "[DONE]"
+                (choice,) = last["choices"]
+                assert choice["delta"] == {"content": "l"}
+                assert choice["finish_reason"] == "length"
+                assert choice.get("token_ids", [108]) == [108]
 
     run(test())
 
@@ -143,8 +169,31 @@ def test_stream_usage() -> None:
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == 3
         assert usage["usage"]["prompt_tokens"] == 22
-        counts = [e["usage"]["completion_tokens"] for e in running[1:-1]]
-        assert counts == [1, 2, 3, 3]
+        counts = [e["usage"]["completion_tokens"] for e in running[:-1]]
+        assert counts == [0, 1, 2, 3, 3]
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_parsed", [False, True])
+def test_running_usage_of_an_echo(is_parsed: bool) -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        if is_parsed:
+            script(engine, "Well.")
+        async with serving(engine) as server:
+            last = {"role": "assistant", "content": "As I said"}
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            events = await server.events(
+                CHAT,
+                chat(messages=[*HELLO, last], echo=True, max_tokens=2, stream_options=options),
+            )
+        role, echo, *_ = events
+        assert role["choices"][0]["delta"]["role"] == "assistant"
+        assert echo["choices"][0]["delta"]["content"] == "As I said"
+        for event in (role, echo):
+            assert event["usage"]["completion_tokens"] == 0
+            assert event["usage"]["prompt_tokens"] == event["usage"]["total_tokens"] > 0
 
     run(test())
 

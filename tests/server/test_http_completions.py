@@ -9,7 +9,7 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT
 from tests.server.fake_engine import BOS, reply
-from tests.server.http_harness import COMPLETIONS, run, serving
+from tests.server.http_harness import COMPLETIONS, HELLO, run, serving
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -38,6 +38,9 @@ def test_whole_answer() -> None:
                     "logprobs": None,
                     "finish_reason": "length",
                     "stop_reason": None,
+                    "prompt_logprobs": None,
+                    "prompt_token_ids": None,
+                    "token_ids": None,
                 }
             ],
             "usage": {
@@ -47,7 +50,9 @@ def test_whole_answer() -> None:
                 "prompt_tokens_details": {"cached_tokens": 0},
                 "completion_tokens_details": {"reasoning_tokens": 0},
             },
+            "service_tier": None,
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            "kv_transfer_params": None,
         }
         assert server.engine.seen[1].params.max_tokens == 16  # OpenAI's default
 
@@ -119,6 +124,24 @@ def test_stream_chunk_by_chunk() -> None:
                 "stop_reason": None,
             }
         ]
+
+    run(test())
+
+
+def test_the_prompts_ids_come_with_the_first_token() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            events = await server.events(COMPLETIONS, completion(return_token_ids=True, n=2))
+            (echo, *_) = await server.events(
+                COMPLETIONS, completion(return_token_ids=True, echo=True)
+            )
+        choices = [event["choices"][0] for event in events[:-1]]
+        assert len(choices) == 2 * 4
+        for choice in choices:
+            is_first = choice["token_ids"] == [ord("A")]
+            assert ("prompt_token_ids" in choice) == is_first
+            assert choice.get("prompt_token_ids", [BOS, *b"Say"]) == [BOS, *b"Say"]
+        assert echo["choices"][0]["prompt_token_ids"] == [BOS, *b"Say"]
 
     run(test())
 
@@ -198,13 +221,17 @@ def test_echo_of_token_ids_and_scoring() -> None:
             _, ids = await server.post(COMPLETIONS, completion(prompt=[104, 105], echo=True))
             fields = completion(prompt="hi", echo=True, max_tokens=0, logprobs=1)
             _, scored = await server.post(COMPLETIONS, fields)
-            events = await server.events(COMPLETIONS, fields)
+            running = {"include_usage": True, "continuous_usage_stats": True}
+            events = await server.events(COMPLETIONS, {**fields, "stream_options": running})
         assert ids["choices"][0]["text"] == "hi" + text(0)
+        assert ids["usage"]["completion_tokens"] == 4
+        assert scored["usage"]["completion_tokens"] == 0
+        assert [event["usage"]["completion_tokens"] for event in events[:-1]] == [0, 0, 0]
         (choice,) = scored["choices"]
         assert choice["text"] == "hi"
         assert choice["logprobs"]["tokens"] == ["\x01", "h", "i"]
         assert choice["finish_reason"] == "length"
-        assert [event["choices"][0]["text"] for event in events[:-1]] == ["hi", ""]
+        assert [event["choices"][0]["text"] for event in events[:-2]] == ["hi", ""]
 
     run(test())
 
@@ -217,5 +244,23 @@ def test_prompt_logprobs() -> None:
             None,
             {"68": {"logprob": -0.5, "rank": 1, "decoded_token": "D"}},
         ]
+
+    run(test())
+
+
+def test_invocations_are_chats_or_completions() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for body, kind in (
+                ({"messages": HELLO, "max_tokens": 1}, "chat.completion"),
+                ({"prompt": "a", "max_tokens": 1}, "text_completion"),
+            ):
+                status, answer = await server.post("/invocations", body)
+                assert status == 200 and answer["object"] == kind
+                events = await server.events("/invocations", body)
+                assert events[-1] == "[DONE]"
+            for bad in ({}, {"input": "a"}, [], "a"):
+                status, error = await server.post("/invocations", bad)
+                assert status == 400, error
 
     run(test())

@@ -86,12 +86,12 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 2}}, "stream_options"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream": "yes"}, "stream"),
         ({"messages": []}, "messages"),
@@ -157,7 +157,7 @@ async def raw(server: Server, body: bytes, path: str = CHAT, **headers: str) -> 
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
         ({"length_penalty": 2}, "length_penalty"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
-        ({"truncation_side": "right"}, "truncation_side"),
+        ({"truncation_side": "both"}, "truncation_side"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"verbosity": "low"}, "verbosity"),
@@ -171,6 +171,38 @@ def test_bad_fields(fields: dict[str, Any], param: str) -> None:
             check(response, 400, param)
             assert response[1]["error"]["type"] == "invalid_request_error"
             assert not server.engine.seen
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        ("max_tokens", 8.0, 8),
+        ("max_tokens", "8", 8),
+        ("temperature", "0.25", 0.25),
+        ("ignore_eos", "true", True),
+        ("ignore_eos", 1, True),
+        ("stop", "7", ["7"]),
+    ],
+)
+def test_numbers_and_booleans_may_be_spelt_in_strings(name: str, value: Any, taken: Any) -> None:
+    """As in vLLM; and 8.0 is an integer in JSON Schema."""
+
+    async def test() -> None:
+        async with serving() as server:
+            for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"})):
+                status, answer = await server.post(path, {**body, name: value})
+                assert status == 200, answer
+            assert [getattr(seen.params, name) for seen in server.engine.seen] == [taken] * 2
+            for wrong in (8.5, "eight", "", "nan", [8]):
+                check(
+                    await server.post(CHAT, {"messages": HELLO, "max_tokens": wrong}),
+                    400,
+                    "max_tokens",
+                )
+            refused = await server.post(CHAT, {"messages": HELLO, "temperature": "nan"})
+            check(refused, 400, "temperature")
 
     run(test())
 
@@ -302,13 +334,13 @@ def test_content_type() -> None:
     async def test() -> None:
         body = orjson.dumps({"messages": HELLO})
         async with serving() as server:
-            check(await raw(server, body, **{"Content-Type": "text/plain"}), 415)
+            check(await raw(server, body, **{"Content-Type": "text/plain"}), 400)
             good = await raw(server, body, **{"Content-Type": "application/json; charset=utf-8"})
             assert good[0] == 200
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
                          % (CHAT.encode(), len(body), body))  # fmt: skip
-            assert (await reader.readline()).split()[1] == b"415"  # none at all is none
+            assert (await reader.readline()).split()[1] == b"400"  # none at all is none
             writer.close()
 
     run(test())

@@ -6,6 +6,7 @@ import asyncio
 from datetime import datetime
 
 import anthropic
+import pytest
 
 import asyncllm.server.info as info
 from tests.server.fake_engine import BOS, MAX_MODEL_LEN
@@ -78,7 +79,7 @@ def test_tokenize() -> None:
             "token_strs": None,
         }
         assert bare["tokens"] == [104, 105]
-        assert bare["token_strs"] == ["h", "i"]
+        assert bare["token_strs"] == ["Ġ104", "Ġ105"]  # the vocabulary's own spelling
         assert bytes(chat["tokens"]) == b"<user>Hello<assistant>"
         assert threaded["count"] == 10_001
         assert both[0] == 400
@@ -205,5 +206,36 @@ def test_load_is_the_number_of_calls_in_progress() -> None:
             await task
             await server.quiet()
             assert await server.get("/load") == (200, {"server_load": 0})
+
+    run(test())
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [("json", "JSON"), ("TEXT", "TEXT")])
+def test_the_load_is_reported_to_who_asks(wanted: str, kind: str) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            headers = {"endpoint-load-metrics-format": wanted}
+            body = {"messages": HELLO}
+            async with server.session.post(
+                server.url + CHAT, json=body, headers=headers
+            ) as response:
+                report = response.headers["endpoint-load-metrics"]
+            async with server.session.post(server.url + CHAT, json=body) as response:
+                assert "endpoint-load-metrics" not in response.headers
+        assert report.startswith(kind)
+        assert "kv_cache_usage_perc" in report and "num_requests_waiting" in report
+
+    run(test())
+
+
+def test_the_size_of_the_cache() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            _, text = await server.get("/metrics")
+            pages = server.engine.stats().num_pages
+            tokens = pages * server.engine.config.block_size
+            assert f'kv_cache_size_tokens="{tokens}"' in text
+            assert f'kv_cache_max_concurrency="{tokens / MAX_MODEL_LEN:.2f}"' in text
+            assert "python_info{" in text
 
     run(test())

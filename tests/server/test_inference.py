@@ -92,7 +92,8 @@ def test_stream() -> None:
         assert ids == [list(reply(index).encode()[:6]) for index in range(2)]
         assert all("usage" not in chunk for chunk in plain[:-1])
         assert len({chunk["request_id"] for chunk in plain[:-1]}) == 1
-        assert plain[0]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+        (own,) = plain[0]["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        assert own["token"] == f"token_id:{plain[0]['choices'][0]['token_ids'][0]}"
 
     run(test())
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
+import msgspec
 import pytest
 import schemathesis
 from schemathesis import GenerationMode
@@ -58,6 +59,26 @@ LENIENT = {
     "POST /tokenize",
 }
 
+REQUESTS = {f"{route.method} {route.path}": route.request for route in ROUTES}
+
+
+def unless_spelt_in_strings(context: Any, response: Any, case: Any) -> bool | None:
+    """Numbers and booleans may be strings, as in vLLM; the document has one type for each."""
+    request = REQUESTS.get(case.operation.label)
+    fits_strings = request is not None and _fits(case.body, request, strict=False)
+    if fits_strings and not _fits(case.body, request, strict=True):
+        return None
+    return negative_data_rejection(context, response, case)  # type: ignore[no-any-return]
+
+
+def _fits(body: Any, request: type, strict: bool) -> bool:
+    try:
+        msgspec.convert(body, request, strict=strict)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
 SCHEMA = schemathesis.openapi.from_dict(openapi(ROUTES, needs_key=False))
 OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
 
@@ -72,7 +93,7 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("label", sorted(OPERATIONS.keys() - WITHOUT_END))
 def test_responses_are_as_documented(label: str, url: str) -> None:
     operation = OPERATIONS[label]
-    checks = CHECKS if label in LENIENT else [*CHECKS, negative_data_rejection]
+    checks = CHECKS if label in LENIENT else [*CHECKS, unless_spelt_in_strings]
 
     def check(case: Any) -> None:
         case.call_and_validate(base_url=url, checks=checks, timeout=PATIENCE_SECONDS)

@@ -198,6 +198,35 @@ def test_errors_are_not_kept(compiler: GrammarCompiler, compiled: Compiled) -> N
     assert compiler.num_cached == 0
 
 
+def choices_of_keys(num_objects: int) -> dict[str, Any]:
+    """Each of its objects may begin with any of 50 keys: all of them are followed at once."""
+    keys = {f"p{number}": {"type": "integer"} for number in range(50)}
+    return {"anyOf": [{"type": "object", "properties": keys} for _ in range(num_objects)]}
+
+
+def test_what_would_hold_everybodys_step_is_refused_when_it_is_compiled(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is remembered: the second time nothing is compiled."""
+    with pytest.raises(InvalidRequestError, match="Too many items") as first:
+        compiled(json=choices_of_keys(200))
+    monkeypatch.setattr(GrammarCompiler, "_compile", None)
+    with pytest.raises(InvalidRequestError) as second:
+        compiled(json=choices_of_keys(200))
+    assert str(second.value) == str(first.value)
+    assert second.value.param == first.value.param == "structured_outputs.json"
+
+
+def test_what_is_remembered_of_refusals_is_bounded(
+    compiler: GrammarCompiler, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_REMEMBERED_REFUSALS", 2)
+    for number in range(5):
+        with pytest.raises(InvalidRequestError):
+            compiled(regex="[" * (1 + number))
+    assert len(compiler._refused) == 2
+
+
 def test_threads_end_with_the_work(compiler: GrammarCompiler, compiled: Compiled) -> None:
     compiled(choice=["a"])
     join_compile_threads()

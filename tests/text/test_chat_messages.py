@@ -29,7 +29,7 @@ def one(message: dict[str, Any], as_parts: bool = False) -> dict[str, Any]:
     ],
 )
 def test_content_as_text_and_as_parts(content: Any, text: str, parts: Any) -> None:
-    message = {"role": "user", "content": content}
+    message = {"role": "user" if content is not None else "assistant", "content": content}
     assert one(message)["content"] == text
     assert one(message, as_parts=True)["content"] == parts
     assert message["content"] is content
@@ -70,3 +70,10 @@ def test_reasoning_has_both_names_that_templates_know(name: str) -> None:
 )  # fmt: skip
 def test_what_a_template_takes(template: str, expected: str) -> None:
     assert detect_content_format(template) == expected
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+@pytest.mark.parametrize("fields", [{}, {"content": None}])
+def test_who_asks_must_say_something(role: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\] of role .* must have content"):
+        one({"role": role, **fields})

@@ -180,6 +180,7 @@ def test_truncation_keeps_the_end(processor: InputProcessor) -> None:
         return process(processor, prompt, **params).prompt_token_ids
 
     assert kept(truncate_prompt_tokens=3, max_tokens=1) == [99, 100, 101]
+    assert kept(truncate_prompt_tokens=3, truncation_side="right", max_tokens=1) == prompt[:3]
     assert kept(truncate_prompt_tokens=-1, max_tokens=14) == prompt[-50:]
     assert kept(truncate_prompt_tokens=-1, max_tokens=None) == prompt[-63:]
     assert kept(truncate_prompt_tokens=63, max_tokens=None) == prompt[-63:]

@@ -20,6 +20,7 @@ from asyncllm.engine.text.token_pieces import build_token_pieces
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.formats.tools import MAX_TOOLS
+from asyncllm.model_config import resolve_model_path
 from tests.text import tokenizer_folders as folders
 
 USER = {"role": "user", "content": "Hello"}
@@ -335,3 +336,10 @@ def test_no_chat_template(tmp_path: Path) -> None:
 def test_templates_are_sandboxed_and_fail_alone(model_folder: Path, template: str) -> None:
     tokenizer = Tokenizer.from_folder(model_folder, template)
     assert refused(tokenizer, [USER]).param == "messages"
+
+
+def test_tokens_as_the_vocabulary_spells_them() -> None:
+    tokenizer = Tokenizer.from_folder(resolve_model_path("tiny"))
+    ids = tokenizer.encode("it is", add_special_tokens=False)
+    assert "".join(map(tokenizer.token, ids)) == "it\u0120is"
+    assert tokenizer.token(10**6) == ""

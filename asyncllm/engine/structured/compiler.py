@@ -10,6 +10,7 @@ references, and a stack that overflows would end the process.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 import time
@@ -40,6 +41,7 @@ MAX_CONCURRENT_COMPILES = 2
 MAX_QUEUED_COMPILES = 128
 MAX_FILL_THREADS = 8
 MAX_CACHED_GRAMMARS = 64
+MAX_REMEMBERED_REFUSALS = 1024
 MAX_CACHED_LEXERS = 64  # that of a hostile grammar takes 20 MB, of a usual one nearly nothing
 MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
 COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
@@ -82,6 +84,7 @@ class GrammarCompiler:
         self._preparing = threading.Lock()
         self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._cache_bytes = 0
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by a hash of what was asked
         self._pending: dict[bytes, Future[CompiledGrammar]] = {}
         self._queue: deque[tuple[bytes, StructuredOutputsParams]] = deque()
         self._num_threads = 0
@@ -139,6 +142,9 @@ class GrammarCompiler:
             if (grammar := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 return grammar
+            if (complaint := self._refused.get(_digest(key))) is not None:
+                self._refused.move_to_end(_digest(key))
+                raise InvalidRequestError(complaint, params.param)
             if (pending := self._pending.get(key)) is not None:
                 return pending
             if len(self._queue) >= MAX_QUEUED_COMPILES:
@@ -172,6 +178,8 @@ class GrammarCompiler:
             try:
                 grammar, text = self._compile(params)
             except BaseException as error:  # a panic of the library too: it is this request's
+                if isinstance(error, InvalidRequestError):
+                    self._remember(key, str(error))
                 self._settle(key)
                 panicked = not isinstance(error, Exception)
                 future.set_exception(RuntimeError(str(error)) if panicked else error)
@@ -190,6 +198,13 @@ class GrammarCompiler:
             self._cache[key] = grammar
             self._cache_bytes += len(key)
             self._trim()
+
+    def _remember(self, key: bytes, complaint: str) -> None:
+        """To compile it again would take as long, and end in the same way."""
+        with self._lock:
+            self._refused[_digest(key)] = complaint
+            if len(self._refused) > MAX_REMEMBERED_REFUSALS:
+                self._refused.popitem(last=False)
 
     def _trim(self) -> None:
         """Drop what was not used for longest, while there is too much. With the lock held."""
@@ -253,6 +268,10 @@ def _look_at(result: asyncio.Future[CompiledGrammar]) -> None:
     """Asyncio would complain of an error that comes when nobody waits any more."""
     if not result.cancelled():
         result.exception()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=16).digest()
 
 
 def _key(params: StructuredOutputsParams) -> bytes:

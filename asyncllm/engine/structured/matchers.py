@@ -25,8 +25,10 @@ MAX_ERROR_CHARS = 400
 _QUOTED_LINE = re.compile(r"\n\s*\d+ \| ")
 _PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 
-# The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept. A
+# row's items take about 20 us each, and every row of the step waits for them: a schema with more
+# choices in one place is refused, nearly always when it is compiled.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, step_max_items=5_000, verbose_errors=False)
 
 
 def first_matcher(vocabulary: Vocabulary, text: str, params: StructuredOutputsParams) -> LLMatcher:

@@ -17,6 +17,7 @@ ChatMessage = dict[str, Any]
 PARAM = "messages"
 MAX_MESSAGES = 2048  # a template runs on the event loop: 10 us a message, with some far more
 MAX_PARTS = 16_384  # of all messages
+ROLES_WITH_CONTENT = {"user", "system", "developer"}
 MAX_TOOL_CALLS = 2048  # of all messages: each is answered by one
 # Where each kind of text part keeps its text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -53,6 +54,8 @@ def _normalize(message: ChatMessage, index: int, as_parts: bool) -> ChatMessage:
     # Many templates print a None or fail on it, and take a missing key well.
     result = {key: value for key, value in message.items() if value is not None}
     texts = _texts(message.get("content"), index)
+    if role in ROLES_WITH_CONTENT and message.get("content") is None:
+        raise _error(index, f"of role {role} must have content")
     if as_parts:
         result["content"] = [{"type": "text", "text": text} for text in texts]
     else:

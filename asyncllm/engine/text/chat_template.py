@@ -8,6 +8,7 @@ sent the messages hears of it.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from asyncllm.config import ContentFormat
 from asyncllm.engine.text.chat_messages import PARAM as MESSAGES_PARAM
 from asyncllm.engine.text.chat_messages import ChatMessage, normalize_messages
 from asyncllm.engine.text.content_format import detect_content_format
+from asyncllm.engine.text.render_limit import RenderTimeoutError, limited
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 from asyncllm.formats.tools import MAX_TOOLS
 
@@ -86,16 +88,22 @@ class ChatTemplate:
                 MESSAGES_PARAM,
             )
         conversation = normalize_messages(messages, self._takes_parts(chat_template))
+        render = partial(
+            self._hf.apply_chat_template,
+            conversation,
+            tools=tools or None,
+            chat_template=chat_template or self._own,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **kwargs,
+        )
         try:
-            return self._hf.apply_chat_template(
-                conversation,
-                tools=tools or None,
-                chat_template=chat_template or self._own,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **kwargs,
-            )
+            return limited(render)
+        except RenderTimeoutError:
+            raise InvalidRequestError(
+                "the chat template takes too long for these messages", MESSAGES_PARAM
+            ) from None
         except Exception as error:
             raise InvalidRequestError(
                 f"the chat template does not accept these messages: {error!s:.{MAX_ERROR_CHARS}}",

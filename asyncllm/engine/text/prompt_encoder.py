@@ -43,7 +43,7 @@ class PromptEncoder:
             add_special_tokens = parsed.add_special_tokens and parsed.messages is None
             ids = self.encode(text, add_special_tokens, parsed.param)
         if params.truncate_prompt_tokens is not None:
-            ids = self._truncate(ids, params.truncate_prompt_tokens, params.max_tokens)
+            ids = self._truncate(ids, params, params.truncate_prompt_tokens)
         if not ids:
             raise InvalidRequestError(f"the {parsed.noun} must not be empty", parsed.param)
         self.check_ids(ids, parsed.param)
@@ -123,8 +123,8 @@ class PromptEncoder:
             parsed.param,
         )
 
-    def _truncate(self, ids: list[int], num_kept: int, max_tokens: int | None) -> list[int]:
-        """The last `num_kept` ids; -1: as many as leave room for the output."""
+    def _truncate(self, ids: list[int], params: SamplingParams, num_kept: int) -> list[int]:
+        """The last `num_kept` ids, or the first; -1: as many as leave room for the output."""
         if num_kept > self._max_model_len:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens ({num_kept}) must be at most the context window "
@@ -132,5 +132,5 @@ class PromptEncoder:
                 "truncate_prompt_tokens",
             )
         if num_kept == -1:
-            num_kept = max(self._max_model_len - (max_tokens or 1), 1)
-        return ids[-num_kept:]
+            num_kept = max(self._max_model_len - (params.max_tokens or 1), 1)
+        return ids[-num_kept:] if params.truncation_side == "left" else ids[:num_kept]

@@ -151,6 +151,11 @@ class Tokenizer:
             return self._raw.decode([token_id], skip_special_tokens=False)
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def token(self, token_id: int) -> str:
+        """As the vocabulary spells it ("Ġis"); "" for an id without a token."""
+        known = self._tokens[token_id] if token_id < len(self._tokens) else None
+        return known or ""
+
     @property
     def has_token_bytes(self) -> bool:
         """Whether the text of tokens is their bytes, joined."""

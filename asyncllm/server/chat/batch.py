@@ -119,8 +119,7 @@ def _body(chats: list[_Chat], answers: list[MessageCollector]) -> dict[str, Any]
     for index, one in enumerate(bodies):
         (choice,) = one["choices"]
         choices.append({**choice, "index": index})
-        if "prompt_token_ids" in one:
-            choices[-1]["prompt_token_ids"] = one.pop("prompt_token_ids")
+        choices[-1]["prompt_token_ids"] = one.pop("prompt_token_ids")
         if index:
             usage = _sum(usage, one["usage"])
     return {**body, "choices": choices, "usage": usage}

@@ -60,13 +60,17 @@ class ChatView:
 
     # The stream
 
-    def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
+    def opening(
+        self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
+    ) -> bytes:
         delta = {"role": self._role, "content": ""}
         choice = {"delta": delta, "logprobs": None, "finish_reason": None}
         prompt_text = output.prompt if self._request.return_prompt_text else None
         prompt_ids = output.prompt_token_ids if self._call.return_token_ids else None
-        opening = frames.choice(choice, prompt_token_ids=prompt_ids, prompt_text=prompt_text)
-        return opening + frames.plain(self._echo) if self._echo else opening
+        opening = frames.choice(
+            choice, prompt_token_ids=prompt_ids, prompt_text=prompt_text, usage=usage
+        )
+        return opening + frames.full(self._echo, None, usage=usage) if self._echo else opening
 
     def text(self, completion: CompletionOutput) -> str:
         return completion.text
@@ -102,7 +106,8 @@ class ChatView:
     def body(self, answer: MessageCollector) -> dict[str, Any]:
         prompt = answer.prompts[0]
         assert prompt is not None, "a finished output had a first one"
-        body = {
+        returns_ids = self._call.return_token_ids
+        return {
             "id": self._call.id,
             "object": "chat.completion",
             "created": self._call.created,
@@ -111,26 +116,21 @@ class ChatView:
             "usage": answer.usage.as_dict(),
             "service_tier": SERVICE_TIER,
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            "prompt_logprobs": prompt_logprobs(prompt.prompt_logprobs, self._names),
+            "prompt_token_ids": prompt.prompt_token_ids if returns_ids else None,
+            "prompt_text": prompt.prompt if self._request.return_prompt_text else None,
+            "kv_transfer_params": None,
         }
-        if self._call.params.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs, self._names)
-        if self._call.return_token_ids:
-            body["prompt_token_ids"] = prompt.prompt_token_ids
-        if self._request.return_prompt_text:
-            body["prompt_text"] = prompt.prompt
-        return body
 
     def _choice(self, message: CollectedChoice) -> dict[str, Any]:
-        fields = {
+        return {
             "index": message.index,
             "message": self._message(message),
             "logprobs": self.render_logprobs(message.logprobs),
             "finish_reason": self.finish_reason(message.finish_reason),
             "stop_reason": message.stop_reason,
+            "token_ids": message.token_ids if self._call.return_token_ids else None,
         }
-        if self._call.return_token_ids:
-            fields["token_ids"] = message.token_ids
-        return fields
 
     def _message(self, message: CollectedChoice) -> dict[str, Any]:
         content = self._echo + message.text
@@ -177,6 +177,7 @@ class _Choice:
         self.reasoning = ChoiceFrames(call, index, _ReasoningChunks())
         self.num_tokens = 0
         self.opening = b""
+        self.last_delta: dict[str, Any] = {}  # told with the finish_reason
         self.logprobs: SampleLogprobs = []
         self.token_ids: list[int] = []
 
@@ -202,12 +203,15 @@ class ChatStream:
 
     def begin_choice(self, choice: int, output: RequestOutput) -> None:
         state = self._choices[choice]
-        state.opening = self._view.opening(state.content, output)
+        state.opening = self._view.opening(state.content, output, self._running_usage(state))
 
     def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         state = self._choices[choice]
         if not self._includes_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
+        if completion is not None and completion.finish_reason == "length" and events:
+            *events, last = events
+            state.last_delta = self._delta(last)
         if self._plain and len(events) == 1 and not state.opening:  # most steps
             self._sse.push(self._plain_frame(state, events[0]))
             return
@@ -229,7 +233,7 @@ class ChatStream:
             "finish_reason": self._view.finish_reason(finish_reason),
             "stop_reason": stop_reason,
         }
-        self._sse.push(self._full_frame(state, {}, end))
+        self._sse.push(self._full_frame(state, state.last_delta, end))
 
     def finish(self, usage: Usage) -> None:
         self._options.finish(self._choices[0].content.usage, usage)
@@ -254,10 +258,12 @@ class ChatStream:
             state.logprobs = []
         if self._wants_token_ids:
             fields["token_ids"], state.token_ids = state.token_ids, []
-        usage = None
-        if self._options.running_usage:
-            usage = self._usage.of_choice(0, state.num_tokens)
-        return state.content.choice(fields, usage=usage)
+        return state.content.choice(fields, usage=self._running_usage(state))
+
+    def _running_usage(self, state: _Choice) -> dict[str, Any] | None:
+        if not self._options.running_usage:
+            return None
+        return self._usage.of_choice(0, state.num_tokens)
 
     def _delta(self, event: Event) -> dict[str, Any]:
         match event:

@@ -38,10 +38,16 @@ from asyncllm.server.service import (
 from asyncllm.server.tokenize import encode
 
 
-async def chat_completions(http: web.Request) -> web.StreamResponse:
+async def chat_completions(
+    http: web.Request, request: ChatRequest | None = None
+) -> web.StreamResponse:
+    """`request`: the body, where it has been read."""
     service = http.app[SERVICE]
     service.check_open()
-    request = await read_body(http, ChatRequest)
+    if request is None:
+        request = await read_body(http, ChatRequest)
+    if service.args.enable_force_include_usage:
+        service.force_usage(request)
     try:
         call = await prepare(http, partial(chat_call, request, service))
         if request.stream:

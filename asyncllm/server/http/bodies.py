@@ -14,7 +14,7 @@ import gc
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -29,9 +29,11 @@ from asyncllm.server.http.errors import ApiError, bad_request
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 JSON = "application/json"
+WRONG_TYPE = "unsupported_media_type"
 BODY_SECONDS = 60.0  # from the last header to the last byte of the body
 
 # Of a body: arrays, objects, their members, and numbers with a fraction or an exponent, which take
@@ -44,22 +46,36 @@ _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:.eE]', re.DOT
 _FIELD_PATH = re.compile(r" - at `\$\.([A-Za-z0-9_]+)")
 _MISSING_FIELD = re.compile(r"required field `([A-Za-z0-9_]+)`")
 
-_decoders: dict[type, msgspec.json.Decoder] = {}
+_decoders: dict[Any, msgspec.json.Decoder] = {}
 _seen_unknown: set[str] = set()
 
 
-async def read_body(request: web.Request, wanted: type[RequestT]) -> RequestT:
-    """The body as `wanted`. Raises `ApiError` 400, 413 or 415."""
+async def read_body(
+    request: web.Request, wanted: type[RequestT] | Mapping[str, type[RequestT]]
+) -> RequestT:
+    """The body as `wanted`, or as the first of those whose field it has.
+
+    Raises `ApiError` 400 or 413.
+    """
     # Required, not only assumed: browsers let no web page send it to another origin unchecked.
     if request.headers.get("Content-Type") != JSON and request.content_type != JSON:
-        raise ApiError(415, "the request body must be application/json")
+        raise bad_request("the request body must be application/json", code=WRONG_TYPE)
     raw = await _read(request)
     if len(raw) > MAX_BODY_VALUES:  # at least a byte each
         await request.app[OFF_LOOP].read(partial(_check_num_values, raw))
-    parsed = _decode(raw, wanted)
+    kind = wanted if isinstance(wanted, type) else _kind_of(raw, wanted)
+    parsed = _decode(raw, kind)
     if logger.isEnabledFor(logging.DEBUG):
-        _log_unknown_fields(raw, wanted)
+        _log_unknown_fields(raw, kind)
     return parsed
+
+
+def _kind_of(raw: bytes, kinds: Mapping[str, type[RequestT]]) -> type[RequestT]:
+    given = _decode(raw, dict[str, msgspec.Raw])
+    for name, kind in kinds.items():
+        if name in given:
+            return kind
+    raise bad_request(f"the request needs one of {', '.join(kinds)}", next(iter(kinds)))
 
 
 async def _read(request: web.Request) -> bytes:
@@ -101,10 +117,11 @@ def _check_num_values(raw: bytes) -> None:
             raise bad_request(f"the request body has more than {MAX_BODY_VALUES} {what}")
 
 
-def _decode(raw: bytes, wanted: type[RequestT]) -> RequestT:
+def _decode(raw: bytes, wanted: type[T]) -> T:
     decoder = _decoders.get(wanted)
     if decoder is None:
-        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted, float_hook=_finite)
+        # Not strict: 8.0 is an integer in JSON Schema; "8" and "true" count as what they say.
+        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted, strict=False, float_hook=_finite)
     try:
         if len(raw) < LARGE_BODY_BYTES:
             return decoder.decode(raw)
@@ -154,8 +171,6 @@ def _log_unknown_fields(raw: bytes, wanted: type[msgspec.Struct]) -> None:
             _seen_unknown.add(name)
             logger.debug("ignored unknown field %r of %s", name[:64], wanted.__name__)
 
-
-T = TypeVar("T")
 
 # From here on, making the prompt of a body may take milliseconds: a chat template takes 0.5 us a
 # byte where messages are short. A thread costs 0.1 ms.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
 from asyncllm.errors import (
@@ -34,7 +34,6 @@ _CODES = {
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
-    415: "unsupported_media_type",
     429: "rate_limit_exceeded",
     500: "internal_error",
     503: "service_unavailable",
@@ -142,6 +141,8 @@ def _error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error")
 
 
+HTTP_VERSIONS = (HttpVersion11, HttpVersion10)
+
 # Checks a request whose route is known and whose body is not read: raises `ApiError` to refuse it.
 Check = Callable[[web.Request], None]
 
@@ -157,6 +158,8 @@ def error_middleware(
     @web.middleware
     async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            if request.version not in HTTP_VERSIONS:  # the parser takes any digits
+                raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", close=True)
             for check in checks:
                 check(request)
             return await handler(request)

@@ -1,7 +1,8 @@
-"""The listening socket: bound before anything slow, so that a taken port fails at once.
+"""The listening socket: made before anything slow, so that a taken port fails at once.
 
-It listens once there is a server to answer, if only that the model loads: until then a client is
-refused and not kept waiting.
+It listens from the beginning: of two servers that start at once on one port only one may, and the
+other says so before it loads a model. A client that comes before there is a server to answer, if
+only that the model loads, waits for the seconds until then.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Listener:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(address)
+            sock.listen(BACKLOG)  # two sockets may be bound to a port, one may listen
         except OSError as error:
             sock.close()
             reason = error.strerror or str(error)

@@ -23,6 +23,7 @@ class Call:
 
     new_parser      makes a choice's parser; None where all of a choice is content
     wants_outputs   each delta comes as an output, with its token ids, never as text alone
+    prompt_only     the answer is the prompt: the token that the engine makes is not counted
     shows_cached    its usage reports how many prompt tokens the prefix cache had
     client_name     maps an engine's field to the client's name: some errors come late
     """
@@ -36,6 +37,7 @@ class Call:
     new_parser: Callable[[], AnswerParser] | None = None
     return_token_ids: bool = False
     wants_outputs: bool = False
+    prompt_only: bool = False
     shows_cached: bool = True
     client_name: Callable[[str | None], str | None] = lambda name: name
     created: int = field(default_factory=lambda: int(time.time()))
@@ -73,16 +75,18 @@ class Usage:
 
     __slots__ = (
         "_cached_tokens",
+        "_prompt_only",
         "_prompt_tokens",
         "_shows_cached",
         "completion_tokens",
         "reasoning_tokens",
     )
 
-    def __init__(self, shows_cached: bool = True) -> None:
+    def __init__(self, shows_cached: bool = True, prompt_only: bool = False) -> None:
         self.completion_tokens = 0
         self.reasoning_tokens = 0  # of the completion's
         self._shows_cached = shows_cached
+        self._prompt_only = prompt_only
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
 
@@ -90,6 +94,8 @@ class Usage:
         if prompt_index not in self._prompt_tokens:
             self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
             self._cached_tokens[prompt_index] = output.num_cached_tokens
+        if self._prompt_only:
+            return
         for completion in output.outputs:
             self.completion_tokens += len(completion.token_ids)
         self.completion_tokens += output.num_unreturned_tokens

@@ -7,7 +7,7 @@ content of that format. A chat whose output can be nothing but content has no pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,28 @@ from asyncllm.server.protocol import (
 from asyncllm.server.service import Service
 from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 
+NO_FORM: Mapping[str, bool] = {}
 
-def content_structure(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """The structure that content must have. Raises `ApiError`, `InvalidRequestError`."""
+
+def content_structure(
+    request: GenerationRequest, json_form: Mapping[str, bool] = NO_FORM
+) -> StructuredOutputsParams | None:
+    """The structure that content must have. Raises `ApiError`, `InvalidRequestError`.
+
+    json_form: `ServerArgs.json_form`.
+    """
+    structure = _asked_structure(request)
+    if structure is None or (structure.json is None and not structure.json_object):
+        return structure
+    asked = request.structured_outputs
+    is_open = {name: asked is None or getattr(asked, name) is None for name in json_form}
+    if structure.whitespace_pattern is not None:
+        is_open["disable_any_whitespace"] = False
+    form: dict[str, Any] = {k: value for k, value in json_form.items() if is_open[k]}
+    return replace(structure, **form) if form else structure
+
+
+def _asked_structure(request: GenerationRequest) -> StructuredOutputsParams | None:
     of_format = _of_response_format(request)
     wanted = request.structured_outputs
     if wanted is None:
@@ -50,12 +69,13 @@ def chat_structure(
     prompt: str,
     prefix: str,
     may_reason: bool,
+    json_form: Mapping[str, bool] = NO_FORM,
 ) -> StructuredOutputsParams | None:
     """`prefix`: the end of the prompt that belongs to the output already.
 
     may_reason: the output may begin with reasoning that the prompt has not opened.
     """
-    content = content_structure(request)
+    content = content_structure(request, json_form)
     if format is None:
         return content
     after = _reasoning_before(format, prompt, prefix, may_reason)
@@ -120,7 +140,8 @@ def chat_output(request: ChatRequest, tools: ToolUse, prompt: str, service: Serv
     """Raises `ApiError`, `InvalidRequestError`."""
     format, prefix = _format(tools, service), _output_prefix(request)
     reasons = format is not None and may_reason(request, service)
-    structure = chat_structure(request, tools, format, prompt, prefix, reasons)
+    form = service.args.json_form()
+    structure = chat_structure(request, tools, format, prompt, prefix, reasons, form)
     callable = tools.choice.tools
     if format is None or not (callable or _always_parses(format)):
         return ChatOutput(structured_outputs=structure)

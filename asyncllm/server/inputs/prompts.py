@@ -7,6 +7,7 @@ whose calls are reported as `function_call`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from asyncllm.server.http.errors import bad_request
 from asyncllm.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from asyncllm.server.service import Service
 
+ZERO_WIDTH_SPACE = "\u200b"
 MAX_PROMPTS = 1024  # in one completions call
 
 
@@ -41,14 +43,28 @@ def render_chat(
     """The chat template's text. Raises `InvalidRequestError`."""
     continue_final = bool(request.continue_final_message)
     add_prompt = request.add_generation_prompt
+    messages: Any = request.messages or []
+    if service.args.escape_special_tokens and (texts := service.special_texts) is not None:
+        messages, tools = escaped(messages, texts), escaped(tools, texts)
     return service.engine.tokenizer.render_chat(
-        request.messages or [],
+        messages,
         tools=tools or None,
         add_generation_prompt=not continue_final if add_prompt is None else add_prompt,
         continue_final_message=continue_final,
         template_kwargs=_template_kwargs(request, service.args),
         chat_template=request.chat_template or None,
     )
+
+
+def escaped(value: Any, special: re.Pattern[str]) -> Any:
+    """A copy of a JSON value whose texts spell no special token: a zero-width space parts it."""
+    if isinstance(value, str):
+        return special.sub(lambda found: f"{found[0][0]}{ZERO_WIDTH_SPACE}{found[0][1:]}", value)
+    if isinstance(value, list):
+        return [escaped(item, special) for item in value]
+    if isinstance(value, dict):
+        return {key: escaped(item, special) for key, item in value.items()}
+    return value
 
 
 def completion_prompts(request: CompletionRequest) -> list[PromptInput]:

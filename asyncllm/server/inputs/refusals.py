@@ -78,7 +78,6 @@ def rename_params(names: Mapping[str, str]) -> Iterator[None]:
 
 _COMMON: Refusals = {
     "logits_processors": is_empty,
-    "truncation_side": lambda value: value == "left",
     "watermarking": is_empty,
     "kv_transfer_params": is_empty,
     "ec_transfer_params": is_empty,

@@ -14,7 +14,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.server.http.errors import bad_request
-from asyncllm.server.inputs.output_format import ChatOutput, content_structure
+from asyncllm.server.inputs.output_format import NO_FORM, ChatOutput, content_structure
 from asyncllm.server.inputs.refusals import renamed
 from asyncllm.server.protocol import (
     ChatRequest,
@@ -63,13 +63,16 @@ def chat_params(
 
 
 def completion_params(
-    request: CompletionRequest, given: Mapping[str, Any], processor: InputProcessor
+    request: CompletionRequest,
+    given: Mapping[str, Any],
+    processor: InputProcessor,
+    json_form: Mapping[str, bool] = NO_FORM,
 ) -> SamplingParams:
     """given: the request's `sent_fields`. Raises `InvalidRequestError`, `ApiError`."""
     _check_streaming(request)
     overrides = _overrides(given)
     overrides["max_tokens"] = _completion_max_tokens(request)
-    overrides["structured_outputs"] = content_structure(request)
+    overrides["structured_outputs"] = content_structure(request, json_form)
     if request.logprobs is not None:
         overrides["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:

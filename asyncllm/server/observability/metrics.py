@@ -17,9 +17,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 
-from asyncllm.config import EngineConfig
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.histogram import Histogram
 from asyncllm.engine.recorder import ABORT_CAUSES, FINISH_REASONS, STEP_KINDS, Recorder
@@ -114,7 +119,8 @@ class Metrics:
         self._prefix = prefix
         self._exposition: Exposition | None = None  # the number of pages is not known yet
         self._process = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self._process)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._process)
 
     def exposition(self) -> bytes:
         """Raises `EngineDeadError` where there is no engine to read."""
@@ -136,7 +142,7 @@ class Metrics:
             "gauge",
             "cache_config_info",
             "The KV cache.",
-            (_cache_labels(self._engine.config, source.stats), lambda s: 1),
+            (_cache_labels(self._engine, source.stats), lambda s: 1),
         )
         return exposition
 
@@ -211,7 +217,8 @@ def _add_requests(to: Exposition, recorder: Recorder) -> None:
         ("request_params_n", "Parameter n.", recorder.n),
         ("request_params_max_tokens", "Parameter max_tokens, or what stands for it.",
          recorder.max_tokens),
-        ("iteration_tokens_total", "Tokens computed in a step.", recorder.iteration_tokens),
+        ("iteration_tokens_total", "Prompt tokens computed and tokens generated in a step.",
+         recorder.iteration_tokens),
     ):  # fmt: skip
         to.add_histogram(name, help_text, ({}, histogram))
 
@@ -259,8 +266,12 @@ def _ran(kind: str, mode: str) -> Read:
     return lambda s: s.work.steps[kind, mode]  # type: ignore[index]
 
 
-def _cache_labels(config: EngineConfig, stats: SchedulerStats) -> Labels:
+def _cache_labels(engine: AsyncLLMEngine, stats: SchedulerStats) -> Labels:
+    config = engine.config
+    num_tokens = stats.num_pages * config.block_size
     return {
+        "kv_cache_size_tokens": str(num_tokens),
+        "kv_cache_max_concurrency": f"{num_tokens / engine.max_model_len:.2f}",
         "block_size": str(config.block_size),
         "num_gpu_blocks": str(stats.num_pages),
         "num_cpu_blocks": str(stats.num_host_pages),

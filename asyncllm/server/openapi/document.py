@@ -39,7 +39,6 @@ _MEANINGS = {
     404: "There is no such model, or nothing of that name.",
     408: "The body took too long to come.",
     413: "The body is over --max-body-bytes.",
-    415: "The body is not declared application/json.",
     429: "Too many wait already; Retry-After says when to try again.",
     500: "A failure of the server, which the same request would meet again.",
     503: "Loading, shutting down, or it waited too long for its turn.",
@@ -49,9 +48,12 @@ _MEANINGS = {
 class Document:
     """Made at the first request, in a thread: it takes tens of milliseconds."""
 
-    def __init__(self, routes: Iterable[Route], needs_key: bool) -> None:
+    def __init__(
+        self, routes: Iterable[Route], needs_key: bool, root_path: str | None = None
+    ) -> None:
         self._routes = tuple(routes)
         self._needs_key = needs_key
+        self._root_path = root_path
         self._body: bytes | None = None
 
     async def body(self) -> bytes:
@@ -60,7 +62,7 @@ class Document:
         return self._body
 
     def _make(self) -> bytes:
-        return orjson.dumps(openapi(self._routes, self._needs_key))
+        return orjson.dumps(openapi(self._routes, self._needs_key, self._root_path))
 
 
 DOCUMENT = web.AppKey("document", Document)
@@ -70,7 +72,9 @@ async def show_document(http: web.Request) -> web.Response:
     return web.Response(body=await http.app[DOCUMENT].body(), content_type="application/json")
 
 
-def openapi(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
+def openapi(
+    routes: Iterable[Route], needs_key: bool, root_path: str | None = None
+) -> dict[str, Any]:
     """`needs_key`: whether routes that are not public need an API key."""
     routes = tuple(routes)
     schemas = _Schemas(routes)
@@ -87,6 +91,8 @@ def openapi(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": schemas.components},
     }
+    if root_path:
+        document["servers"] = [{"url": root_path}]
     if needs_key:
         scheme = {"type": "http", "scheme": "bearer", "description": "one of --api-key"}
         document["components"]["securitySchemes"] = {_SECURITY_SCHEME: scheme}
@@ -170,7 +176,7 @@ def _event(chunk: dict[str, Any], schemas: _Schemas, route: Route) -> dict[str, 
 
 
 READS = (500, 503)
-TAKES_A_BODY = (400, 408, 413, 415)
+TAKES_A_BODY = (400, 408, 413)
 GENERATES = (*TAKES_A_BODY, 404, 429, *READS)
 
 

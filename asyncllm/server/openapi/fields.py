@@ -226,7 +226,11 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     "disable_any_whitespace": FieldDoc("JSON without optional white space."),
     "disable_additional_properties": FieldDoc("Objects hold what their schema lists."),
     "whitespace_pattern": FieldDoc("What may stand between the tokens of JSON."),
-    "truncation_side": _refused('Except "left".'),
+    "truncation_side": FieldDoc(
+        'What truncate_prompt_tokens cuts off: the beginning ("left", the default) or the end '
+        '("right").',
+        schema={"enum": ["left", "right", None]},
+    ),
     "verbosity": _refused('Except "medium".'),
     # --- tokens ---
     "token_ids": FieldDoc("The prompt.", schema={"minItems": 1}),

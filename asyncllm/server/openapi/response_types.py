@@ -102,8 +102,8 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in a batch
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | UnsetType | None = UNSET  # in a batch
 
 
 class ChatCompletion(Struct):
@@ -115,9 +115,10 @@ class ChatCompletion(Struct):
     usage: Usage
     service_tier: Literal["default"]
     system_fingerprint: str
-    prompt_text: str | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | None
+    prompt_logprobs: PromptLogprobs
+    kv_transfer_params: None
+    prompt_token_ids: list[int] | UnsetType | None = UNSET  # in a batch each choice has its own
 
 
 class FunctionDelta(Struct):
@@ -182,9 +183,9 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
 
 
 class Completion(Struct):
@@ -196,7 +197,9 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: None
     system_fingerprint: str
+    kv_transfer_params: None
 
 
 class CompletionChunkChoice(Struct):

@@ -34,8 +34,13 @@ class TextPlace(Protocol):
 class ChunkShape(TextPlace, Protocol):
     """The differences between chat and completions chunks."""
 
-    def opening(self, frames: ChoiceFrames, output: RequestOutput) -> bytes:
-        """The frames that come before the choice's first text, possibly none."""
+    def opening(
+        self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
+    ) -> bytes:
+        """The frames that come before the choice's first text, possibly none.
+
+        usage: before the first token, for a stream with running usage.
+        """
         ...
 
     def text(self, completion: CompletionOutput) -> str: ...
@@ -166,7 +171,7 @@ class ChunkStream:
         self._shape = shape
         self._n = call.params.n
         self._choices = [ChoiceFrames(call, i, shape) for i in range(call.num_choices)]
-        self._usage = Usage(call.shows_cached)
+        self._usage = Usage(call.shows_cached, call.prompt_only)
         self._options = ChunkOptions(sse, options)
         self._token_ids = call.return_token_ids
         self._plain = not call.wants_outputs and call.params.logprobs is None
@@ -177,13 +182,17 @@ class ChunkStream:
         frames = []
         for completion in output.outputs:
             choice = self._choices[first_choice + completion.index]
+            prompt_ids = None
             if not choice.opened:
                 choice.opened = True
-                frames.append(self._shape.opening(choice, output))
+                usage = self._running_usage(choice, prompt_index)
+                frames.append(self._shape.opening(choice, output, usage))
+                if self._token_ids and not frames[-1]:
+                    prompt_ids = output.prompt_token_ids  # they come with the first token
             if self._plain and completion.finish_reason is None:
                 frames.append(choice.plain(self._shape.text(completion)))
             else:
-                frames.append(self._full_frame(choice, prompt_index, completion))
+                frames.append(self._full_frame(choice, prompt_index, completion, prompt_ids))
         if frames:
             self._sse.push(b"".join(frames))
 
@@ -198,17 +207,29 @@ class ChunkStream:
         self._options.fail(error)
 
     def _full_frame(
-        self, choice: ChoiceFrames, prompt_index: int, completion: CompletionOutput
+        self,
+        choice: ChoiceFrames,
+        prompt_index: int,
+        completion: CompletionOutput,
+        prompt_ids: list[int] | None,
     ) -> bytes:
-        choice.num_tokens += len(completion.token_ids)
-        usage = None
-        if self._options.running_usage:
-            usage = self._usage.of_choice(prompt_index, choice.num_tokens)
+        choice.num_tokens += len(self._shape.token_ids(completion))
+        usage = self._running_usage(choice, prompt_index)
+        more: dict[str, Any] = {}
+        if self._token_ids:
+            more["token_ids"] = self._shape.token_ids(completion)
+        if prompt_ids is not None:
+            more["prompt_token_ids"] = prompt_ids
         return choice.full(
             self._shape.text(completion),
             self._shape.logprobs(choice.index, completion),
             completion.finish_reason,
             completion.stop_reason,
             usage,
-            **({"token_ids": self._shape.token_ids(completion)} if self._token_ids else {}),
+            **more,
         )
+
+    def _running_usage(self, choice: ChoiceFrames, prompt_index: int) -> dict[str, Any] | None:
+        if not self._options.running_usage:
+            return None
+        return self._usage.of_choice(prompt_index, choice.num_tokens)

@@ -191,7 +191,7 @@ class CollectedOutput:
     def __init__(self, call: Call) -> None:
         self.choices = [CollectedChoice(i) for i in range(call.num_choices)]
         self.prompts = [CollectedPrompt() for _ in call.prompts]
-        self.usage = Usage(call.shows_cached)
+        self.usage = Usage(call.shows_cached, call.prompt_only)
         self._n = call.params.n
         self._params = call.params
         self._num_entries = 0  # of prompt_logprobs

@@ -38,15 +38,17 @@ class TokenNames:
 
 
 def chat_logprobs(
-    positions: SampleLogprobs, params: SamplingParams, names: TokenNames
+    positions: SampleLogprobs, params: SamplingParams, names: TokenNames, least_top: int = 0
 ) -> dict[str, Any]:
-    content = (_chat_position(position, params, names) for position in positions)
+    """least_top: entries of `top_logprobs` where fewer are asked for."""
+    num_top = max(params.logprobs or 0, least_top)
+    content = (_chat_position(position, params, num_top, names) for position in positions)
     is_long = len(positions) > SLICE
     return {"content": sliced_json(content) if is_long else list(content), "refusal": None}
 
 
 def _chat_position(
-    position: dict[int, Logprob], params: SamplingParams, names: TokenNames
+    position: dict[int, Logprob], params: SamplingParams, num_top: int, names: TokenNames
 ) -> dict[str, Any]:
     """`top_logprobs`: the most likely; with `logprob_token_ids` the sampled token and those."""
     sampled = next(iter(position))
@@ -54,7 +56,7 @@ def _chat_position(
     others = list(position.items())
     if not params.logprob_token_ids:
         # The sampled token need not be among the most likely: sort it to its place, or out.
-        others = sorted(others, key=lambda item: item[1].rank or 0)[: params.logprobs]
+        others = sorted(others, key=lambda item: item[1].rank or 0)[:num_top]
     entry["top_logprobs"] = [_chat_token(*item, names) for item in others]
     return entry
 

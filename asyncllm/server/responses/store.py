@@ -8,6 +8,9 @@ in a thread, so each change is made under a lock.
 
 A reference to a kept item is small and the item is not: what all `References` of a request bring is
 held to the limit of a body, however often each is named; a response is read once for all its items.
+
+A deleted response is found no more. While later ones of its conversation are kept it stays as a
+part of theirs, since what they answered to has not been deleted.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class StoredResponse:
     input_items: bytes  # JSON list
     previous_id: str | None
     used_at: float = 0.0
+    num_next: int = 0  # kept responses that continue it
+    is_deleted: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -71,24 +76,34 @@ class ResponseStore:
             response.used_at = self._clock()
             self._kept[name] = response
             self.num_bytes += response.num_bytes
+            if (previous := self._previous(response)) is not None:
+                previous.num_next += 1
             while self.num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
                 self._drop(next(iter(self._kept)))
 
     def get(self, name: str, owner: bytes) -> StoredResponse | None:
         with self._lock:
-            self._drop_idle()
-            response = self._kept.get(name)
-            if response is None or response.owner != owner:
-                return None
-            response.used_at = self._clock()
-            self._kept.move_to_end(name)
-            return response
+            response = self._use(name, owner)
+            return None if response is None or response.is_deleted else response
+
+    def _use(self, name: str, owner: bytes) -> StoredResponse | None:
+        """A deleted one too."""
+        self._drop_idle()
+        response = self._kept.get(name)
+        if response is None or response.owner != owner:
+            return None
+        response.used_at = self._clock()
+        self._kept.move_to_end(name)
+        return response
 
     def delete(self, name: str, owner: bytes) -> bool:
         with self._lock:
-            if self.get(name, owner) is None:
+            response = self.get(name, owner)
+            if response is None:
                 return False
-            self._drop(name)
+            response.is_deleted = True
+            if not response.num_next:
+                self._drop(name)
             return True
 
     def conversation(self, name: str, owner: bytes) -> list[StoredResponse]:
@@ -96,8 +111,9 @@ class ResponseStore:
         turns: list[StoredResponse] = []
         before: str | None = name
         while before is not None and len(turns) < MAX_TURNS:
-            response = self.get(before, owner)
-            if response is None:
+            with self._lock:
+                response = self._use(before, owner)
+            if response is None or (response.is_deleted and not turns):
                 raise LostTurnError(before)
             turns.append(response)
             before = response.previous_id
@@ -111,7 +127,20 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def _drop(self, name: str) -> None:
-        self.num_bytes -= self._kept.pop(name).num_bytes
+        """With it go the deleted ones before it that nothing else continues."""
+        before: str | None = name
+        while before is not None:
+            response = self._kept.pop(before)
+            self.num_bytes -= response.num_bytes
+            previous = self._previous(response)
+            if previous is None:
+                return
+            previous.num_next -= 1
+            is_wanted = previous.num_next or not previous.is_deleted
+            before = None if is_wanted else response.previous_id
+
+    def _previous(self, response: StoredResponse) -> StoredResponse | None:
+        return None if response.previous_id is None else self._kept.get(response.previous_id)
 
 
 def names_kept_items(request: ResponsesRequest) -> bool:

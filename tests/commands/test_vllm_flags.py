@@ -1,0 +1,131 @@
+"""vLLM's flags: each is one of ours, or in the table that says what it means here.
+
+`vllm_flags.txt` has the names that `vllm serve` of vLLM 0.24.0 takes.
+`python -m tests.commands.test_vllm_flags` writes docs/flags.md anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncllm import cli
+from asyncllm.commands.flags import field_names
+from asyncllm.commands.vllm_flags import ANY, SHORT, VllmFlag, vllm_flags
+from asyncllm.config import EngineArgs
+from asyncllm.server.args import ServerArgs
+
+VLLM = frozenset(Path(__file__).with_name("vllm_flags.txt").read_text().split())
+OURS = {name.replace("_", "-") for name in field_names(EngineArgs) | field_names(ServerArgs)}
+OURS.add("config")
+ROWS = {flag.name: flag for flag in vllm_flags()}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
+MARK = "<!-- flags -->\n"
+
+
+def parse(*words: str) -> tuple[EngineArgs, ServerArgs]:
+    parser, flags = cli._parsers()
+    given = vars(parser.parse_args(cli.normalise(["serve", *words])))
+    assert given.pop("command") == "serve"
+    return cli.merge(flags, given)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        parse(*words)
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_each_flag_of_vllm_has_its_place() -> None:
+    assert len(VLLM) == 266
+    assert OURS | ROWS.keys() >= VLLM
+    assert ROWS.keys() <= VLLM, "rows of flags that vLLM has not"
+    assert len(ROWS) == len(list(vllm_flags())), "a flag has two rows"
+    assert set(SHORT.values()) <= ROWS.keys()
+
+
+@pytest.mark.parametrize("flag", ROWS.values(), ids=ROWS)
+def test_what_is_accepted_changes_nothing(flag: VllmFlag) -> None:
+    if flag.name in OURS:
+        pytest.skip("a flag of ours by now")
+    for value in flag.accepted:
+        if flag.is_switch:
+            words = [f"--{flag.name}", f"--no-{flag.name}"]
+            kept = {ANY: words, "on": words[:1], "off": words[1:]}[value]
+        else:
+            kept = [f"--{flag.name}={'7' if value == ANY else value}"]
+        assert parse("tiny", *kept) == parse("tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is not served yet: one GPU"),
+        (["-tp", "2"], "--tensor-parallel-size 2 is not served yet: one GPU"),
+        (["--kv_cache_dtype", "fp8"], "--kv-cache-dtype fp8 is not served yet: weights"),
+        (["--no-enable-chunked-prefill"], "--enable-chunked-prefill off is not served yet"),
+        (["--enable-lora"], "--enable-lora is not served yet: no adapters"),
+        (["--cudagraph-capture-sizes", "1", "2"], "1 2: here it is --cuda-graph-sizes"),
+        (["--hf-overrides", "{}"], "--hf-overrides {} is not served: the config.json"),
+        (["--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),
+    ],
+)
+def test_what_is_not_served_says_so(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(capsys, "tiny", *words)
+    assert complaint in error
+    assert error.count("\n") == 2
+
+
+def test_no_code_is_run_whatever_is_trusted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--trust-remote-code", "tiny") == parse("tiny")
+    assert (
+        capsys.readouterr().err == "asyncllm: --trust-remote-code: no code of a model is ever run\n"
+    )
+
+
+def test_torchs_short_names_of_dtypes() -> None:
+    for name, meant in (("half", "float16"), ("float", "float32")):
+        engine, _ = parse("tiny", "--dtype", name)
+        assert engine.create_engine_config().dtype == meant
+
+
+def test_help_does_not_list_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    listed = capsys.readouterr().out
+    assert "--max-num-seqs" in listed and "--tensor-parallel-size" not in listed
+
+
+def test_a_config_file_may_hold_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("tensor-parallel-size: 1\nenable_lora: false\nport: 7\n")
+    assert parse("tiny", "--config", str(file))[1].port == 7
+    file.write_text("tensor-parallel-size: 2\n")
+    assert "is not served yet" in refused(capsys, "tiny", "--config", str(file))
+
+
+def table() -> Iterator[str]:
+    yield "| vLLM's flag | here | accepted | |"
+    yield "| --- | --- | --- | --- |"
+    for name in sorted(VLLM):
+        if name in OURS:
+            yield f"| `--{name}` | same | | |"
+            continue
+        flag = ROWS[name]
+        accepted = ", ".join("any" if value == ANY else f"`{value}`" for value in flag.accepted)
+        yield f"| `--{name}` | {flag.status} | {accepted} | {flag.why} |"
+
+
+def test_the_document_is_what_the_command_does() -> None:
+    written = DOCUMENT.read_text().partition(MARK)[2]
+    assert written.splitlines() == list(table()), "see the head of this file"
+
+
+if __name__ == "__main__":
+    head = DOCUMENT.read_text().partition(MARK)[0]
+    DOCUMENT.write_text(head + MARK + "\n".join(table()) + "\n")
