@@ -29,8 +29,9 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The served files. A name is looked up here and never joined to a path.
-_FILES = {file.name: file for file in WEB.iterdir() if file.suffix in _TYPES}
+# The served files, those of web/vendor among ours. A name is looked up here and never joined to a
+# path.
+_FILES = {file.name: file for file in WEB.rglob("*") if file.suffix in _TYPES}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
