@@ -1,6 +1,6 @@
 // The list of conversations: choose, delete (with a second click), arrow keys.
 
-import { byId, el } from "./dom.js";
+import { byId, el, sureButton } from "./dom.js";
 
 export class ConversationList {
   #list = byId("conversations");
@@ -24,16 +24,7 @@ export class ConversationList {
       type: "button", class: "open", "data-id": id, "aria-current": isCurrent ? "page" : null,
       onclick: () => this.#actions.open(id),
     }, name);
-    const remove = el("button", { type: "button", class: "remove", "aria-label": `Delete ${name}` }, "×");
-    remove.addEventListener("click", () => {
-      if (remove.classList.contains("sure")) return this.#actions.remove(id);
-      remove.classList.add("sure");
-      remove.textContent = "Delete?";
-    });
-    remove.addEventListener("blur", () => {
-      remove.classList.remove("sure");
-      remove.textContent = "×";
-    });
+    const remove = sureButton("×", () => this.#actions.remove(id), { "aria-label": `Delete ${name}` });
     return el("li", { class: this.#actions.isBusy(id) ? "busy" : null }, open, remove);
   }
 

@@ -6,6 +6,7 @@ import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
 import { byId, el } from "./dom.js";
 import { askForKey } from "./key_dialog.js";
+import { newConversation } from "./conversation.js";
 import { chooseModel, chosenModel, openSettings } from "./settings.js";
 import * as store from "./store.js";
 
@@ -15,16 +16,17 @@ const BOARD = "asyncllm.board"; // whether the dashboard is shown beside the cha
 const wide = matchMedia("(min-width: 72rem)"); // as in base.css
 
 const prompt = byId("prompt");
+let models = []; // as /v1/models says
 let conversations = store.loadConversations();
 
-const chat = new Chat(refresh, () => byId("model").value || undefined);
+const chat = new Chat(refresh, () => models.find(({ id }) => id === byId("model").value) ?? {});
 const list = new ConversationList({ open, remove, isBusy: (id) => chat.isBusy(id) });
 const dashboard = new Dashboard(byId("board"));
 
 // --- conversations ---
 
 function open(id) {
-  const found = conversations.find((one) => one.id === id) ?? conversations[0] ?? store.newConversation();
+  const found = conversations.find((one) => one.id === id) ?? conversations[0] ?? newConversation();
   if (!conversations.includes(found)) conversations.unshift(found);
   sessionStorage.setItem(CURRENT, found.id);
   chat.show(found);
@@ -33,7 +35,7 @@ function open(id) {
 }
 
 function openNew() {
-  const empty = conversations.find((one) => !one.messages.length) ?? store.newConversation();
+  const empty = conversations.find((one) => !one.messages.length) ?? newConversation();
   if (!conversations.includes(empty)) conversations.unshift(empty);
   open(empty.id);
   prompt.focus();
@@ -139,6 +141,8 @@ function settings() {
 const ALT_KEYS = {
   KeyN: openNew,
   KeyR: () => chat.regenerate(),
+  KeyC: () => chat.continueAnswer(),
+  KeyE: () => chat.editLast(),
   KeyS: settings,
   KeyD: () => toggle("board"),
   ArrowUp: () => openNeighbour(-1),
@@ -171,14 +175,16 @@ async function showModels() {
     const { data } = await (await request("v1/models")).json();
     byId("model").replaceChildren(...data.map(({ id }) => el("option", { selected: id === chosenModel() }, id)));
     byId("model").disabled = data.length < 2;
-    describeModel(data);
+    models = data;
+    describeModel();
+    chat.modelChanged();
   } catch (error) {
     byId("welcome-model").textContent = "No model to talk to";
     about.textContent = `The server did not say which model it serves: ${error.message}`;
   }
 }
 
-function describeModel(models) {
+function describeModel() {
   const current = models.find(({ id }) => id === byId("model").value) ?? models[0];
   byId("welcome-model").textContent = `This is ${current.id}`;
   byId("examples").hidden = false;
@@ -187,7 +193,11 @@ function describeModel(models) {
     `${context} tokens of context. What you write stays in this browser and on this server. Try:`;
 }
 
-byId("model").addEventListener("change", () => chooseModel(byId("model").value));
+byId("model").addEventListener("change", () => {
+  chooseModel(byId("model").value);
+  describeModel();
+  chat.modelChanged();
+});
 
 onKeyWanted(askForKey);
 layOut();
