@@ -108,7 +108,7 @@ export class AnswerView {
 const canGoOn = ({ finish, content, toolCalls }) => finish !== "stop" && content && !toolCalls?.length;
 
 function thought(answer) {
-  if (answer.reasonedMs !== null) return `Thought for ${formatMs(answer.reasonedMs - answer.firstMs)}`;
+  if (answer.reasonedMs != null) return `Thought for ${formatMs(answer.reasonedMs - answer.firstMs)}`;
   return answer.finish ? "Thought" : "Thinking…";
 }
 
