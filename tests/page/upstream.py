@@ -29,6 +29,7 @@ class Upstream:
         self.prompt_tokens = 7
         self.refusal = ""  # the next request's, once
         self.disconnected = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
 
     def will_say(self, *texts: str | None, **ending: Any) -> None:
         deltas = [None if text is None else {"content": text} for text in texts]
@@ -49,6 +50,7 @@ class Upstream:
             return web.json_response({"error": {"message": message}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
+        self._transport = http.transport
         num_tokens = 0
         try:
             for event in self.events:
@@ -71,6 +73,11 @@ class Upstream:
         await self.send(response, json.dumps({"server": SERVER}))
         await asyncio.Event().wait()
         return response
+
+    async def cut(self) -> None:
+        """Breaks the connection of the answer in progress."""
+        assert self._transport is not None
+        self._transport.abort()
 
     async def send(self, response: web.StreamResponse, data: str) -> None:
         await response.write(f"data: {data}\n\n".encode())

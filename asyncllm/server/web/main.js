@@ -2,11 +2,12 @@
 
 import { onKeyWanted, request } from "./api.js";
 import { Chat } from "./chat.js";
+import { newConversation } from "./conversation.js";
 import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
 import { byId, el } from "./dom.js";
+import { asText, download, fileButton, quoted } from "./files.js";
 import { askForKey } from "./key_dialog.js";
-import { newConversation } from "./conversation.js";
 import { chooseModel, chosenModel, openSettings } from "./settings.js";
 import * as store from "./store.js";
 
@@ -20,7 +21,7 @@ let models = []; // as /v1/models says
 let conversations = store.loadConversations();
 
 const chat = new Chat(refresh, () => models.find(({ id }) => id === byId("model").value) ?? {});
-const list = new ConversationList({ open, remove, isBusy: (id) => chat.isBusy(id) });
+const list = new ConversationList({ open, rename, remove, isBusy: (id) => chat.isBusy(id) });
 const dashboard = new Dashboard(byId("board"));
 
 // --- conversations ---
@@ -48,6 +49,26 @@ function remove(id) {
   if (chat.conversation.id === id) open(conversations[0]?.id);
   else refresh();
 }
+
+function rename(id, title) {
+  const found = conversations.find((one) => one.id === id);
+  found.title = title;
+  store.saveConversation(found);
+  refresh();
+}
+
+function takeImported(name, bytes) {
+  const found = store.imported(new TextDecoder().decode(bytes));
+  if (!found.every(store.saveConversation)) throw new Error("this browser's storage is full");
+  conversations = store.loadConversations();
+  open(found[0]?.id);
+}
+
+byId("export").addEventListener("click", () => {
+  const day = new Date().toISOString().slice(0, 10);
+  download(`asyncllm-${day}.json`, store.exported(conversations.filter((one) => one.messages.length)));
+});
+fileButton("import", "import-file", takeImported);
 
 function openNeighbour(by) {
   const at = conversations.indexOf(chat.conversation) + by;
@@ -94,6 +115,11 @@ prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   submit();
+});
+fileButton("attach", "attach-file", (name, bytes) => {
+  prompt.value = `${prompt.value && `${prompt.value.trimEnd()}\n\n`}${quoted(name, asText(bytes))}`;
+  fitPrompt();
+  prompt.focus();
 });
 byId("examples").append(...EXAMPLES.map((text) =>
   el("li", {}, el("button", { type: "button", onclick: () => chat.busy || chat.send(text) }, text))));
@@ -159,6 +185,13 @@ addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
+
+// What is typed when nothing has the focus is meant for the message box, after a dialog too.
+addEventListener("keydown", ({ key, ctrlKey, metaKey, altKey }) => {
+  const isText = key.length === 1 && !ctrlKey && !metaKey && !altKey;
+  if (isText && document.activeElement === document.body) prompt.focus();
+});
+for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("close", () => prompt.focus());
 
 function onEscape() {
   const isDrawerOpen = !wide.matches && document.body.matches("[data-list=open], [data-board=open]");

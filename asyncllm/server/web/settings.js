@@ -1,6 +1,8 @@
 // The settings dialog: a conversation's system prompt, and the sampling fields of every request.
 
+import { request } from "./api.js";
 import { byId, el } from "./dom.js";
+import { eventBatches } from "./sse.js";
 import { loadSettings, saveSettings } from "./store.js";
 
 // name, label, and what the input takes; an empty input leaves the field to the server
@@ -15,6 +17,7 @@ const NUMBERS = [
   ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: "any" }],
   ["repetition_penalty", "Repetition penalty", { min: 0.01, max: 2, step: "any" }],
 ];
+const UNSET = { max_tokens: "what the context leaves", seed: "random" };
 const TOP_LOGPROBS = 5;
 
 /** The fields that the settings put into a request. */
@@ -57,6 +60,28 @@ export function openSettings(conversation, changed) {
   });
   dialog.replaceChildren(form);
   dialog.showModal();
+  showDefaults(form);
+}
+
+/** The dashboard's feed begins with what the server takes for fields that are not sent. */
+async function showDefaults(form) {
+  const defaults = await serverDefaults();
+  for (const [name] of NUMBERS) {
+    if (name in defaults) form.elements[name].placeholder = defaults[name] ?? UNSET[name] ?? "default";
+  }
+}
+
+async function serverDefaults() {
+  const controller = new AbortController();
+  try {
+    const response = await request("dashboard/events", { signal: controller.signal });
+    for await (const [event] of eventBatches(response)) return JSON.parse(event).server.sampling ?? {};
+  } catch {
+    // without an answer the fields say "default"
+  } finally {
+    controller.abort();
+  }
+  return {};
 }
 
 function settingsForm(conversation, dialog) {
