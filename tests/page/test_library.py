@@ -113,7 +113,7 @@ def test_settings_show_the_servers_defaults(chromium: Chromium) -> None:
         shown = "(name => document.querySelector(`#settings [name=${name}]`).placeholder)"
         await opened.until(f"{shown}('temperature') === '0.7'")
         assert await opened.evaluate(f"{shown}('top_k')") == "0"
-        assert await opened.evaluate(f"{shown}('max_tokens')") == "what the context leaves"
+        assert await opened.evaluate(f"{shown}('max_tokens')") == "what is left"
         assert await opened.evaluate(f"{shown}('min_p')") == "default"  # the server did not say
 
     run(chromium, test)

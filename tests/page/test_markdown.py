@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 from tests.page.browser import Chromium, tab
 from tests.page.upstream import upstream
@@ -184,6 +185,24 @@ def test_work_grows_with_the_text(chromium: Chromium) -> None:
     assert isinstance(counted, list)
     for unit, (once, twice) in zip(UNITS, counted, strict=True):
         assert twice <= 2.3 * once + 100_000, unit
+
+
+PIECES = [
+    "a", "b c", " ", "  ", "    ", "\n", "\n\n", "\t", "\r\n", "# ", "- ", "1. ", "> ", "```", "~~~", "`", "*",
+    "**", "_", "[", "](https://x.example/)", "[a]: /u", "|a|b|\n|-|-|\n", "<b>", "$$", "$x$", "\\(", "\\)",
+    "\\[", "\\]", "---", "===", "&amp;", "![", "- [x] ", "x" * 700,
+]  # fmt: skip
+
+
+def test_any_text_streams_as_the_whole(chromium: Chromium) -> None:
+    """Random texts, whole, letter by letter and in threes."""
+    rng = random.Random(1)
+    texts = ["".join(rng.choices(PIECES, k=rng.randint(3, 40))) for _ in range(300)]
+    body = """
+    const cut = (text, n) => render(text.match(new RegExp(`[^]{1,${n}}`, 'g')))[0];
+    return texts.filter((text) => [1, 3].some((n) => cut(text, n) !== render([text])[0]));
+    """
+    assert in_page(chromium, body, texts=texts) == []
 
 
 def test_no_letter_is_lost(chromium: Chromium) -> None:

@@ -4,7 +4,7 @@ import { request } from "./api.js";
 import { applyChunk, describe, fail, newAnswer, reopen } from "./answer.js";
 import { AnswerView } from "./answer_view.js";
 import { ContextGauge } from "./context_gauge.js";
-import { branch, messagesFor, numToDrop, promptChars, removeMessage, turnTo } from "./conversation.js";
+import { branch, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
 import { byId, el, oncePerFrame } from "./dom.js";
 import { requestFields } from "./settings.js";
 import { eventBatches } from "./sse.js";
@@ -118,10 +118,6 @@ export class Chat {
     this.#runs.delete(id);
   }
 
-  modelChanged() {
-    this.#drawGauge();
-  }
-
   #at(message) {
     return this.conversation.messages.indexOf(message);
   }
@@ -147,7 +143,7 @@ export class Chat {
     this.#runs.set(conversation.id, run);
     this.#leaving = false; // it was called off
     const history = messagesFor(conversation);
-    answer.promptChars = promptChars(history);
+    answer.promptChars = numChars(history);
     if (answer.content) history.push({ role: "assistant", content: answer.content });
     conversation.messages.push(answer);
     conversation.updated = Date.now();
@@ -223,11 +219,12 @@ export class Chat {
 
   #draw() {
     for (const view of this.#views) if (!view.isDone) view.update();
-    this.#drawGauge();
+    this.drawGauge();
     this.#follow();
   }
 
-  #drawGauge() {
+  /** Again when the model is known, or another one. */
+  drawGauge() {
     this.#gauge.draw(this.conversation, this.#model()?.max_model_len);
   }
 

@@ -67,7 +67,7 @@ function wireMessage({ role, content, toolCalls }) {
   return { role, content, tool_calls: calls };
 }
 
-const numChars = (messages) => messages.reduce((sum, { content }) => sum + content.length, 0);
+export const numChars = (messages) => messages.reduce((sum, { content }) => sum + content.length, 0);
 
 /** Tokens that the messages take: as the server counted them, or a guess from its last count. */
 export function contextUsed(conversation) {
@@ -79,8 +79,6 @@ export function contextUsed(conversation) {
   if (now === promptChars + content.length) return promptTokens + numTokens;
   return Math.round((now * promptTokens) / Math.max(1, promptChars));
 }
-
-export const promptChars = (history) => numChars(history);
 
 /** How many messages to leave out so that about half of the context is free; null for no more. */
 export function numToDrop(conversation, maxTokens) {

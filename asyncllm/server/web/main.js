@@ -210,7 +210,7 @@ async function showModels() {
     byId("model").disabled = data.length < 2;
     models = data;
     describeModel();
-    chat.modelChanged();
+    chat.drawGauge();
   } catch (error) {
     byId("welcome-model").textContent = "No model to talk to";
     about.textContent = `The server did not say which model it serves: ${error.message}`;
@@ -229,7 +229,7 @@ function describeModel() {
 byId("model").addEventListener("change", () => {
   chooseModel(byId("model").value);
   describeModel();
-  chat.modelChanged();
+  chat.drawGauge();
 });
 
 onKeyWanted(askForKey);

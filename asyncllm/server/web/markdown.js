@@ -58,16 +58,16 @@ export class MarkdownStream {
 
   append(text) {
     if (!text) return;
-    this.#rest += text;
+    this.#rest += text.replaceAll("\r", "");
     while (this.#takeLines()) this.#settle();
     this.#draw();
   }
 
   /** The text is complete. */
   finish() {
-    if (this.#code) this.#endCode(isEnd(this.#rest, this.#code.marks) ? "" : this.#rest);
-    else this.#close(this.#lex(this.#open + this.#rest));
-    this.#open = this.#rest = "";
+    if (this.#code) this.#rest = this.#endCode(isEnd(this.#rest, this.#code.marks) ? "" : this.#rest);
+    this.#open += this.#rest;
+    this.#closeAll();
     if (Object.keys(this.#links).length) this.#mayLink.forEach((drawn) => this.#drawAgain(drawn));
     this.#mayLink = [];
   }
@@ -85,7 +85,7 @@ export class MarkdownStream {
     }
     this.#open += this.#rest.slice(0, end);
     this.#rest = this.#rest.slice(end);
-    if (!this.#open.endsWith("\n")) this.#close(this.#lex(this.#open));
+    if (!this.#open.endsWith("\n")) this.#closeAll();
     return true;
   }
 
@@ -93,7 +93,7 @@ export class MarkdownStream {
   #makeRoom() {
     const before = this.#open.length;
     this.#settle();
-    if (this.#open.length === before && !this.#code) this.#close(this.#lex(this.#open));
+    if (this.#open.length === before && !this.#code) this.#closeAll();
     return true;
   }
 
@@ -101,7 +101,8 @@ export class MarkdownStream {
   #settle() {
     if (this.#code || !this.#open) return;
     const tokens = this.#lex(this.#open);
-    const last = tokens.findLastIndex(({ type }) => type !== "space");
+    // Maths without an end may turn out to belong to the paragraph before it.
+    const last = tokens.findLastIndex(({ type, text }) => type !== "space" && !(type === "math" && !text));
     if (last > 0) this.#close(tokens.slice(0, last));
     const fence = tokens[last]?.type === "code" ? FENCE.exec(this.#open) : null;
     if (fence && !isClosed(this.#open, fence[2])) this.#openCode(fence);
@@ -118,6 +119,11 @@ export class MarkdownStream {
       if (type === "def") this.#links[tag] ??= { href, title };
     });
     if (raw.includes("]") && nodes.length) this.#mayLink.push({ raw, nodes });
+  }
+
+  #closeAll() {
+    this.#close(this.#lex(this.#open));
+    this.#open = "";
   }
 
   #drawAgain({ raw, nodes }) {
@@ -180,6 +186,7 @@ export class MarkdownStream {
     block.append(last);
     block.finish();
     this.#code = null;
+    return "";
   }
 }
 

@@ -17,7 +17,7 @@ const NUMBERS = [
   ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: "any" }],
   ["repetition_penalty", "Repetition penalty", { min: 0.01, max: 2, step: "any" }],
 ];
-const UNSET = { max_tokens: "what the context leaves", seed: "random" };
+const UNSET = { max_tokens: "what is left", seed: "random" };
 const TOP_LOGPROBS = 5;
 
 /** The fields that the settings put into a request. */
