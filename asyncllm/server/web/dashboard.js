@@ -24,7 +24,8 @@ const sum = (counts) => Object.values(counts).reduce((total, count) => total + c
 const ms = (value) => (value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : whole(value));
 
 export class Dashboard {
-  #parts = {};
+  #parts = {}; // by data-part in index.html
+  #tiles = {};
   #charts = {};
   #panel;
   #isVisible = false;
@@ -37,7 +38,8 @@ export class Dashboard {
 
   constructor(panel) {
     this.#panel = panel;
-    panel.append(...this.#build());
+    for (const node of panel.querySelectorAll("[data-part]")) this.#parts[node.dataset.part] = node;
+    for (const node of panel.querySelectorAll("[data-tile]")) this.#tiles[node.dataset.tile] = node;
     this.#makeCharts();
     document.addEventListener("visibilitychange", () => this.#follow());
     document.addEventListener("theme", () => {
@@ -129,39 +131,10 @@ export class Dashboard {
     this.#panel.classList.toggle("lost", state === "lost");
     if (state !== "lost") return;
     this.#latest = null;
-    for (const tile of Object.values(this.#parts.tiles)) tile.textContent = "no connection";
+    for (const tile of Object.values(this.#tiles)) tile.textContent = "no connection";
   }
 
   // --- what it looks like ---
-
-  #build() {
-    const parts = this.#parts;
-    parts.live = el("p", { class: "live" }, "Connecting …");
-    parts.tiles = {};
-    const tile = (name, label) => {
-      parts.tiles[name] = el("dd", {}, "–");
-      return el("div", {}, el("dt", {}, label), parts.tiles[name]);
-    };
-    const picture = (name, tag) => (parts[name] = el(tag, { class: name, role: "img" }));
-    const title = (name, text) => el("h2", {}, text, (parts[`${name}Note`] = el("span")));
-    const colour = (name) => el("i", { class: `swatch-${name}`, hidden: true }); // uPlot shows it
-    const swatch = (name, text) => el("li", {}, el("i", { class: `swatch-${name}` }), text);
-    return [
-      parts.live, colour("generation"), colour("prompt"),
-      el("dl", { class: "tiles" },
-        tile("running", "running"), tile("waiting", "waiting"), tile("finished", "finished/s"),
-        tile("generation", "tokens/s out"), tile("busy", "device busy"), tile("hits", "prefix hits")),
-      title("lines", "Tokens per second"), picture("lines", "div"),
-      title("pages", "KV pages"), picture("pages", "canvas"),
-      el("ul", { class: "legend" },
-        swatch("used", "in use"), swatch("shared", "shared"), swatch("cached", "cached"), swatch("free", "free")),
-      title("steps", "Steps"), picture("steps", "div"),
-      title("latency", "Latency"),
-      el("table", {},
-        el("thead", {}, el("tr", {}, ...["", ...SHARES].map((text) => el("th", { scope: "col" }, text)))),
-        (parts.latency = el("tbody"))),
-    ];
-  }
 
   #makeCharts() {
     const fill = (name) => () => this.#colour(name);
@@ -202,7 +175,7 @@ export class Dashboard {
   }
 
   #drawTiles({ running, waiting, swapped, rates, totals }) {
-    const set = (name, text) => (this.#parts.tiles[name].textContent = text);
+    const set = (name, text) => (this.#tiles[name].textContent = text);
     set("running", whole(running));
     set("waiting", whole(waiting + swapped));
     set("finished", this.#finishedPerS.toFixed(1));
