@@ -101,6 +101,27 @@ def test_answers_at_one_place(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_keyboard_reaches_what_a_message_offers(chromium: Chromium, width: int) -> None:
+    """Back from the message box with Shift and Tab, and what has the focus can be seen."""
+
+    async def test(opened: Tab, server: Upstream) -> None:
+        await opened.resize(width, 800)
+        await turn(opened, server, "One", "First.")
+        await turn(opened, server, "Two", "Second.")
+        focused = "document.activeElement"
+        names = []
+        for _ in range(9):
+            await opened.press("Tab", modifiers=8)
+            names.append(await opened.evaluate(f"{focused}.innerText"))
+            actions = f"{focused}.closest('.actions')"
+            assert await opened.evaluate(f"getComputedStyle({actions}).opacity") == "1"
+        answer, question = ["Delete", "Regenerate", "Copy"], ["Delete", "Copy", "Edit"]
+        assert names == [*answer, *question, *answer]
+
+    run(chromium, test)
+
+
 def test_delete_a_message(chromium: Chromium) -> None:
     """A question goes with its answer, at the second press."""
 
@@ -186,6 +207,7 @@ def test_refused_for_its_length(chromium: Chromium) -> None:
         await press_button(opened, "#context", "Drop the oldest turns")
         await opened.until(f"{DONE} && {TEXT} === 'Second.'")
         assert contents(server) == ["Two"]
+        assert await opened.evaluate(PAGES) == []  # the refusal is not kept as an answer
         server.refusal = REFUSAL
         await press_button(opened, ".user:nth-last-child(2)", "Edit")
         await opened.type("Two " * 9)

@@ -14,12 +14,15 @@ export function newConversation() {
 
 // --- branches ---
 
-/** Takes the messages from `at` on away; what is put there next has them as a branch. */
+/**
+ * Takes the messages from `at` on away; what is put there next has them as a branch. An answer that
+ * failed before its first word is not worth one.
+ */
 export function branch(conversation, at) {
   const tail = conversation.messages.splice(at);
   const { before, after } = takeBranches(tail);
   conversation.numDropped = Math.min(conversation.numDropped ?? 0, at);
-  return { before: [...before, tail, ...after], after: [] };
+  return { before: [...before, tail, ...after].filter(([first]) => isTold(first)), after: [] };
 }
 
 /** Shows the branch before (`by` -1) or after (1) the one at `at`; false where there is none. */
@@ -53,10 +56,11 @@ export function removeMessage(conversation, at) {
 
 // --- what the model is told, and how much of the context that takes ---
 
+const isTold = ({ role, content, toolCalls }) => role === "user" || content || toolCalls?.length;
+
 /** An answer that failed before its first word is left out. */
 export function messagesFor({ system, messages, numDropped = 0 }) {
-  const told = messages.slice(numDropped).filter(({ role, content, toolCalls }) =>
-    role === "user" || content || toolCalls?.length);
+  const told = messages.slice(numDropped).filter(isTold);
   return [...(system ? [{ role: "system", content: system }] : []), ...told.map(wireMessage)];
 }
 
