@@ -200,6 +200,30 @@ def test_hostile_output_stays_text(chromium: Chromium, pieces: int) -> None:
     run(chromium, test)
 
 
+def test_maths_and_code_break_no_policy(chromium: Chromium) -> None:
+    """TeX that styles, links and loads, and coloured code: no violation, no request, no link."""
+    parts = (
+        "\\pmb{x}", "\\sideset{_1^2}{_3^4}\\sum", "\\color{red}y", "\\fbox{z}", "\\cancel{w}",
+        "\\href{javascript:hacked=5}{a}", "\\url{https://evil.example/}", "\\class{b}{c}",
+        "\\includegraphics[height=1em]{https://evil.example/i.png}", "\\style{color:red}{d}",
+        "\\mathscr{S}", "\\def\\x{\\x\\x}\\x", "\\rule{999999em}{999999em}",
+    )  # fmt: skip
+
+    async def test(opened: Tab, server: Upstream) -> None:
+        texts = [f"\\({part}\\)\n\n" for part in parts]
+        server.will_say(*texts, "```html\n<b style='x'>&amp;</b>\n```\n")
+        await say(opened, "Show")
+        await opened.until(DONE)
+        assert await opened.evaluate(f"{ANSWER}.querySelectorAll('math').length") >= 6
+        inside = f"{ANSWER}.querySelectorAll('a, img, [href], [style*=url], script, style, b')"
+        assert await opened.evaluate(f"{inside}.length") == 0
+        code = await opened.evaluate(f"{ANSWER}.querySelector('figure code').textContent")
+        assert code == "<b style='x'>&amp;</b>\n"
+        assert await opened.evaluate("document.documentElement.scrollWidth") == 700
+
+    run(chromium, test)
+
+
 def test_reasoning_and_tool_calls_are_folded(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         call = {"index": 0, "id": "c1", "function": {"name": "get_weather", "arguments": ""}}
