@@ -134,6 +134,7 @@ async def no_connection(opened: Tab) -> None:
     tiles = "[...document.querySelectorAll('.tiles dd')].map(e => e.innerText)"
     await opened.until(f"{tiles}.every(text => text === 'no connection')")
     await opened.until("document.querySelector('.live').innerText.includes('does not answer')")
+    assert await opened.evaluate("document.querySelector('.lines').offsetHeight") == 0
     await opened.click("#prompt")
     await opened.type("Anybody there?")
     await opened.press("Enter")

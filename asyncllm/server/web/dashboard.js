@@ -75,11 +75,11 @@ export class Dashboard {
           failures = 0;
           for (const event of events) this.#take(JSON.parse(event));
         }
-        this.#say("lost", "The server ended the feed; trying again …");
+        this.#say("lost", "The server ended the feed. Trying again …");
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 401) return this.#giveUp(error.message);
-        this.#say("lost", `${error.message}; trying again …`);
+        this.#say("lost", `${error.message} Trying again …`);
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     }
@@ -124,7 +124,7 @@ export class Dashboard {
     this.#say("live", [server.architecture, server.dtype, server.device, server.attention_backend].join(" · "));
   }
 
-  /** Without a connection nothing old is shown as if it were the case. */
+  /** Without a connection nothing old is shown as if it were the case; the style sheet hides the rest. */
   #say(state, text) {
     this.#parts.live.dataset.state = state;
     this.#parts.live.textContent = text;
