@@ -40,7 +40,7 @@ export async function request(path, { body, signal } = {}) {
 }
 
 /** fetch, in plain words where nobody answers: browsers say "Failed to fetch" and the like. */
-async function answerOf(url, options) {
+export async function answerOf(url, options) {
   try {
     return await fetch(url, options);
   } catch (error) {
