@@ -80,7 +80,8 @@ def test_export_and_import(chromium: Chromium) -> None:
 
 ODD = {
     "role": "assistant", "content": "<b>x</b>", "reasoning": 5, "toolCalls": [None, {"name": 3}],
-    "promptTokens": {}, "numTokens": "many", "branches": 7, "finish": [], "error": {},
+    "promptTokens": {}, "numTokens": "many", "branches": 7, "finish": [], "error": 5,
+    "firstMs": "5", "lastMs": "7", "reasonedMs": [],
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ export function turnTo(conversation, at, by) {
     ? { before: before.slice(0, -1), after: [tail, ...after] }
     : { before: [...before, tail], after: after.slice(1) };
   conversation.messages.push({ ...next[0], branches }, ...next.slice(1));
+  conversation.numDropped = Math.min(conversation.numDropped ?? 0, at);
   return true;
 }
 

@@ -7,6 +7,7 @@ import { newConversation } from "./conversation.js";
 const PREFIX = "asyncllm.chat.";
 const SETTINGS = "asyncllm.settings";
 const EXPORT = "asyncllm conversations";
+const TEXTS = ["finish", "error"]; // of an answer, null until they are known; its other nulls are numbers
 
 /** The newest first. What cannot be read (another version's, damaged) is left out. */
 export function loadConversations() {
@@ -53,12 +54,14 @@ function cleanMessage(message) {
   return clean;
 }
 
+/** `example` with those values of `given` that are of the same kind. */
 function likeIn(example, given) {
-  const isLike = (value, other) => (value === null
-    ? ["string", "number"].includes(typeof other)
-    : typeof value === typeof other && Array.isArray(value) === Array.isArray(other));
-  const entries = Object.entries(example);
-  return Object.fromEntries(entries.map(([name, value]) => [name, isLike(value, given[name]) ? given[name] : value]));
+  const entries = Object.entries(example).map(([name, value]) => {
+    const kind = value === null ? (TEXTS.includes(name) ? "string" : "number") : typeof value;
+    const isLike = typeof given[name] === kind && Array.isArray(given[name]) === Array.isArray(value);
+    return [name, isLike ? given[name] : value];
+  });
+  return Object.fromEntries(entries);
 }
 
 /** Calls `changed(id)` when another tab wrote or deleted a conversation. */
