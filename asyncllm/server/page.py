@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -29,8 +30,9 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The served files. A name is looked up here and never joined to a path.
-_FILES = {file.name: file for file in WEB.iterdir() if file.suffix in _TYPES}
+# The served files, those of web/vendor among ours. A name is looked up here and never joined to a
+# path.
+_FILES = {file.name: file for file in WEB.rglob("*") if file.suffix in _TYPES}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -66,6 +68,10 @@ PERIOD_SECONDS = 0.5
 MAX_VIEWERS = 32
 NUM_STEPS = 96  # as many bars as the panel has room for
 _STATIC = ("architecture", "device", "dtype", "attention_backend", "max_model_len")
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty",
+    "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 
 
 class Dashboard:
@@ -105,9 +111,15 @@ class Dashboard:
         self._viewers.add(sse)
         if self._timer is None or self._timer.done():
             self._timer = asyncio.create_task(self._run())
-        startup = self._engine.startup
-        sse.push(_event({"server": {name: startup.get(name) for name in _STATIC}}))
+        sse.push(_event({"server": self._facts()}))
         sse.push(self._snapshot())
+
+    def _facts(self) -> dict[str, Any]:
+        """What does not change, with what applies where a chat request sets nothing."""
+        startup = self._engine.startup
+        defaults = self._engine.input_processor.default_params({"max_tokens": None})
+        sampling = {name: getattr(defaults, name) for name in _SAMPLING}
+        return {**{name: startup.get(name) for name in _STATIC}, "sampling": sampling}
 
     def _leave(self, sse: SSEStream) -> None:
         self._viewers.discard(sse)

@@ -30,11 +30,11 @@ async def main() -> None:
     engine: Any = AsyncLLMEngine("tiny", **ENGINE)
     try:
         async with serving(engine) as server, tab(chromium) as opened:
-            load = [asyncio.create_task(stream_for_ever(engine, i)) for i in range(NUM_STREAMS)]
             await opened.resize(1280, 800)
             await opened.open(server.url)
             await chat(opened)
             await opened.evaluate("document.activeElement.blur()")
+            load = [asyncio.create_task(stream_for_ever(engine, i)) for i in range(NUM_STREAMS)]
             await asyncio.sleep(20)  # the dashboard fills
             await take(opened)
             for task in load:

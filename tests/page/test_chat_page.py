@@ -200,6 +200,67 @@ def test_hostile_output_stays_text(chromium: Chromium, pieces: int) -> None:
     run(chromium, test)
 
 
+def test_maths_and_code_break_no_policy(chromium: Chromium) -> None:
+    """TeX that styles, links and loads, and coloured code: no violation, no request, no link."""
+    parts = (
+        "\\pmb{x}", "\\sideset{_1^2}{_3^4}\\sum", "\\color{red}y", "\\fbox{z}", "\\cancel{w}",
+        "\\href{javascript:hacked=5}{a}", "\\url{https://evil.example/}", "\\class{b}{c}",
+        "\\includegraphics[height=1em]{https://evil.example/i.png}", "\\style{color:red}{d}",
+        "\\mathscr{S}", "\\def\\x{\\x\\x}\\x", "\\rule{999999em}{999999em}",
+    )  # fmt: skip
+
+    async def test(opened: Tab, server: Upstream) -> None:
+        texts = [f"\\({part}\\)\n\n" for part in parts]
+        server.will_say(*texts, "```html\n<b style='x'>&amp;</b>\n```\n")
+        await say(opened, "Show")
+        await opened.until(DONE)
+        assert await opened.evaluate(f"{ANSWER}.querySelectorAll('math').length") >= 6
+        inside = f"{ANSWER}.querySelectorAll('a, img, [href], [style*=url], script, style, b')"
+        assert await opened.evaluate(f"{inside}.length") == 0
+        code = await opened.evaluate(f"{ANSWER}.querySelector('figure code').textContent")
+        assert code == "<b style='x'>&amp;</b>\n"
+        assert await opened.evaluate("document.documentElement.scrollWidth") == 700
+
+    run(chromium, test)
+
+
+CONTRASTS = """
+(() => {
+  const light = (colour) => {
+    const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+    const [r, g, b] = parts.map((p) => (p <= 0.04045 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = light(getComputedStyle(document.querySelector('figure.code')).backgroundColor);
+  return [...document.querySelectorAll('figure code span, #context span, .actions button')]
+    .map((e) => [e.className || e.innerText, light(getComputedStyle(e).color)])
+    .map(([name, l]) => [name, (Math.max(l, ground) + 0.05) / (Math.min(l, ground) + 0.05)]);
+})()
+"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colours_can_be_read(chromium: Chromium, theme: str) -> None:
+    """Code, the gauge and its warning, and the buttons: 4.5 to 1, as WCAG asks of text."""
+
+    async def test(opened: Tab, server: Upstream) -> None:
+        feature = {"name": "prefers-color-scheme", "value": theme}
+        await opened.call("Emulation.setEmulatedMedia", features=[feature])
+        server.prompt_tokens = 2000
+        server.will_say(
+            "```python\n# note\n@wraps\nclass A(B):\n    x: int = f(1, 'text', None)\n```\n\n"
+            "```diff\n+ new\n- old\n```\n\n```html\n<a href='x'>&amp;</a>\n```\n"
+        )
+        await say(opened, "Show")
+        await opened.until(DONE)
+        assert theme == await opened.evaluate("document.documentElement.dataset.theme")
+        contrasts = await opened.evaluate(CONTRASTS)
+        assert len(contrasts) > 15
+        assert [pair for pair in contrasts if pair[1] < 4.5] == []
+
+    run(chromium, test)
+
+
 def test_reasoning_and_tool_calls_are_folded(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         call = {"index": 0, "id": "c1", "function": {"name": "get_weather", "arguments": ""}}

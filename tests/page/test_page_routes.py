@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -77,7 +79,7 @@ def test_nothing_else_is_served(path: str) -> None:
 
 def test_files_name_nothing_foreign() -> None:
     """No address of anybody else, no inline script or style, no HTML from text."""
-    for file in WEB.iterdir():
+    for file in (file for file in WEB.iterdir() if file.is_file()):
         text = file.read_text()
         foreign = re.findall(r"https?://[a-z0-9.]+", text)
         assert set(foreign) <= {"http://www.w3.org"}, file.name  # the name space of SVG
@@ -86,6 +88,21 @@ def test_files_name_nothing_foreign() -> None:
     for name in ("index.html", "docs.html"):
         html = (WEB / name).read_text()
         assert not re.search(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", html)
+
+
+def test_vendored_files_are_those_of_the_manifest() -> None:
+    """Unchanged since scripts/vendor_web.py fetched them, each with its licence."""
+    vendor = WEB / "vendor"
+    entries = json.loads((vendor / "manifest.json").read_text())
+    licences = {f"LICENSE.{Path(entry['file']).stem}" for entry in entries}
+    names = {entry["file"] for entry in entries} | licences | {"manifest.json"}
+    assert {file.name for file in vendor.iterdir()} == names
+    for entry in entries:
+        content = (vendor / entry["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == entry["sha256"], entry["file"]
+        assert entry["licence"] in ("MIT", "BSD-3-Clause")
+    ours = {file.name for file in WEB.iterdir()}
+    assert not ours & {entry["file"] for entry in entries}  # all are served under one folder
 
 
 def test_key_is_for_the_feed_not_the_files() -> None:

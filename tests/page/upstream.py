@@ -12,6 +12,11 @@ from aiohttp import web
 
 from asyncllm.server.page import page_file
 
+SERVER = {
+    "architecture": "Scripted",
+    "sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": None},
+}
+
 
 class Upstream:
     """Answers are sent event by event; a `None` among them waits for `go`."""
@@ -21,7 +26,10 @@ class Upstream:
         self.events: list[dict[str, Any] | None] = []
         self.go = asyncio.Event()
         self.requests: list[dict[str, Any]] = []
+        self.prompt_tokens = 7
+        self.refusal = ""  # the next request's, once
         self.disconnected = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
 
     def will_say(self, *texts: str | None, **ending: Any) -> None:
         deltas = [None if text is None else {"content": text} for text in texts]
@@ -37,8 +45,12 @@ class Upstream:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         self.requests.append(await http.json())
+        if self.refusal:
+            message, self.refusal = self.refusal, ""
+            return web.json_response({"error": {"message": message}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
+        self._transport = http.transport
         num_tokens = 0
         try:
             for event in self.events:
@@ -46,13 +58,26 @@ class Upstream:
                     await self.go.wait()
                     continue
                 num_tokens += 1
-                usage = {"prompt_tokens": 7, "completion_tokens": num_tokens}
+                usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": num_tokens}
                 await self.send(response, json.dumps({"usage": usage, **event}))
             await self.send(response, "[DONE]")
         except asyncio.CancelledError:
             self.disconnected.set()
             raise
         return response
+
+    async def dashboard(self, http: web.Request) -> web.StreamResponse:
+        """Who the server is, and then nothing."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await self.send(response, json.dumps({"server": SERVER}))
+        await asyncio.Event().wait()
+        return response
+
+    async def cut(self) -> None:
+        """Breaks the connection of the answer in progress."""
+        assert self._transport is not None
+        self._transport.abort()
 
     async def send(self, response: web.StreamResponse, data: str) -> None:
         await response.write(f"data: {data}\n\n".encode())
@@ -71,6 +96,7 @@ async def upstream() -> AsyncIterator[Upstream]:
             web.get("/", page_file),
             web.get("/web/{name}", page_file),
             web.get("/v1/models", scripted.models),
+            web.get("/dashboard/events", scripted.dashboard),
             web.post("/v1/chat/completions", scripted.chat),
         ]
     )

@@ -9,7 +9,9 @@ export function newAnswer(now) {
     toolCalls: [], // {id, name, arguments}
     tokens: [], // {text, logprob, top: [{text, logprob}]}, with logprobs only
     promptTokens: null,
+    promptChars: 0, // of the messages that were sent
     numTokens: 0,
+    earlierTokens: 0, // from before it was continued
     firstTokens: 0, // tokens that the first chunk with any brought
     startedMs: now,
     firstMs: null, // since startedMs
@@ -20,14 +22,22 @@ export function newAnswer(now) {
   };
 }
 
+/** An answer that ended goes on: its times are those of the new part. */
+export function reopen(answer, now) {
+  const { firstMs, lastMs, firstTokens, finish, error } = newAnswer(now);
+  answer.tokens ??= []; // not kept in storage
+  Object.assign(answer, { startedMs: now, earlierTokens: answer.numTokens, firstMs, lastMs, firstTokens, finish, error });
+}
+
 /** Applies one `chat.completion.chunk`, or an error event. */
 export function applyChunk(answer, chunk, now) {
   if (chunk.error) return fail(answer, chunk.error.message ?? "the server reported an error");
   const choice = chunk.choices?.[0];
   if (choice) applyChoice(answer, choice, now);
   if (chunk.usage) {
-    answer.promptTokens = chunk.usage.prompt_tokens ?? null;
-    answer.numTokens = chunk.usage.completion_tokens ?? answer.numTokens;
+    const { earlierTokens = 0 } = answer;
+    answer.promptTokens = (chunk.usage.prompt_tokens ?? 0) - earlierTokens || null;
+    answer.numTokens = earlierTokens + (chunk.usage.completion_tokens ?? answer.numTokens - earlierTokens);
     if (answer.firstMs !== null && !answer.firstTokens) answer.firstTokens = answer.numTokens;
   }
 }

@@ -2,8 +2,9 @@
 // new; the answer itself (answer.js) may come from a stream or from storage.
 
 import { describe, formatMs } from "./answer.js";
-import { copyButton, el } from "./dom.js";
+import { copyButton, el, sureButton } from "./dom.js";
 import { MarkdownStream } from "./markdown.js";
+import { pager } from "./pager.js";
 import { TokensView } from "./tokens_view.js";
 
 export class AnswerView {
@@ -20,13 +21,14 @@ export class AnswerView {
 
   isDone = false; // the answer is complete, and shown so
 
-  /** `again()` asks for another answer; it is shown on the last one only (by CSS). */
-  constructor(answer, again) {
+  #chat; // {regenerate(answer), continueAnswer(), remove(answer), turn(answer, by)}
+
+  constructor(answer, chat) {
     this.answer = answer;
+    this.#chat = chat;
     this.node = el("article", { class: "message assistant waiting", "aria-label": "Answer" },
       this.#text, this.#tokens.node, this.#tools, this.#error,
       el("footer", {}, this.#stats, this.#actions));
-    this.again = el("button", { type: "button", class: "quiet again", title: "Alt+R", onclick: again }, "Regenerate");
   }
 
   /** Shows what the answer has got since the last call. */
@@ -51,7 +53,14 @@ export class AnswerView {
     this.#error.textContent = answer.error ?? "";
     if (answer.tokens?.length) this.#actions.append(this.#tokensButton());
     if (answer.content) this.#actions.append(copyButton(() => answer.content));
-    this.#actions.append(this.again);
+    const button = (name, title, act) => el("button", { type: "button", class: `quiet idle ${name}`, title, onclick: act }, title.split(" (")[0]);
+    // Only the last answer can go on (by CSS).
+    if (canGoOn(answer)) this.#actions.append(button("continue", "Continue (Alt+C)", () => this.#chat.continueAnswer()));
+    this.#actions.append(
+      button("again", "Regenerate (Alt+R)", () => this.#chat.regenerate(answer)),
+      sureButton("Delete", () => this.#chat.remove(answer)));
+    const turns = pager(answer, this.#chat);
+    if (turns) this.#actions.prepend(turns);
   }
 
   #updateReasoning() {
@@ -96,8 +105,10 @@ export class AnswerView {
   }
 }
 
+const canGoOn = ({ finish, content, toolCalls }) => finish !== "stop" && content && !toolCalls?.length;
+
 function thought(answer) {
-  if (answer.reasonedMs !== null) return `Thought for ${formatMs(answer.reasonedMs - answer.firstMs)}`;
+  if (answer.reasonedMs != null) return `Thought for ${formatMs(answer.reasonedMs - answer.firstMs)}`;
   return answer.finish ? "Thought" : "Thinking…";
 }
 
@@ -108,8 +119,4 @@ function pretty(text) {
   } catch {
     return text;
   }
-}
-
-export function userMessage(text) {
-  return el("article", { class: "message user", "aria-label": "You" }, el("div", { class: "plain" }, text));
 }

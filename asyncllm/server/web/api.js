@@ -27,7 +27,7 @@ export async function request(path, { body, signal } = {}) {
     const used = key();
     const headers = authorization(used);
     if (body !== undefined) headers["Content-Type"] = "application/json";
-    const response = await fetch(new URL(path, document.baseURI), {
+    const response = await answerOf(new URL(path, document.baseURI), {
       method: body === undefined ? "GET" : "POST",
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),
@@ -36,6 +36,16 @@ export async function request(path, { body, signal } = {}) {
     if (response.ok) return response;
     const error = await readError(response);
     if (response.status !== 401 || !(await newKey(used, signal))) throw error;
+  }
+}
+
+/** fetch, in plain words where nobody answers: browsers say "Failed to fetch" and the like. */
+export async function answerOf(url, options) {
+  try {
+    return await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server does not answer. Is it still running?");
   }
 }
 

@@ -1,74 +1,83 @@
-// Three small pictures on canvases. Colours come from the swatches of their legends, so the style
-// sheet alone decides them. Sizes are CSS pixels.
+// The dashboard's pictures: uPlot's axes, lines and hover, and a grid of pages on a canvas of our
+// own. Colours come from the style sheet when they are drawn, so that they follow the theme.
 
-const BAR_PX = 4;
+import uPlot from "./uplot.js";
+
+const HEIGHT_PX = 132;
 const CELL_PX = { min: 4, max: 14 };
 const KV_HEIGHT_PX = 150;
 
-/** A context in CSS pixels, cleared; the canvas gets as many pixels as the screen has. */
-function prepare(canvas, height) {
-  const width = canvas.clientWidth;
-  const scale = devicePixelRatio;
-  if (height) canvas.style.height = `${height}px`;
-  const tall = height ?? canvas.clientHeight;
-  const [wanted, wantedTall] = [Math.round(width * scale), Math.round(tall * scale)];
-  if (canvas.width !== wanted || canvas.height !== wantedTall) [canvas.width, canvas.height] = [wanted, wantedTall];
-  const context = canvas.getContext("2d");
-  context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, width, tall);
-  return { context, width, height: tall };
+/** A uPlot that is made when there is room for it and is as wide as its place. */
+export class Chart {
+  #place;
+  #options;
+  #plot = null;
+
+  /** `x` and `series` are uPlot's series, `axes` its axes but for what they look like. */
+  constructor(place, { x, series, axes, scales }) {
+    this.#place = place;
+    this.#options = {
+      height: HEIGHT_PX,
+      series: [x, ...series.map((one) => ({ width: 1.5, points: { show: false }, ...one }))],
+      axes: axes.map((one) => ({ ...this.#axisLook(), ...one })),
+      scales: { x: { time: false }, ...scales },
+      cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
+      padding: [8, 4, 0, 0],
+    };
+  }
+
+  /** `data`: [x values, values of a series, ...] */
+  draw(data) {
+    const width = this.#place.clientWidth;
+    if (!width) return;
+    this.#plot ??= new uPlot({ ...this.#options, width }, data, this.#place);
+    if (this.#plot.width !== width) this.#plot.setSize({ width, height: HEIGHT_PX });
+    this.#plot.setData(data);
+  }
+
+  /** The next drawing takes its colours anew. */
+  forgetColours() {
+    this.#plot?.destroy();
+    this.#plot = null;
+  }
+
+  #axisLook() {
+    const style = (name) => () => getComputedStyle(this.#place)[name];
+    return {
+      stroke: style("color"),
+      font: "10px system-ui, sans-serif",
+      size: 34,
+      gap: 3,
+      grid: { stroke: style("borderTopColor"), width: 1 },
+      ticks: { show: false },
+    };
+  }
 }
 
-/** A lane per series, {values, colour}, each up to its own peak; the newest at the right. */
-export function drawLines(canvas, series, length) {
-  const { context, width, height } = prepare(canvas);
-  const lane = height / series.length;
-  series.forEach(({ values, colour }, number) => {
-    if (!values.length) return;
-    const floor = (number + 1) * lane;
-    const top = Math.max(1, ...values);
-    const x = (i) => width - ((values.length - 1 - i) * width) / (length - 1);
-    context.beginPath();
-    values.forEach((value, i) => context.lineTo(x(i), floor - 1 - (value / top) * (lane - 5)));
-    context.strokeStyle = context.fillStyle = colour;
-    context.lineWidth = 1.5;
-    context.lineJoin = "round";
-    context.stroke();
-    context.lineTo(width, floor);
-    context.lineTo(x(0), floor);
-    context.globalAlpha = 0.16;
-    context.fill();
-    context.globalAlpha = 1;
-  });
-}
-
-/** How many of the newest steps fit. */
-export const stepsThatFit = (canvas) => Math.floor(canvas.clientWidth / BAR_PX);
-
-/** A bar per step, as tall as it took long, split by its prompt and generated tokens. */
-export function drawSteps(canvas, steps, colours) {
-  const { context, width, height } = prepare(canvas);
-  const top = Math.max(1e-6, ...steps.map(({ duration }) => duration));
-  steps.forEach(({ duration, tokens, prefill_tokens: prompt }, i) => {
-    const x = width - (steps.length - i) * BAR_PX;
-    const tall = Math.max(1, (duration / top) * height);
-    context.fillStyle = colours.generated;
-    context.fillRect(x, height - tall, BAR_PX - 1, tall);
-    context.fillStyle = colours.prompt;
-    context.fillRect(x, height - tall, BAR_PX - 1, (tall * prompt) / Math.max(1, tokens));
-  });
-}
+export const bars = uPlot.paths.bars({ size: [0.8, 8], align: 0 });
 
 /** A square per letter of `cells`; `colours` by letter. */
 export function drawPages(canvas, cells, colours) {
   const size = cellSize(canvas.clientWidth, cells.length);
   const columns = Math.max(1, Math.floor(canvas.clientWidth / size));
-  const { context } = prepare(canvas, Math.ceil(cells.length / columns) * size);
+  const context = prepare(canvas, Math.ceil(cells.length / columns) * size);
   const side = size - (size > 6 ? 2 : 1);
   for (let i = 0; i < cells.length; i++) {
     context.fillStyle = colours[cells[i]];
     context.fillRect((i % columns) * size, Math.floor(i / columns) * size, side, side);
   }
+}
+
+/** A context in CSS pixels, cleared; the canvas gets as many pixels as the screen has. */
+function prepare(canvas, height) {
+  const scale = devicePixelRatio;
+  canvas.style.height = `${height}px`;
+  const [wide, tall] = [canvas.clientWidth, height].map((size) => Math.round(size * scale));
+  if (canvas.width !== wide || canvas.height !== tall) [canvas.width, canvas.height] = [wide, tall];
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, canvas.clientWidth, height);
+  return context;
 }
 
 function cellSize(width, cells) {

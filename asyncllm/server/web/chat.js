@@ -1,12 +1,15 @@
 // The conversation on screen and the answers being written, which go on while another is shown.
 
 import { request } from "./api.js";
-import { applyChunk, describe, fail, newAnswer } from "./answer.js";
-import { AnswerView, userMessage } from "./answer_view.js";
-import { byId, oncePerFrame } from "./dom.js";
+import { applyChunk, describe, fail, newAnswer, reopen } from "./answer.js";
+import { AnswerView } from "./answer_view.js";
+import { ContextGauge } from "./context_gauge.js";
+import { branch, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
+import { byId, el, oncePerFrame } from "./dom.js";
 import { requestFields } from "./settings.js";
 import { eventBatches } from "./sse.js";
 import { saveConversation } from "./store.js";
+import { userMessage } from "./user_message.js";
 
 const SAVE_EVERY_MS = 1000; // while an answer grows
 const NEAR_END_PX = 48; // so close to the end, the view follows the text
@@ -20,11 +23,12 @@ export class Chat {
   #leaving = false; // a reload breaks connections before it says so
   #changed;
   #model;
+  #gauge = new ContextGauge(() => this.drop());
   #scroller = byId("scroller");
   #messages = byId("messages");
   #drawSoon = oncePerFrame(() => this.#draw());
 
-  /** `changed(conversation)`: titles or states to show elsewhere; `model()`: what to ask. */
+  /** `changed(conversation)`: titles or states to show elsewhere; `model()`: {id, max_model_len}. */
   constructor(changed, model) {
     this.#changed = changed;
     this.#model = model;
@@ -45,30 +49,64 @@ export class Chat {
 
   show(conversation) {
     this.conversation = this.#runs.get(conversation.id)?.conversation ?? conversation;
-    this.#messages.replaceChildren();
-    this.#views = [];
-    for (const message of this.conversation.messages) this.#add(message);
-    this.#draw();
+    this.#redraw();
     this.#toEnd();
   }
 
+  // --- what the reader does ---
+
   send(text) {
-    const { conversation } = this;
     if (this.busy || !text.trim()) return;
-    conversation.title ||= text.trim().split("\n")[0].slice(0, 60);
-    const message = { role: "user", content: text };
-    conversation.messages.push(message);
-    this.#add(message);
-    this.#answer();
+    this.conversation.title ||= text.trim().split("\n")[0].slice(0, 60);
+    this.#ask({ role: "user", content: text });
   }
 
-  regenerate() {
-    const { messages } = this.conversation;
-    if (this.busy || messages[messages.length - 1]?.role !== "assistant") return;
-    messages.pop();
-    this.#views.pop();
-    this.#messages.lastChild.remove();
-    this.#answer();
+  /** Another answer in the place of `answer`, of the last one by default. */
+  regenerate(answer = this.conversation.messages.at(-1)) {
+    if (this.busy || answer?.role !== "assistant") return;
+    const branches = branch(this.conversation, this.#at(answer));
+    this.#redraw();
+    this.#answer({ ...newAnswer(performance.now()), branches });
+  }
+
+  /** The last answer goes on where it stopped. */
+  continueAnswer() {
+    const answer = this.conversation.messages.at(-1);
+    if (this.busy || !answer?.content) return;
+    reopen(answer, performance.now());
+    this.conversation.messages.pop();
+    this.#redraw();
+    this.#answer(answer);
+  }
+
+  /** `message` with another text; what followed stays to be turned back to. */
+  edit(message, text) {
+    if (this.busy || !text.trim()) return;
+    const branches = branch(this.conversation, this.#at(message));
+    this.#redraw();
+    this.#ask({ role: "user", content: text, branches });
+  }
+
+  editLast() {
+    if (!this.busy) [...this.#messages.querySelectorAll(".user .edit")].at(-1)?.click();
+  }
+
+  remove(message) {
+    this.#change(() => removeMessage(this.conversation, this.#at(message)));
+  }
+
+  turn(message, by) {
+    this.#change(() => turnTo(this.conversation, this.#at(message), by));
+  }
+
+  /** The oldest turns are not sent any more, so that the rest has room. */
+  drop() {
+    const count = numToDrop(this.conversation, this.#model().max_model_len);
+    if (count === null) return;
+    this.#change(() => (this.conversation.numDropped = count));
+    this.#toEnd();
+    const last = this.conversation.messages.at(-1);
+    if (last.error && !last.content) this.regenerate();
   }
 
   stop() {
@@ -80,21 +118,33 @@ export class Chat {
     this.#runs.delete(id);
   }
 
-  #add(message) {
-    if (message.role === "user") return this.#messages.append(userMessage(message.content));
-    message.finish ??= this.busy ? null : "stopped"; // the page was closed while it was written
-    const view = new AnswerView(message, () => this.regenerate());
-    this.#views.push(view);
-    this.#messages.append(view.node);
+  #at(message) {
+    return this.conversation.messages.indexOf(message);
   }
 
-  async #answer() {
+  #change(action) {
+    if (this.busy) return;
+    action();
+    this.#redraw();
+    this.#note(this.conversation);
+  }
+
+  // --- asking ---
+
+  #ask(message) {
+    this.conversation.messages.push(message);
+    this.#add(message);
+    this.#answer(newAnswer(performance.now()));
+  }
+
+  async #answer(answer) {
     const { conversation } = this;
-    const answer = newAnswer(performance.now());
     const run = { controller: new AbortController(), answer, conversation };
     this.#runs.set(conversation.id, run);
     this.#leaving = false; // it was called off
     const history = messagesFor(conversation);
+    answer.promptChars = numChars(history);
+    if (answer.content) history.push({ role: "assistant", content: answer.content });
     conversation.messages.push(answer);
     conversation.updated = Date.now();
     this.#add(answer);
@@ -112,7 +162,7 @@ export class Chat {
     const { answer, controller, conversation } = run;
     try {
       const response = await request("v1/chat/completions", {
-        body: body(history, this.#model()), signal: controller.signal,
+        body: body(history, this.#model().id), signal: controller.signal,
       });
       let saved = performance.now();
       for await (const events of eventBatches(response)) {
@@ -142,9 +192,40 @@ export class Chat {
 
   // --- drawing and scrolling ---
 
+  #redraw() {
+    const { messages, numDropped = 0 } = this.conversation;
+    this.#messages.replaceChildren();
+    this.#views = [];
+    messages.forEach((message, i) => {
+      if (numDropped && i === numDropped) this.#messages.append(this.#divider(numDropped));
+      this.#add(message);
+    });
+    this.#draw();
+  }
+
+  #divider(count) {
+    const again = () => this.#change(() => (this.conversation.numDropped = 0));
+    return el("p", { class: "divider" }, `${count} messages above are not sent.`,
+      el("button", { type: "button", class: "quiet", onclick: again }, "Send them again"));
+  }
+
+  #add(message) {
+    if (message.role === "user") return this.#messages.append(userMessage(message, this));
+    message.finish ??= this.busy ? null : "stopped"; // the page was closed while it was written
+    const view = new AnswerView(message, this);
+    this.#views.push(view);
+    this.#messages.append(view.node);
+  }
+
   #draw() {
     for (const view of this.#views) if (!view.isDone) view.update();
+    this.drawGauge();
     this.#follow();
+  }
+
+  /** Again when the model is known, or another one. */
+  drawGauge() {
+    this.#gauge.draw(this.conversation, this.#model()?.max_model_len);
   }
 
   #follow() {
@@ -167,25 +248,14 @@ export class Chat {
 const save = saveConversation;
 
 function body(messages, model) {
+  const goesOn = messages.at(-1)?.role === "assistant";
   return {
     model,
     messages,
     stream: true,
     // Usage in each chunk: a stopped answer is counted in tokens too.
     stream_options: { include_usage: true, continuous_usage_stats: true },
+    ...(goesOn && { continue_final_message: true, add_generation_prompt: false }),
     ...requestFields(),
   };
-}
-
-/** What the model is told: an answer that failed before its first word is left out. */
-function messagesFor({ system, messages }) {
-  const told = messages.filter(({ role, content, toolCalls }) => role === "user" || content || toolCalls?.length);
-  return [...(system ? [{ role: "system", content: system }] : []), ...told.map(wireMessage)];
-}
-
-function wireMessage({ role, content, toolCalls }) {
-  if (!toolCalls?.length) return { role, content };
-  const calls = toolCalls.map(({ id, name, arguments: text }) =>
-    ({ id, type: "function", function: { name, arguments: text } }));
-  return { role, content, tool_calls: calls };
 }

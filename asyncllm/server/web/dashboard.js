@@ -1,11 +1,13 @@
 // The live panel: one stream of snapshots (server/page.py), read only while it can be seen.
 
 import { request } from "./api.js";
-import { drawLines, drawPages, drawSteps, stepsThatFit } from "./charts.js";
+import { bars, Chart, drawPages } from "./charts.js";
 import { el, oncePerFrame } from "./dom.js";
 import { eventBatches } from "./sse.js";
 
 const HISTORY = 120; // snapshots: a minute
+const PERIOD_S = 0.5;
+const MAX_STEPS = 64;
 const RETRY_MS = [1000, 2000, 5000];
 const LATENCIES = [
   ["time_to_first_token", "First token"],
@@ -17,11 +19,14 @@ const LATENCIES = [
 const SHARES = ["p50", "p90", "p99"];
 
 const whole = (value) => Math.round(value).toLocaleString("en");
+const short = (value) => (value < 10_000 ? String(value) : `${Math.round(value / 1000)}k`);
 const sum = (counts) => Object.values(counts).reduce((total, count) => total + count, 0);
 const ms = (value) => (value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : whole(value));
 
 export class Dashboard {
-  #parts = {};
+  #parts = {}; // by data-part in index.html
+  #tiles = {};
+  #charts = {};
   #panel;
   #isVisible = false;
   #controller = null;
@@ -33,9 +38,14 @@ export class Dashboard {
 
   constructor(panel) {
     this.#panel = panel;
-    panel.append(...this.#build());
+    for (const node of panel.querySelectorAll("[data-part]")) this.#parts[node.dataset.part] = node;
+    for (const node of panel.querySelectorAll("[data-tile]")) this.#tiles[node.dataset.tile] = node;
+    this.#makeCharts();
     document.addEventListener("visibilitychange", () => this.#follow());
-    document.addEventListener("theme", this.#drawSoon);
+    document.addEventListener("theme", () => {
+      for (const chart of Object.values(this.#charts)) chart.forgetColours();
+      this.#drawSoon();
+    });
     new ResizeObserver(this.#drawSoon).observe(panel);
   }
 
@@ -65,11 +75,11 @@ export class Dashboard {
           failures = 0;
           for (const event of events) this.#take(JSON.parse(event));
         }
-        this.#say("lost", "The server ended the feed; trying again …");
+        this.#say("lost", "The server ended the feed. Trying again …");
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 401) return this.#giveUp(error.message);
-        this.#say("lost", `${error.message}; trying again …`);
+        this.#say("lost", `${error.message} Trying again …`);
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     }
@@ -88,7 +98,7 @@ export class Dashboard {
     if (before) this.#note(before, snapshot);
     const last = this.#steps.at(-1)?.step_id ?? -1;
     this.#steps.push(...snapshot.steps.filter((step) => step.step_id > last));
-    this.#steps.splice(0, this.#steps.length - stepsThatFit(this.#parts.steps));
+    this.#steps.splice(0, this.#steps.length - MAX_STEPS);
     this.#drawSoon();
   }
 
@@ -114,40 +124,39 @@ export class Dashboard {
     this.#say("live", [server.architecture, server.dtype, server.device, server.attention_backend].join(" · "));
   }
 
+  /** Without a connection nothing old is shown as if it were the case; the style sheet hides the rest. */
   #say(state, text) {
     this.#parts.live.dataset.state = state;
     this.#parts.live.textContent = text;
+    this.#panel.classList.toggle("lost", state === "lost");
+    if (state !== "lost") return;
+    this.#latest = null;
+    for (const tile of Object.values(this.#tiles)) tile.textContent = "no connection";
   }
 
   // --- what it looks like ---
 
-  #build() {
-    const parts = this.#parts;
-    parts.live = el("p", { class: "live" }, "Connecting …");
-    parts.tiles = {};
-    const tile = (name, label) => {
-      parts.tiles[name] = el("dd", {}, "–");
-      return el("div", {}, el("dt", {}, label), parts.tiles[name]);
+  #makeCharts() {
+    const fill = (name) => () => this.#colour(name);
+    const shown = (text) => (_, value) => (value == null ? "–" : text(value));
+    const line = (name, label, scale) => ({ label, scale, stroke: fill(name), value: shown(whole) });
+    const bar = (name, label, value) => ({ label, scale: "ms", stroke: fill(name), fill: fill(name), width: 0, paths: bars, value });
+    const fromZero = (_, least, most) => [0, Math.max(1, most * 1.08)];
+    const few = (_, values) => values.map((value) => (value === null ? "" : short(value)));
+    this.#charts = {
+      lines: new Chart(this.#parts.lines, {
+        x: { label: "s", value: shown((value) => value.toFixed(1)) },
+        series: [line("generation", "generated", "out"), line("prompt", "prompt", "in")],
+        axes: [{ size: 18 }, { scale: "out", values: few }, { scale: "in", side: 1, values: few, grid: { show: false } }],
+        scales: { x: { time: false, range: [-HISTORY * PERIOD_S, 0] }, out: { range: fromZero }, in: { range: fromZero } },
+      }),
+      steps: new Chart(this.#parts.steps, {
+        x: { label: "step", value: shown(whole) },
+        series: [bar("generation", "ms", shown(ms)), bar("prompt", "of it prompt", shown(ms))],
+        axes: [{ size: 18, values: few }, { scale: "ms", values: few }],
+        scales: { x: { time: false, range: (_, first, last) => [first - 0.7, last + 0.7] }, ms: { range: (_, least, most) => [0, Math.max(1e-3, most * 1.08)] } },
+      }),
     };
-    const picture = (name, kind) => (parts[name] = el("canvas", { class: kind, role: "img" }));
-    const title = (name, text) => el("h2", {}, text, (parts[`${name}Note`] = el("span")));
-    const swatch = (name, text) => el("li", {}, (parts[`swatch-${name}`] = el("i", { class: `swatch-${name}` })), text);
-    return [
-      parts.live,
-      el("dl", { class: "tiles" },
-        tile("running", "running"), tile("waiting", "waiting"), tile("finished", "finished/s"),
-        tile("generation", "tokens/s out"), tile("busy", "device busy"), tile("hits", "prefix hits")),
-      title("lines", "Tokens per second"), picture("lines", "lines"),
-      el("ul", { class: "legend" }, swatch("generation", "generated"), swatch("prompt", "prompt")),
-      title("pages", "KV pages"), picture("pages", "pages"),
-      el("ul", { class: "legend" },
-        swatch("used", "in use"), swatch("shared", "shared"), swatch("cached", "cached"), swatch("free", "free")),
-      title("steps", "Steps"), picture("steps", "steps"),
-      title("latency", "Latency"),
-      el("table", {},
-        el("thead", {}, el("tr", {}, ...["", ...SHARES].map((text) => el("th", { scope: "col" }, text)))),
-        (parts.latency = el("tbody"))),
-    ];
   }
 
   #draw() {
@@ -166,7 +175,7 @@ export class Dashboard {
   }
 
   #drawTiles({ running, waiting, swapped, rates, totals }) {
-    const set = (name, text) => (this.#parts.tiles[name].textContent = text);
+    const set = (name, text) => (this.#tiles[name].textContent = text);
     set("running", whole(running));
     set("waiting", whole(waiting + swapped));
     set("finished", this.#finishedPerS.toFixed(1));
@@ -180,10 +189,8 @@ export class Dashboard {
     const { generation, prompt } = this.#rates;
     const peak = (values) => whole(Math.max(0, ...values));
     this.#label("lines", `peaks ${peak(generation)} and ${peak(prompt)}`);
-    drawLines(this.#parts.lines, [
-      { values: generation, colour: this.#colour("generation") },
-      { values: prompt, colour: this.#colour("prompt") },
-    ], HISTORY);
+    const ago = generation.map((_, i) => (i + 1 - generation.length) * PERIOD_S);
+    this.#charts.lines.draw([ago, generation, prompt]);
   }
 
   #drawPages({ num_pages: pages, num_used: used, pages_per_cell: each, cells }) {
@@ -197,7 +204,11 @@ export class Dashboard {
     const steps = this.#steps;
     const longest = Math.max(0, ...steps.map(({ duration }) => duration * 1000));
     this.#label("steps", steps.length ? `last ${steps.length}, longest ${ms(longest)} ms` : "none yet");
-    drawSteps(this.#parts.steps, steps, { prompt: this.#colour("prompt"), generated: this.#colour("generation") });
+    this.#charts.steps.draw([
+      steps.map(({ step_id: id }) => id),
+      steps.map(({ duration }) => duration * 1000),
+      steps.map(({ duration, tokens, prefill_tokens: prompt }) => (duration * 1000 * prompt) / Math.max(1, tokens)),
+    ]);
   }
 
   /** The note beside a title; it is the picture's text too. */
@@ -207,6 +218,6 @@ export class Dashboard {
   }
 
   #colour(name) {
-    return getComputedStyle(this.#parts[`swatch-${name}`]).backgroundColor;
+    return getComputedStyle(this.#panel.querySelector(`.swatch-${name}`)).backgroundColor;
   }
 }

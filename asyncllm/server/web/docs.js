@@ -1,6 +1,6 @@
 // The API's description, made from /openapi.json: one operation at a time, named by the hash.
 
-import { authorization, key, setKey } from "./api.js";
+import { authorization, key, request, setKey } from "./api.js";
 import { byId, el } from "./dom.js";
 import { fieldNames, schemaView } from "./schema_view.js";
 import { tryIt } from "./try_it.js";
@@ -160,9 +160,7 @@ addEventListener("hashchange", () => {
 
 async function start() {
   setList(wide.matches);
-  const response = await fetch("openapi.json");
-  if (!response.ok) throw new Error(`openapi.json: ${response.status}`);
-  spec = await response.json();
+  spec = await (await request("openapi.json")).json();
   operations = readOperations();
   draw();
 }

@@ -25,6 +25,21 @@ export function copyButton(text, label = "Copy") {
   return button;
 }
 
+/** A button that acts on its second click. */
+export function sureButton(label, act, attributes = {}) {
+  const button = el("button", { type: "button", class: "quiet idle remove", ...attributes }, label);
+  button.addEventListener("click", () => {
+    if (button.classList.contains("sure")) return act();
+    button.classList.add("sure");
+    button.textContent = "Delete?";
+  });
+  button.addEventListener("blur", () => {
+    button.classList.remove("sure");
+    button.textContent = label;
+  });
+  return button;
+}
+
 /** The clipboard API wants https or localhost; elsewhere the old command still works. */
 async function copyText(text) {
   if (navigator.clipboard) {

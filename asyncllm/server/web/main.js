@@ -2,9 +2,11 @@
 
 import { onKeyWanted, request } from "./api.js";
 import { Chat } from "./chat.js";
+import { newConversation } from "./conversation.js";
 import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
 import { byId, el } from "./dom.js";
+import { asText, download, fileButton, quoted } from "./files.js";
 import { askForKey } from "./key_dialog.js";
 import { chooseModel, chosenModel, openSettings } from "./settings.js";
 import * as store from "./store.js";
@@ -15,16 +17,17 @@ const BOARD = "asyncllm.board"; // whether the dashboard is shown beside the cha
 const wide = matchMedia("(min-width: 72rem)"); // as in base.css
 
 const prompt = byId("prompt");
+let models = []; // as /v1/models says
 let conversations = store.loadConversations();
 
-const chat = new Chat(refresh, () => byId("model").value || undefined);
-const list = new ConversationList({ open, remove, isBusy: (id) => chat.isBusy(id) });
+const chat = new Chat(refresh, () => models.find(({ id }) => id === byId("model").value) ?? {});
+const list = new ConversationList({ open, rename, remove, isBusy: (id) => chat.isBusy(id) });
 const dashboard = new Dashboard(byId("board"));
 
 // --- conversations ---
 
 function open(id) {
-  const found = conversations.find((one) => one.id === id) ?? conversations[0] ?? store.newConversation();
+  const found = conversations.find((one) => one.id === id) ?? conversations[0] ?? newConversation();
   if (!conversations.includes(found)) conversations.unshift(found);
   sessionStorage.setItem(CURRENT, found.id);
   chat.show(found);
@@ -33,7 +36,7 @@ function open(id) {
 }
 
 function openNew() {
-  const empty = conversations.find((one) => !one.messages.length) ?? store.newConversation();
+  const empty = conversations.find((one) => !one.messages.length) ?? newConversation();
   if (!conversations.includes(empty)) conversations.unshift(empty);
   open(empty.id);
   prompt.focus();
@@ -46,6 +49,26 @@ function remove(id) {
   if (chat.conversation.id === id) open(conversations[0]?.id);
   else refresh();
 }
+
+function rename(id, title) {
+  const found = conversations.find((one) => one.id === id);
+  found.title = title;
+  store.saveConversation(found);
+  refresh();
+}
+
+function takeImported(name, bytes) {
+  const found = store.imported(new TextDecoder().decode(bytes));
+  if (!found.every(store.saveConversation)) throw new Error("this browser's storage is full");
+  conversations = store.loadConversations();
+  open(found[0]?.id);
+}
+
+byId("export").addEventListener("click", () => {
+  const day = new Date().toISOString().slice(0, 10);
+  download(`asyncllm-${day}.json`, store.exported(conversations.filter((one) => one.messages.length)));
+});
+fileButton("import", "import-file", takeImported);
 
 function openNeighbour(by) {
   const at = conversations.indexOf(chat.conversation) + by;
@@ -93,6 +116,11 @@ prompt.addEventListener("keydown", (event) => {
   event.preventDefault();
   submit();
 });
+fileButton("attach", "attach-file", (name, bytes) => {
+  prompt.value = `${prompt.value && `${prompt.value.trimEnd()}\n\n`}${quoted(name, asText(bytes))}`;
+  fitPrompt();
+  prompt.focus();
+});
 byId("examples").append(...EXAMPLES.map((text) =>
   el("li", {}, el("button", { type: "button", onclick: () => chat.busy || chat.send(text) }, text))));
 
@@ -139,6 +167,8 @@ function settings() {
 const ALT_KEYS = {
   KeyN: openNew,
   KeyR: () => chat.regenerate(),
+  KeyC: () => chat.continueAnswer(),
+  KeyE: () => chat.editLast(),
   KeyS: settings,
   KeyD: () => toggle("board"),
   ArrowUp: () => openNeighbour(-1),
@@ -156,6 +186,13 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
+// What is typed when nothing has the focus is meant for the message box, after a dialog too.
+addEventListener("keydown", ({ key, ctrlKey, metaKey, altKey }) => {
+  const isText = key.length === 1 && !ctrlKey && !metaKey && !altKey;
+  if (isText && document.activeElement === document.body) prompt.focus();
+});
+for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("close", () => prompt.focus());
+
 function onEscape() {
   const isDrawerOpen = !wide.matches && document.body.matches("[data-list=open], [data-board=open]");
   if (isDrawerOpen) closeDrawers();
@@ -171,14 +208,16 @@ async function showModels() {
     const { data } = await (await request("v1/models")).json();
     byId("model").replaceChildren(...data.map(({ id }) => el("option", { selected: id === chosenModel() }, id)));
     byId("model").disabled = data.length < 2;
-    describeModel(data);
+    models = data;
+    describeModel();
+    chat.drawGauge();
   } catch (error) {
     byId("welcome-model").textContent = "No model to talk to";
     about.textContent = `The server did not say which model it serves: ${error.message}`;
   }
 }
 
-function describeModel(models) {
+function describeModel() {
   const current = models.find(({ id }) => id === byId("model").value) ?? models[0];
   byId("welcome-model").textContent = `This is ${current.id}`;
   byId("examples").hidden = false;
@@ -187,7 +226,11 @@ function describeModel(models) {
     `${context} tokens of context. What you write stays in this browser and on this server. Try:`;
 }
 
-byId("model").addEventListener("change", () => chooseModel(byId("model").value));
+byId("model").addEventListener("change", () => {
+  chooseModel(byId("model").value);
+  describeModel();
+  chat.drawGauge();
+});
 
 onKeyWanted(askForKey);
 layOut();

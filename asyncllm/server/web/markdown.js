@@ -1,129 +1,203 @@
-// Text that still grows, as Markdown. Blocks that have ended are left alone, a code block grows line
-// by line, and only the block still open is rendered again, which is never more than OPEN_LIMIT
-// characters (LONG_LIMIT in a table or in code inside a list). So the work per update is bounded,
-// however long the answer.
+// Text that still grows, as Markdown (CommonMark and GitHub's tables). `marked` finds the blocks.
+// Every block but the last is final: it is drawn once and left alone. The last one is drawn again
+// with each update, and is cut where it grows longer than LIMIT; top-level code grows line by line.
+// So the work per update is bounded, however long the answer.
 
-import { closes, CodeBlock, FENCE, isBlank, ITEM, renderBlocks, RULE } from "./blocks.js";
+import { CodeBlock } from "./code_block.js";
+import { Marked, Tokenizer } from "./marked.js";
+import { plain, renderTokens } from "./markdown_nodes.js";
+import { MATH } from "./math.js";
 
-const OPEN_LIMIT = 4096;
-const LONG_LIMIT = 8192;
+const LIMIT = 4096; // characters of the open block
+const MAX_DEPTH = 8; // quotes and lists in each other
+const FENCE = /^( {0,3})(`{3,}|~{3,})([^\n]*)/;
+
+/** Deeper quotes and lists are text: each level is a recursion of the lexer. */
+class ShallowTokenizer extends Tokenizer {
+  #depth = 0;
+
+  blockquote(src) {
+    return this.#deeper(() => super.blockquote(src));
+  }
+
+  list(src) {
+    return this.#deeper(() => super.list(src));
+  }
+
+  #deeper(tokenize) {
+    if (this.#depth >= MAX_DEPTH) return undefined;
+    this.#depth += 1;
+    try {
+      return tokenize();
+    } finally {
+      this.#depth -= 1;
+    }
+  }
+}
+
+const marked = new Marked({ extensions: MATH });
+marked.defaults.tokenizer = new ShallowTokenizer();
 
 export class MarkdownStream {
   parsedChars = 0; // work done so far; a test holds it to the text's length
 
   #root;
-  #closed = 0; // child nodes that will not change
-  #lines = []; // of the open block
-  #openChars = 0;
-  #partial = ""; // the line without its end
-  #inList = false;
-  #inner = null; // the fence of code inside a list or quote
-  #code = null; // {block, marks} of top-level code
+  #rules; // of renderTokens
+  #numClosed = 0; // child nodes that will not change
+  #open = ""; // whole lines of the open block
+  #rest = ""; // what follows them: lines not looked at, and one without its end
+  #code = null; // {block, indent, marks} of open top-level code
+  #links = {}; // [name]: address
+  #mayLink = []; // {raw, nodes}: closed blocks with brackets, for names defined later
 
-  constructor(root) {
+  /** `canLink(url)` says which addresses become links. */
+  constructor(root, canLink = isWebAddress) {
     this.#root = root;
+    this.#rules = { canLink };
   }
 
   append(text) {
     if (!text) return;
-    const lines = (this.#partial + text).split("\n");
-    this.#partial = lines.pop();
-    for (const line of lines) this.#line(line);
-    if (this.#partial.length > OPEN_LIMIT) this.#cutPartial();
-    this.#renderOpen();
+    this.#rest += text.replaceAll("\r", "");
+    while (this.#takeLines()) this.#settle();
+    this.#draw();
   }
 
   /** The text is complete. */
   finish() {
-    const last = this.#partial;
-    this.#partial = "";
+    if (this.#code) this.#rest = this.#endCode(isEnd(this.#rest, this.#code.marks) ? "" : this.#rest);
+    this.#open += this.#rest;
+    this.#closeAll();
+    if (Object.keys(this.#links).length) this.#mayLink.forEach((drawn) => this.#drawAgain(drawn));
+    this.#mayLink = [];
+  }
+
+  /** Moves whole lines from rest to open, as many as there is room for; false when none is left. */
+  #takeLines() {
+    if (this.#code) return this.#takeCode();
+    const room = LIMIT - this.#open.length;
+    let end = this.#rest.lastIndexOf("\n", room - 1) + 1;
+    if (!end) {
+      const next = this.#rest.indexOf("\n") + 1 || this.#rest.length;
+      if (next <= room || (!this.#rest.includes("\n") && next <= LIMIT)) return false;
+      if (this.#open) return this.#makeRoom();
+      end = this.#rest.lastIndexOf(" ", LIMIT - 1) + 1 || LIMIT; // a line without end
+    }
+    this.#open += this.#rest.slice(0, end);
+    this.#rest = this.#rest.slice(end);
+    if (!this.#open.endsWith("\n")) this.#closeAll();
+    return true;
+  }
+
+  /** Closes all but the last block, or where it is the only one, that. */
+  #makeRoom() {
+    const before = this.#open.length;
+    this.#settle();
+    if (this.#open.length === before && !this.#code) this.#closeAll();
+    return true;
+  }
+
+  /** What comes can change only the last block. */
+  #settle() {
+    if (this.#code || !this.#open) return;
+    const tokens = this.#lex(this.#open);
+    // Maths without an end may turn out to belong to the paragraph before it.
+    const last = tokens.findLastIndex(({ type, text }) => type !== "space" && !(type === "math" && !text));
+    if (last > 0) this.#close(tokens.slice(0, last));
+    const fence = tokens[last]?.type === "code" ? FENCE.exec(this.#open) : null;
+    if (fence && !isClosed(this.#open, fence[2])) this.#openCode(fence);
+  }
+
+  #close(tokens) {
+    const raw = tokens.map((token) => token.raw).join("");
+    this.#trim();
+    const nodes = renderTokens(tokens, { ...this.#rules, isFinal: true });
+    this.#root.append(...nodes);
+    this.#numClosed = this.#root.childNodes.length;
+    this.#open = this.#open.slice(raw.length);
+    marked.walkTokens(tokens, ({ type, tag, href, title }) => {
+      if (type === "def") this.#links[tag] ??= { href, title };
+    });
+    if (raw.includes("]") && nodes.length) this.#mayLink.push({ raw, nodes });
+  }
+
+  #closeAll() {
+    this.#close(this.#lex(this.#open));
+    this.#open = "";
+  }
+
+  #drawAgain({ raw, nodes }) {
+    const tokens = this.#lex(raw);
+    nodes[0].before(...renderTokens(tokens, { ...this.#rules, isFinal: true }));
+    for (const node of nodes) node.remove();
+  }
+
+  #lex(text) {
+    this.parsedChars += text.length;
+    const lexer = new marked.Lexer(marked.defaults);
+    Object.assign(lexer.tokens.links, this.#links);
+    return lexer.lex(text);
+  }
+
+  #draw() {
     if (this.#code) {
-      this.#code.block.tail(closes(last, this.#code.marks) ? "" : last);
+      const { block, marks } = this.#code;
+      const mayEnd = isEnd(this.#rest, marks[0]); // perhaps the fence's first half
+      block.tail(mayEnd ? "" : this.#rest);
     } else {
-      if (last) this.#line(last);
-      this.#close();
-    }
-    this.#code = null;
-  }
-
-  #line(line) {
-    if (this.#code) return this.#codeLine(line);
-    const fence = FENCE.exec(line);
-    if (fence && !this.#inner && (!this.#inList || line.search(/\S/) < 2)) return this.#openCode(fence);
-    if (this.#endsBefore(line)) this.#close();
-    this.#lines.push(line);
-    this.#openChars += line.length + 1;
-    this.#noteInner(line);
-    this.#inList ||= ITEM.test(line) && !RULE.test(line);
-    if (isBlank(line) && !this.#inList) this.#close();
-    const long = this.#inner || line.trimStart().startsWith("|");
-    if (this.#openChars > (long ? LONG_LIMIT : OPEN_LIMIT)) this.#close();
-  }
-
-  /** A list goes on over blank lines, as long as items or indented lines follow. */
-  #endsBefore(line) {
-    const last = this.#lines[this.#lines.length - 1];
-    if (this.#inner || !this.#inList || last === undefined || !isBlank(last)) return false;
-    return !isBlank(line) && line.search(/\S/) < 2 && !ITEM.test(line);
-  }
-
-  #noteInner(line) {
-    const content = line.trimStart().replace(ITEM, "").trimStart();
-    if (this.#inner) {
-      if (closes(line, this.#inner)) this.#inner = null;
-    } else if (this.#inList || ITEM.test(line)) {
-      this.#inner = FENCE.exec(content)?.[1] ?? null;
+      this.#trim();
+      const tokens = this.#lex(this.#open + this.#rest);
+      this.#root.append(...renderTokens(tokens, { ...this.#rules, isFinal: false }));
     }
   }
 
-  #openCode([, marks, language]) {
-    this.#close();
-    this.#code = { block: new CodeBlock(language), marks };
+  /** Removes what was drawn of the open block. */
+  #trim() {
+    while (this.#root.childNodes.length > this.#numClosed) this.#root.lastChild.remove();
+  }
+
+  // --- top-level code ---
+
+  #openCode([line, { length: indent }, marks, language]) {
+    this.#trim();
+    this.#code = { block: new CodeBlock(plain(language)), indent, marks };
     this.#root.append(this.#code.block.node);
-    this.#closed += 1;
+    this.#numClosed += 1;
+    this.#rest = this.#open.slice(line.length + 1) + this.#rest;
+    this.#open = "";
   }
 
-  #codeLine(line) {
-    this.#code.block.tail("");
-    if (closes(line, this.#code.marks)) this.#code = null;
-    else this.#code.block.append(line + "\n");
+  #takeCode() {
+    const end = this.#rest.indexOf("\n");
+    if (end === -1) return false;
+    const line = this.#rest.slice(0, end);
+    this.#rest = this.#rest.slice(end + 1);
+    const { block, indent, marks } = this.#code;
+    block.tail("");
+    if (isEnd(line, marks)) this.#endCode();
+    else block.append(line.slice(Math.min(indent, line.search(/[^ ]|$/))) + "\n");
+    return true;
   }
 
-  /** A line without end is cut at a space, or anywhere. */
-  #cutPartial() {
-    if (this.#code) {
-      this.#code.block.append(this.#partial);
-      this.#partial = "";
-    }
-    while (this.#partial.length > OPEN_LIMIT) {
-      const space = this.#partial.lastIndexOf(" ", OPEN_LIMIT);
-      const cut = space > 0 ? space + 1 : OPEN_LIMIT;
-      this.#line(this.#partial.slice(0, cut));
-      this.#partial = this.#partial.slice(cut);
-      this.#close();
-    }
+  /** `last` is a line that the text ended in. */
+  #endCode(last = "") {
+    const { block } = this.#code;
+    block.tail("");
+    block.append(last);
+    block.finish();
+    this.#code = null;
+    return "";
   }
+}
 
-  #close() {
-    this.#draw(this.#lines); // without the unfinished line, which may have looked like anything
-    this.#closed = this.#root.childNodes.length;
-    this.#lines = [];
-    this.#openChars = 0;
-    this.#inList = false;
-    this.#inner = null;
-  }
+/** Whether `line` ends code that was opened with `marks`. */
+function isEnd(line, marks) {
+  const end = /^ {0,3}(`+|~+)[ \t]*$/.exec(line)?.[1] ?? "";
+  return end.length >= marks.length && end[0] === marks[0];
+}
 
-  #renderOpen() {
-    if (this.#code) {
-      this.parsedChars += this.#partial.length;
-      const isEnd = /^\s*[`~]+$/.test(this.#partial); // perhaps the fence's first half
-      this.#code.block.tail(isEnd ? "" : this.#partial);
-    } else this.#draw(this.#partial ? [...this.#lines, this.#partial] : this.#lines);
-  }
+const isClosed = (text, marks) => text.split("\n").slice(1).some((line) => isEnd(line, marks));
 
-  #draw(lines) {
-    this.parsedChars += lines.reduce((sum, line) => sum + line.length + 1, 0);
-    while (this.#root.childNodes.length > this.#closed) this.#root.lastChild.remove();
-    for (const node of renderBlocks(lines)) this.#root.append(node);
-  }
+function isWebAddress(url) {
+  return URL.canParse(url) && /^https?:$/.test(new URL(url).protocol);
 }

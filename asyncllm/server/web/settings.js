@@ -1,31 +1,28 @@
 // The settings dialog: a conversation's system prompt, and the sampling fields of every request.
 
-import { byId, el } from "./dom.js";
+import { request } from "./api.js";
+import { byId } from "./dom.js";
+import { eventBatches } from "./sse.js";
 import { loadSettings, saveSettings } from "./store.js";
 
-// name, label, and what the input takes; an empty input leaves the field to the server
-const NUMBERS = [
-  ["temperature", "Temperature", { min: 0, max: 2, step: "any" }],
-  ["top_p", "Top p", { min: 0, max: 1, step: "any" }],
-  ["top_k", "Top k", { min: 0, step: 1 }],
-  ["min_p", "Min p", { min: 0, max: 1, step: "any" }],
-  ["max_tokens", "Max tokens", { min: 1, step: 1 }],
-  ["seed", "Seed", { step: 1 }],
-  ["presence_penalty", "Presence penalty", { min: -2, max: 2, step: "any" }],
-  ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: "any" }],
-  ["repetition_penalty", "Repetition penalty", { min: 0.01, max: 2, step: "any" }],
-];
+const UNSET = { max_tokens: "what is left", seed: "random" };
 const TOP_LOGPROBS = 5;
+const dialog = byId("settings");
+const form = dialog.querySelector("form");
+const fields = form.elements;
+const numbers = [...form.querySelectorAll("[type=number]")]; // empty: left to the server
 
 /** The fields that the settings put into a request. */
 export function requestFields() {
   const settings = loadSettings();
-  const fields = {};
-  for (const [name] of NUMBERS) if (typeof settings[name] === "number") fields[name] = settings[name];
+  const set = numbers.filter(({ name }) => typeof settings[name] === "number");
   const stop = (settings.stop ?? "").split("\n").filter((line) => line !== "");
-  if (stop.length) fields.stop = stop;
-  if (settings.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: TOP_LOGPROBS });
-  return { ...fields, ...parseExtra(settings.extra ?? "") };
+  return {
+    ...Object.fromEntries(set.map(({ name }) => [name, settings[name]])),
+    ...(stop.length && { stop }),
+    ...(settings.logprobs && { logprobs: true, top_logprobs: TOP_LOGPROBS }),
+    ...parseExtra(settings.extra ?? ""),
+  };
 }
 
 export const chosenModel = () => loadSettings().model;
@@ -43,78 +40,65 @@ function parseExtra(text) {
 
 /** Opens the dialog for `conversation`; `changed()` is called when its system prompt changed. */
 export function openSettings(conversation, changed) {
-  const dialog = byId("settings");
-  const form = settingsForm(conversation, dialog);
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    const values = read(form);
-    saveSettings({ ...loadSettings(), ...values });
-    if (conversation.system !== form.elements.system.value) {
-      conversation.system = form.elements.system.value;
+  show(loadSettings());
+  fields.system.value = conversation.system;
+  form.onsubmit = (event) => {
+    event.preventDefault(); // nothing is sent: the policy allows no form to be
+    saveSettings({ ...loadSettings(), ...read() });
+    if (conversation.system !== fields.system.value) {
+      conversation.system = fields.system.value;
       changed();
     }
     dialog.close();
-  });
-  dialog.replaceChildren(form);
-  dialog.showModal();
-}
-
-function settingsForm(conversation, dialog) {
-  const settings = loadSettings();
-  const area = (name, value, rows) => {
-    const node = el("textarea", { name, id: `set-${name}`, rows, spellcheck: "false" });
-    node.value = value;
-    return node;
   };
-  const extra = area("extra", settings.extra ?? "", 2);
-  extra.placeholder = '{"chat_template_kwargs": {"enable_thinking": true}}';
-  extra.addEventListener("input", () => extra.setCustomValidity(problem(extra.value)));
-  const logprobs = el("input", { type: "checkbox", name: "logprobs", checked: settings.logprobs });
-  return el("form", { method: "dialog" },
-    el("h2", { id: "settings-title" }, "Settings"),
-    el("label", { for: "set-system" }, "System prompt of this conversation"),
-    area("system", conversation.system, 3),
-    el("fieldset", {}, el("legend", {}, "Sampling (empty: the server's default)"),
-      el("div", { class: "numbers" }, ...NUMBERS.map(([name, label, limits]) =>
-        el("label", {}, label, el("input", {
-          type: "number", name, inputmode: "decimal", placeholder: "default",
-          value: settings[name], ...limits,
-        }))))),
-    el("label", { for: "set-stop" }, "Stop at these texts, one per line"),
-    area("stop", settings.stop ?? "", 1),
-    el("label", { class: "check" }, logprobs, "Token probabilities (shown on hover under “Tokens”)"),
-    el("label", { for: "set-extra" }, "Further request fields, JSON"),
-    extra,
-    el("div", { class: "buttons" },
-      el("button", { type: "button", class: "quiet", onclick: () => clear(dialog) }, "Reset"),
-      el("span", { class: "grow" }),
-      el("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Cancel"),
-      el("button", { type: "submit", class: "primary" }, "Save")));
+  dialog.showModal();
+  showDefaults();
 }
 
-function problem(text) {
+function show(settings) {
+  for (const input of numbers) input.value = settings[input.name] ?? "";
+  fields.stop.value = settings.stop ?? "";
+  fields.extra.value = settings.extra ?? "";
+  fields.logprobs.checked = settings.logprobs ?? false;
+  noteProblem();
+}
+
+function read() {
+  const values = numbers.map(({ name, valueAsNumber: number }) => [name, Number.isNaN(number) ? null : number]);
+  const { stop, extra, logprobs } = fields;
+  return { ...Object.fromEntries(values), stop: stop.value, extra: extra.value, logprobs: logprobs.checked };
+}
+
+function noteProblem() {
   try {
-    parseExtra(text);
-    return "";
+    parseExtra(fields.extra.value);
+    fields.extra.setCustomValidity("");
   } catch (error) {
-    return `Not usable: ${error.message}`;
+    fields.extra.setCustomValidity(`Not usable: ${error.message}`);
   }
 }
 
-function clear(dialog) {
-  for (const input of dialog.querySelectorAll("fieldset input, [name=stop], [name=extra]")) {
-    input.value = "";
-    input.setCustomValidity("");
+fields.extra.addEventListener("input", noteProblem);
+byId("settings-reset").addEventListener("click", () => show({}));
+byId("settings-cancel").addEventListener("click", () => dialog.close());
+
+/** The dashboard's feed begins with what the server takes for fields that are not sent. */
+async function showDefaults() {
+  const defaults = await serverDefaults();
+  for (const input of numbers) {
+    if (input.name in defaults) input.placeholder = defaults[input.name] ?? UNSET[input.name] ?? "default";
   }
-  dialog.querySelector("[name=logprobs]").checked = false;
 }
 
-function read(form) {
-  const values = { stop: form.elements.stop.value, extra: form.elements.extra.value };
-  values.logprobs = form.elements.logprobs.checked;
-  for (const [name] of NUMBERS) {
-    const number = form.elements[name].valueAsNumber;
-    values[name] = Number.isNaN(number) ? null : number;
+async function serverDefaults() {
+  const controller = new AbortController();
+  try {
+    const response = await request("dashboard/events", { signal: controller.signal });
+    for await (const [event] of eventBatches(response)) return JSON.parse(event).server.sampling ?? {};
+  } catch {
+    // without an answer the fields say "default"
+  } finally {
+    controller.abort();
   }
-  return values;
+  return {};
 }

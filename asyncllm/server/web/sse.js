@@ -28,6 +28,8 @@ export async function* eventBatches(response) {
       const events = parser.feed(decoder.decode(value, { stream: true }).replaceAll("\r", ""));
       if (events.length) yield events;
     }
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Error("The connection to the server was lost.");
   } finally {
     reader.cancel().catch(() => {}); // already closed or aborted: nothing is left to release
   }

@@ -1,14 +1,13 @@
 // Conversations and settings in this browser. One localStorage key per conversation, so that two
 // tabs do not overwrite each other's; per-token probabilities are not kept, they would fill it.
 
+import { newAnswer } from "./answer.js";
+import { newConversation } from "./conversation.js";
+
 const PREFIX = "asyncllm.chat.";
 const SETTINGS = "asyncllm.settings";
-
-/** {id, title, updated, system, messages: [{role, content, ...}]} */
-export function newConversation() {
-  const id = crypto.getRandomValues(new Uint32Array(3)).join("-"); // randomUUID wants https
-  return { id, title: "", updated: Date.now(), system: "", messages: [] };
-}
+const EXPORT = "asyncllm conversations";
+const TEXTS = ["finish", "error"]; // of an answer, null until they are known; its other nulls are numbers
 
 /** The newest first. What cannot be read (another version's, damaged) is left out. */
 export function loadConversations() {
@@ -24,14 +23,46 @@ export function loadConversation(id) {
 
 /** False when the browser has no room for it. */
 export function saveConversation(conversation) {
-  const kept = (name, value) => (name === "tokens" ? undefined : value);
-  return put(PREFIX + conversation.id, JSON.stringify(conversation, kept));
+  return put(PREFIX + conversation.id, toJson(conversation));
 }
 
 export const deleteConversation = (id) => localStorage.removeItem(PREFIX + id);
 
 export const loadSettings = () => parse(localStorage.getItem(SETTINGS)) ?? {};
 export const saveSettings = (settings) => put(SETTINGS, JSON.stringify(settings));
+
+/** All of them as the text of one file. */
+export const exported = (conversations) => toJson({ format: EXPORT, version: 1, conversations });
+
+/** The conversations of such a file, as new ones. Throws for what is none. */
+export function imported(text) {
+  const file = parse(text);
+  if (file?.format !== EXPORT || !file.conversations?.every(isConversation)) {
+    throw new TypeError("this is no file that the page exported");
+  }
+  return file.conversations.map(({ title, updated, system, messages }) => {
+    const fresh = newConversation();
+    return { ...likeIn(fresh, { title, updated, system }), id: fresh.id, messages: messages.map(cleanMessage) };
+  });
+}
+
+/** Only known fields of the right kind, from a file that anybody may have written. */
+function cleanMessage(message) {
+  const clean = likeIn(message.role === "user" ? { role: "user", content: "" } : newAnswer(0), message);
+  clean.toolCalls = clean.toolCalls?.map((call) => likeIn({ id: "", name: "", arguments: "" }, call ?? {}));
+  delete clean.tokens;
+  return clean;
+}
+
+/** `example` with those values of `given` that are of the same kind. */
+function likeIn(example, given) {
+  const entries = Object.entries(example).map(([name, value]) => {
+    const kind = value === null ? (TEXTS.includes(name) ? "string" : "number") : typeof value;
+    const isLike = typeof given[name] === kind && Array.isArray(given[name]) === Array.isArray(value);
+    return [name, isLike ? given[name] : value];
+  });
+  return Object.fromEntries(entries);
+}
 
 /** Calls `changed(id)` when another tab wrote or deleted a conversation. */
 export function onOtherTab(changed) {
@@ -40,7 +71,13 @@ export function onOtherTab(changed) {
   });
 }
 
-const isConversation = (value) => typeof value?.id === "string" && Array.isArray(value.messages);
+const toJson = (value) => JSON.stringify(value, (name, kept) => (name === "tokens" ? undefined : kept));
+
+const isConversation = (value) =>
+  typeof value?.id === "string" && Array.isArray(value.messages) && value.messages.every(isMessage);
+
+const isMessage = (value) =>
+  (value?.role === "user" || value?.role === "assistant") && typeof value.content === "string";
 
 function parse(text) {
   try {

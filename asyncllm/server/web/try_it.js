@@ -1,5 +1,6 @@
 // A request to this server, by hand: the body to edit, the same as a curl line, and what comes back.
 
+import { answerOf } from "./api.js";
 import { copyButton, el } from "./dom.js";
 
 const MAX_SHOWN_CHARS = 200_000;
@@ -43,7 +44,7 @@ export function tryIt(operation, authorization) {
     status.textContent = "Sending …";
     const began = performance.now();
     try {
-      const response = await fetch(url(), {
+      const response = await answerOf(url(), {
         method: operation.method,
         headers: { ...authorization(), ...(body ? { "Content-Type": "application/json" } : {}) },
         body: body?.value,
@@ -55,7 +56,7 @@ export function tryIt(operation, authorization) {
       status.textContent = `${response.status} ${response.statusText}, ${Math.round(performance.now() - began)} ms`;
     } catch (error) {
       status.dataset.ok = "false";
-      status.textContent = error.name === "AbortError" ? "Stopped." : `No answer: ${error.message}`;
+      status.textContent = error.name === "AbortError" ? "Stopped." : error.message;
     } finally {
       running = null;
       button.textContent = "Send";
