@@ -30,7 +30,7 @@ from asyncllm.model_config import BUILTIN_MODELS
         ("served_model_name", "tiny", "of type list[str] | None, got 'tiny'"),
         ("logits_processors", [3], "of type list[str | type] | None, got [3]"),
         ("model", None, "of type str, got None"),
-        ("dtype", 16, "one of auto, float32, bfloat16, float16, got 16"),
+        ("dtype", 16, "one of auto, float32, bfloat16, float16, half, float, got 16"),
     ],
 )
 def test_a_wrong_type_is_refused_by_name(name: str, value: Any, said: str) -> None:
