@@ -97,13 +97,14 @@ def test_what_comes_too_late_interrupts_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_is_left_pending(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that was taken back would have CPython 3.11 spin where a profiler watches."""
+    calls: list[str] = []
     for seconds in (10.0, 0.0):
         monkeypatch.setattr(render_limit, "THREAD_SECONDS", seconds)
         with ThreadPoolExecutor(1) as pool:
             for _ in range(20):
                 pool.submit(tokenizer.render_chat, chat("Hi")).exception()
             pool.submit(tokenizer.render_chat, []).exception()
-        calls = []
+        calls.clear()
         sys.setprofile(lambda frame, event, argument: calls.append(event))
         chat("Hi")
         sys.setprofile(None)
