@@ -122,7 +122,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar"),
-    ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": 2}}, "structured_outputs"),
 ]
 
 

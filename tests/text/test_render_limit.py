@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -92,3 +93,19 @@ def test_what_comes_too_late_interrupts_nothing(monkeypatch: pytest.MonkeyPatch)
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(work).result(timeout=60) == 499_500
+
+
+def test_nothing_is_left_pending(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that was taken back would have CPython 3.11 spin where a profiler watches."""
+    calls: list[str] = []
+    for seconds in (10.0, 0.0):
+        monkeypatch.setattr(render_limit, "THREAD_SECONDS", seconds)
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(20):
+                pool.submit(tokenizer.render_chat, chat("Hi")).exception()
+            pool.submit(tokenizer.render_chat, []).exception()
+        calls.clear()
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        chat("Hi")
+        sys.setprofile(None)
+        assert "call" in calls

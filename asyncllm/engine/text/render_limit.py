@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
@@ -51,8 +51,7 @@ def _on_alarm(number: int, frame: FrameType | None) -> None:
 def limited(render: Callable[[], T]) -> T:
     """Raises `RenderTimeoutError`."""
     if threading.current_thread() is not threading.main_thread():
-        with _thread_deadline():
-            return render()
+        return _limited_in_thread(render)
     if not _Signal.is_installed:
         return render()
     _Signal.is_armed = True
@@ -64,25 +63,48 @@ def limited(render: Callable[[], T]) -> T:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-@contextmanager
-def _thread_deadline() -> Iterator[None]:
-    thread_id, lock, is_open = threading.get_ident(), threading.Lock(), True
+class _ThreadDeadline:
+    """Raises `RenderTimeoutError` in the thread that made it, once, unless it is closed before."""
 
-    def interrupt() -> None:
-        with lock:
-            if is_open:
-                _set_exception(thread_id, ctypes.py_object(RenderTimeoutError))
+    def __init__(self) -> None:
+        self._thread_id = threading.get_ident()
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._has_fired = False
+        self._timer = threading.Timer(THREAD_SECONDS, self._fire)
+        self._timer.daemon = True
+        self._timer.start()
 
-    timer = threading.Timer(THREAD_SECONDS, interrupt)
-    timer.daemon = True
-    timer.start()
+    def _fire(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._has_fired = True
+                _set_exception(self._thread_id, RenderTimeoutError)
+
+    def close(self) -> None:
+        """Afterwards nothing is raised any more. Raises what has been on its way.
+
+        It must not be taken back instead: CPython 3.11 would then look for it for ever, and spin in
+        a function that a profiler watches.
+        """
+        self._timer.cancel()
+        with self._lock:
+            self._is_open = False
+        while self._has_fired:
+            time.sleep(0)
+
+
+def _limited_in_thread(render: Callable[[], T]) -> T:
+    deadline = _ThreadDeadline()
     try:
-        yield
-    finally:
-        timer.cancel()
-        with lock:  # what was raised too late for the template must not reach anything else
-            is_open = False
-            _set_exception(thread_id, ctypes.py_object())  # NULL: none
+        result = render()
+    except RenderTimeoutError:  # it has fired, and does so once
+        raise
+    except BaseException:
+        deadline.close()
+        raise
+    deadline.close()
+    return result
 
 
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
