@@ -339,7 +339,9 @@ class AsyncLLMEngine:
 
     def _open(self, request_id: str, num_tokens: int = 0) -> EngineCore:
         """Raises `EngineDeadError`, `EngineNotStartedError`, `QueueFullError`."""
-        core = self._running()
+        core = self._core
+        if core is None:
+            return self._running()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(
                 "the engine runs on another event loop: from this thread call "

@@ -26,7 +26,6 @@ from asyncllm.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, Sequence, TokenLogprobs, TokenUpdate
 
 Sink = Callable[[RequestOutput], None]
@@ -179,16 +178,19 @@ def new_states(
 ) -> tuple[RequestState, list[SequenceState]]:
     """The states of a request before its first token, and of its sequences."""
     params = request.sampling_params
+    num_logprobs, wanted = params.num_logprobs, params.repetition_detection
+    # Text is all that most of its steps bring.
+    has_logprobs = num_logprobs is not None or params.prompt_logprobs is not None
+    is_plain = params.n == 1 and not (has_logprobs or params.stop or wanted)
     owner = RequestState(
         request,
         sink,
-        text_sink if _is_plain(params) else None,
+        text_sink if is_plain else None,
         token_text(params, tokenizer),
         num_live=len(request.sequences),
         owes_prompt_logprobs=params.prompt_logprobs is not None,
     )
     stops = StopStrings(params.stop) if params.stop else NO_STOP_STRINGS
-    num_logprobs, wanted = params.num_logprobs, params.repetition_detection
     states = []
     for seq in request.sequences:
         text = sequence_text(request, tokenizer, stops)
@@ -204,10 +206,3 @@ def new_states(
         )
         states.append(state)
     return owner, states
-
-
-def _is_plain(params: SamplingParams) -> bool:
-    """Whether text is all that most of its steps bring."""
-    wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
-    may_stop = params.stop or params.repetition_detection
-    return params.n == 1 and not wants_logprobs and not may_stop
