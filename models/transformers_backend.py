@@ -11,6 +11,7 @@ knows how; after a trial there (transformers_attention.py) its parameters get th
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -149,11 +150,16 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Each parameter that a module registers has no memory; buffers are as they are made."""
-    register = nn.Module.register_parameter
+    """Each parameter that a module registers in this thread has no memory; buffers are as made.
+
+    torch's meta device as a context would take the buffers, too. Modules that an application builds
+    in another thread meanwhile are left alone.
+    """
+    register, builder = nn.Module.register_parameter, threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device != META:
+        is_ours = threading.get_ident() == builder
+        if is_ours and parameter is not None and parameter.device != META:
             parameter = nn.Parameter(parameter.detach().to(META), requires_grad=False)
         register(module, name, parameter)
 

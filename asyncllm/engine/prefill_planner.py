@@ -95,7 +95,7 @@ class PrefillPlanner:
         if not started and not self._waiting:
             return
         begun = [seq.num_prefill - seq.num_computed for seq in started]
-        num_beside = self._max_num_batched_tokens - draft.budget  # decodes and jumps
+        num_beside = self._max_num_batched_tokens - draft.budget  # decodes and forced tokens
         room = self._chunk_policy.room(num_beside, self._num_startable_tokens(), begun)
         draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
         draft.budget, draft.shared = min(draft.budget, room.num_tokens), room.shared

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
+from asyncllm.models.transformers_backend import _parameters_on_meta
 from tests.engine.test_against_transformers import (
     LOGPROB_TOLERANCE,
     REGIMES,
@@ -192,3 +194,13 @@ def test_what_asyncllm_has_not_is_refused_where_it_is_asked_for(tmp_path: Path) 
     write(tmp_path, "Olmo2ForCausalLM")
     with pytest.raises(ModelLoadError, match="'Olmo2ForCausalLM' is not supported"):
         EngineArgs(str(tmp_path), model_impl="asyncllm").create_engine_config()
+
+
+def test_modules_of_another_thread_have_memory() -> None:
+    """An application may build its own while an engine starts."""
+    with _parameters_on_meta():
+        with ThreadPoolExecutor(1) as thread:
+            theirs = thread.submit(torch.nn.Linear, 2, 2).result()
+        ours = torch.nn.Linear(2, 2)
+    assert theirs.weight.device.type == "cpu" and ours.weight.device.type == "meta"
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
