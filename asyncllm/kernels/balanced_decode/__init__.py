@@ -58,6 +58,8 @@ def limit(layer: AttentionLayer, dtype: torch.dtype, block_size: int) -> str | N
     limits = (
         (dtype is torch.bfloat16, str(dtype)),
         (layer.window is None, f"a window of {layer.window}"),
+        (layer.soft_cap is None, f"a soft cap of {layer.soft_cap}"),
+        (layer.sinks is None, "sinks"),
         (layer.head_dim in HEAD_DIMS, f"head_dim {layer.head_dim}"),
         (group <= MAX_GROUP, f"{group} query heads of one KV head"),
         (block_size % TILE == 0, f"block_size {block_size}"),
