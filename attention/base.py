@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from asyncllm.kernels.records import Attend as Attend
+from asyncllm.kernels.records import AttendProjected as AttendProjected
 from asyncllm.kernels.records import AttendRows as AttendRows
 from asyncllm.kernels.records import AttentionLayer as AttentionLayer
 from asyncllm.kernels.records import DecodeRows as DecodeRows

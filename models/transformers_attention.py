@@ -182,8 +182,8 @@ class Step:
         """q [1, heads, T, dim], k and v [1, kv_heads, T, dim]: [1, T, heads, v_dim]."""
         assert self.mixer is not None
         layer: AttentionLayer = getattr(module, LAYER)
-        heads = RotatedHeads(*(x[0].transpose(0, 1) for x in (q, k, v)))
-        out = self.mixer.attend(layer, heads, None)
+        rotated = RotatedHeads(*(x[0].transpose(0, 1) for x in (q, k, v)))
+        out = self.mixer.attend(layer, rotated, None)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         heads = out.view(1, -1, self.num_kv_heads, self.group, self.head_dim)
         return heads[:, :, :kv_heads, :group, : v.shape[3]].flatten(2, 3)

@@ -82,6 +82,8 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...
 
 
+# The same by kernels that begin with the projection: of heads that are not rotated.
+AttendProjected = Callable[[AttentionLayer, torch.Tensor, Rotation], torch.Tensor]
 # Attention of one layer over a mixed step's rows, from its q to its out (see `mixed`).
 AttendRows = Callable[[AttentionLayer], None]
 

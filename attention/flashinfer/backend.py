@@ -18,6 +18,7 @@ import torch
 
 from asyncllm.attention.base import (
     Attend,
+    AttendProjected,
     AttendRows,
     AttentionLayer,
     DecodeRows,
@@ -141,7 +142,9 @@ class FlashInferAttention:
             xqa.bind if "xqa" in names else partial(_bind_triton, cache, num_sms),
         )
 
-    def _decode_from_projection(self, kernels: _KindKernels, rows: DecodeRows) -> Attend | None:
+    def _decode_from_projection(
+        self, kernels: _KindKernels, rows: DecodeRows
+    ) -> AttendProjected | None:
         """One kernel with all from the projection on, where there is one for so many rows."""
         fused = kernels.fused
         if not fused.takes(rows.positions.shape[0]):

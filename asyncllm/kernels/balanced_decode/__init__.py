@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 
 from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start, current_stream
-from asyncllm.kernels.records import Attend, AttendRows, AttentionLayer, DecodeRows, Rotation
+from asyncllm.kernels.records import (
+    AttendProjected,
+    AttendRows,
+    AttentionLayer,
+    DecodeRows,
+    Rotation,
+)
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
@@ -112,7 +118,7 @@ class BalancedDecode:
         self._parts = torch.empty(parts, dtype=torch.float32, device=device)
         self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
 
-    def decode(self, rows: DecodeRows) -> Attend:
+    def decode(self, rows: DecodeRows) -> AttendProjected:
         """From the projection on. Capturable.
 
         Reads rows and rotation before the projection has ended, which itself may start early: they
