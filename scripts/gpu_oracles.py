@@ -21,7 +21,7 @@ import torch
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS
 from asyncllm.worker.decode_autotune import DecodeAutotune
-from asyncllm.worker.decode_kernels import PERSISTENT
+from asyncllm.worker.step_captures import PERSISTENT
 
 Args = dict[str, Any]
 Outcome = tuple[bool, str]  # whether it holds, and what was seen

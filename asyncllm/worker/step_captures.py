@@ -14,15 +14,36 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs, DecodeKernel
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
+from asyncllm.kernels.declaration import Launch, num_sms
+from asyncllm.kernels.persistent_decode import MAX_ROWS
+from asyncllm.models.base import CausalLM
+from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.loader import DELAY_S, ProgressBar
+from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncllm")
+
+PERSISTENT = "persistent"
+
+
+def other_kernels(
+    runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
+) -> list[DecodeKernel]:
+    """The implementations of a decode step among which a start measures, besides the layers.
+    launch: of the persistent kernel, where this start has it."""
+    if launch is None:
+        return []
+    assert isinstance(model, DenseDecoder)
+    persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
+    step = partial(runner.decode_step, forward=persistent.forward)
+    return [DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))]
 
 
 class StepCaptures:

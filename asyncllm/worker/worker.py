@@ -17,6 +17,7 @@ import torch
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
+from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
@@ -25,7 +26,7 @@ from asyncllm.models.registry import build_model, with_cache_shape
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
-from asyncllm.worker import decode_kernels
+from asyncllm.worker import step_captures
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
@@ -208,14 +209,15 @@ class Worker:
     def _load_model(
         self, ops: Ops, early: KernelPrewarm, progress: bool
     ) -> tuple[CausalLM, Callable[[], Launch | None]]:
-        """The model, and the other implementation of its decodes, as `decode_kernels` begins to
-        load it. What can be compiled without the weights is, meanwhile."""
+        """The model, and what waits for the persistent kernel's compiler. What can be compiled
+        without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
         model = build_model(config.model, self._dtype, self.device, ops, model_len)
         # One row, whose GEMMs are other kernels; weights may be missing.
         early.begin(lambda: model.compute_logits(forward_without_attention(model, 1, self.device)))
-        loading = decode_kernels.begin_loading(start_of(config, model, self.device))
+        definitions = persistent_decode.KERNEL.definitions(start_of(config, model, self.device))
+        loading = persistent_decode.KERNEL.begin_loading(self.device, definitions)
         load_weights(model, config.model.path, config.load_format, config.seed, progress)
         return model, loading
 
@@ -236,11 +238,11 @@ class Worker:
         state: DeviceState,
         loading: Callable[[], Launch | None],
     ) -> None:
-        """`loading`: of the other implementation of decodes, as `decode_kernels` began it."""
+        """loading: waits for the persistent kernel's compiler."""
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills()
         with self._phase("decode_kernel"):
-            others = decode_kernels.other_kernels(self.runner, model, cache, loading)
+            others = step_captures.other_kernels(self.runner, model, cache, loading())
         autotune = DecodeAutotune(state, self._config.block_size, self.memory.num_pages)
         with self._phase("graphs"), self._executor.between_steps():
             self._captures.decodes(others, autotune)

@@ -21,7 +21,7 @@ from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch
-from asyncllm.worker import decode_kernels, step_captures
+from asyncllm.worker import step_captures
 from asyncllm.worker.decode_autotune import DecodeAutotune
 from tests.cuda.emulated import compile_for_cpu
 from tests.worker.recorded_graph import RecordedGraph
@@ -104,7 +104,7 @@ def kernel(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedL
     monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
     monkeypatch.setattr(CudaKernel, "supports", lambda declared, device: True)
     monkeypatch.setattr(CudaKernel, "begin_loading", begin_loading)
-    for module in (persistent_decode, decode_kernels):
+    for module in (persistent_decode, step_captures):
         monkeypatch.setattr(module, "num_sms", lambda device: NUM_BLOCKS)
     yield kernel
     kernel.close()

@@ -12,7 +12,7 @@ import torch
 from asyncllm import LLM, RequestOutput, SamplingParams
 from asyncllm.kernels.persistent_decode import KERNEL
 from asyncllm.worker.decode_autotune import DecodeAutotune
-from asyncllm.worker.decode_kernels import PERSISTENT
+from asyncllm.worker.step_captures import PERSISTENT
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.engine import engine_steps
 from asyncllm.graphs.decode_graphs import DecodeKernel
 from asyncllm.graphs.pool import GraphPool
-from asyncllm.worker import decode_kernels, step_captures
+from asyncllm.worker import step_captures
 from asyncllm.worker.decode_autotune import CONTEXT_TOKENS, NUM_ROUNDS, DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.model_runner import ModelRunner
@@ -105,7 +105,7 @@ def test_a_later_autotune_writes_to_no_page_that_is_cached(
 
     monkeypatch.setattr(TorchAttention, "supports_graphs", True)
     monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
-    monkeypatch.setattr(decode_kernels, "other_kernels", other_kernels)
+    monkeypatch.setattr(step_captures, "other_kernels", other_kernels)
     monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 600.0)  # the capture is ours
     args: dict[str, Any] = {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4]}
     args |= {"num_gpu_blocks_override": 20, "max_num_seqs": 4, "swap_space": 0}
