@@ -25,7 +25,6 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.loader import DELAY_S, ProgressBar
 from asyncllm.models.persistent_decode import PersistentDecode
-from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncllm")
@@ -33,17 +32,16 @@ logger = logging.getLogger("asyncllm")
 PERSISTENT = "persistent"
 
 
-def other_kernels(
+def persistent_kernel(
     runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
-) -> list[DecodeKernel]:
-    """The implementations of a decode step among which a start measures, besides the layers.
-    launch: of the persistent kernel, where this start has it."""
+) -> DecodeKernel | None:
+    """launch: where this start has it."""
     if launch is None:
-        return []
+        return None
     assert isinstance(model, DenseDecoder)
     persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
     step = partial(runner.decode_step, forward=persistent.forward)
-    return [DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))]
+    return DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))
 
 
 class StepCaptures:
@@ -81,11 +79,11 @@ class StepCaptures:
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
-    def decodes(self, others: list[DecodeKernel], autotune: DecodeAutotune) -> None:
-        """`others`: implementations of a step besides the layers, which `autotune` times."""
+    def decodes(self, other: DecodeKernel | None) -> None:
+        """other: an implementation of a step besides the layers."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots = runner.inputs.decode_slots
-        decode = DecodeGraphs(runner.decode_step, slots, self._pool, others, autotune)
+        decode = DecodeGraphs(runner.decode_step, slots, self._pool, other)
         # What resampling computes must not lie where the logits are that it reads, which are a
         # step's outputs: it has a pool of its own.
         pool = GraphPool()
@@ -101,8 +99,7 @@ class StepCaptures:
         runner.graphs, runner.masked_graphs = decode, masked
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
-        implementations are timed."""
+        """One of those that are left. Blocks for 10 to 20 ms."""
         try:
             self._pending.popleft()()  # done also where it raises: it is not tried for ever
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well

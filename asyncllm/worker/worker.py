@@ -27,7 +27,6 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
 from asyncllm.worker import step_captures
-from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
@@ -132,7 +131,7 @@ class Worker:
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
         if attention.supports_graphs and not config.enforce_eager:
-            self._capture(model, cache, state, loading)
+            self._capture(model, cache, loading)
         self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._executor.between_steps():
@@ -232,20 +231,15 @@ class Worker:
         prewarm_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
 
     def _capture(
-        self,
-        model: CausalLM,
-        cache: KVCache,
-        state: DeviceState,
-        loading: Callable[[], Launch | None],
+        self, model: CausalLM, cache: KVCache, loading: Callable[[], Launch | None]
     ) -> None:
         """loading: waits for the persistent kernel's compiler."""
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills()
         with self._phase("decode_kernel"):
-            others = step_captures.other_kernels(self.runner, model, cache, loading())
-        autotune = DecodeAutotune(state, self._config.block_size, self.memory.num_pages)
+            other = step_captures.persistent_kernel(self.runner, model, cache, loading())
         with self._phase("graphs"), self._executor.between_steps():
-            self._captures.decodes(others, autotune)
+            self._captures.decodes(other)
 
     @property
     def _most_tokens(self) -> int:
