@@ -150,14 +150,15 @@ class MixedStep:
 
     def _zeros(self, num_tokens: int) -> TokenBuffers:
         layer, device = self.model.attention_layers[0], self.inputs.token_ids.device
-        return TokenBuffers.zeros(num_tokens, layer, self.dtype, device)
+        num_groups = len(self.inputs.write_slots)
+        return TokenBuffers.zeros(num_tokens, layer, num_groups, self.dtype, device)
 
     def _eager_tokens(self, step: StepTokens) -> TokenBuffers:
         tokens, first = self._zeros(step.num_tokens), len(step.decode_slots)
         columns, write_slots = self.staging.upload((step.tokens, step.write_slots))
         for name, values in zip(TOKEN_ARRAYS, columns, strict=True):
             getattr(tokens, name)[first:].copy_(values)
-        tokens.write_slots[first:].copy_(write_slots)
+        tokens.write_slots[:, first:].copy_(write_slots)
         return tokens
 
 

@@ -76,7 +76,9 @@ class ModelRunner:
         self.masked_graphs: SizedGraphs[Recorded] = SizedGraphs()  # `resample`, of the same sizes
         self.work = WorkCounts()
         most_tokens = max(config.prefill_graph_sizes, default=0)
-        self.inputs = inputs = StaticInputs(most_tokens, config.num_slots, device)
+        self.inputs = inputs = StaticInputs(
+            most_tokens, config.num_slots, device, len(state.block_tables)
+        )
         self.slot_writer = SlotWriter(state, inputs, kernels.write_slots)
 
         def read_decodes(num_rows: int, tokens: TokenBuffers) -> DecodeRows:
@@ -209,7 +211,7 @@ class ModelRunner:
     def run_padding(self, num_tokens: int) -> None:
         """A step of one prompt on the padding page, and its first token in the padding slot. On the
         current stream."""
-        step = padding_prompt(num_tokens, self._cache.block_size)
+        step = padding_prompt(num_tokens, self._cache.block_size, len(self._state.block_tables))
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
         tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:

@@ -83,7 +83,8 @@ class SlotChanges:
     """Sequences that take slots, and new entries of block tables; None: the step has none."""
 
     records: np.ndarray | None = None  # int32 [n, RECORD_WORDS] (slot_changes.py)
-    entries: np.ndarray | None = None  # int32 [3, m]: slots, indices, pages
+    # int32 [3, m]: tables (group * slots + slot), indices, pages
+    entries: np.ndarray | None = None
 
     def split(self, max_records: int, max_entries: int) -> list[SlotChanges]:
         """In order, pieces of at most so many of each; at least one."""
@@ -130,13 +131,13 @@ class StepTokens:
     decode_slots: np.ndarray  # int32 [D]
     decode_positions: np.ndarray  # int32 [D]
     tokens: np.ndarray  # int32 [3, P]: positions, lengths of their prompts, ids
-    write_slots: np.ndarray  # int32 [P]: flat KV positions
+    write_slots: np.ndarray  # int32 [groups, P]: flat positions in the cache
     samples: np.ndarray  # int32 [3, R]: which of the D + P tokens; slots; new tokens' positions
     prefills: PrefillRows
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + len(self.write_slots)
+        return len(self.decode_slots) + self.write_slots.shape[1]
 
     @property
     def num_samples(self) -> int:
@@ -159,7 +160,7 @@ class PackedStep(NamedTuple):
     needs_host: bool  # its sampling is launched later, when the tokens before it are known
 
 
-def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
+def padding_prompt(num_tokens: int, block_size: int, num_groups: int = 1) -> StepTokens:
     """A step of one prompt, and its first token, on the padding page and slot."""
     num_pages = -(-num_tokens // block_size)
     zeros = np.zeros(num_tokens, np.int32)
@@ -167,12 +168,12 @@ def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
         decode_slots=zeros[:0],
         decode_positions=zeros[:0],
         tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
-        write_slots=zeros,
+        write_slots=np.tile(zeros, (num_groups, 1)),
         samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
         prefills=PrefillRows(
             query_indptr=np.array([0, num_tokens], np.int32),
             kv_lens=np.array([num_tokens], np.int32),
             page_indptr=np.array([0, num_pages], np.int32),
-            pages=np.full(num_pages, PADDING_PAGE, np.int32),
+            pages=np.full((num_groups, num_pages), PADDING_PAGE, np.int32),
         ),
     )

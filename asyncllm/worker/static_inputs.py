@@ -36,9 +36,12 @@ NO_SLOTS = np.zeros(0, np.int32)
 class StaticInputs:
     """Holds steps of at most `max_rows` rows, and `max_tokens` tokens of steps with prefills."""
 
-    def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, max_rows: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._num_groups = num_groups
         memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._ours = ours = self._split(memory)
         self._buffers = RotatingBuffers([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
@@ -71,8 +74,8 @@ class StaticInputs:
                 return
             end = step.num_tokens
             arrays.tokens[:, first:end] = step.tokens
-            arrays.write_slots[first:end] = step.write_slots
-            arrays.write_slots[end:num_tokens] = 0
+            arrays.write_slots[:, first:end] = step.write_slots
+            arrays.write_slots[:, end:num_tokens] = 0
             self._ours.whole.copy_(tensors.whole, non_blocking=True)
 
     def clear(self) -> None:
@@ -85,7 +88,7 @@ class StaticInputs:
     def _sizes(self) -> tuple[int, ...]:
         """Words of rows, records, entries; of tokens, write_slots."""
         head = len(ROW_ARRAYS) * self._max_rows, MAX_RECORDS * RECORD_WORDS, 3 * MAX_ENTRIES
-        return *head, len(TOKEN_ARRAYS) * self._max_tokens, 2 * self._max_tokens
+        return *head, len(TOKEN_ARRAYS) * self._max_tokens, self._num_groups * 2 * self._max_tokens
 
     def _split(self, memory: torch.Tensor) -> _Parts[torch.Tensor]:
         rows, records, entries, tokens, write_slots = memory.split(self._sizes)
@@ -96,7 +99,7 @@ class StaticInputs:
             records.view(MAX_RECORDS, RECORD_WORDS),
             entries.view(3, MAX_ENTRIES),
             tokens.view(len(TOKEN_ARRAYS), self._max_tokens),
-            write_slots.view(torch.int64),
+            write_slots.view(torch.int64).view(self._num_groups, self._max_tokens),
         )
 
     def _new_buffer(self) -> tuple[_Parts[torch.Tensor], _Parts[np.ndarray]]:
@@ -114,7 +117,7 @@ class _Parts(NamedTuple, Generic[A]):
     records: A
     entries: A
     tokens: A  # [3, max_tokens]
-    write_slots: A
+    write_slots: A  # [groups, max_tokens]
 
 
 def _begin(arrays: _Parts[np.ndarray], decode_slots: np.ndarray, changes: SlotChanges) -> None:

@@ -31,6 +31,7 @@ NO_MOVES = PageMoves()
 
 class StepPacker:
     def __init__(self, num_slots: int, block_size: int) -> None:
+        self._num_slots = num_slots
         self._block_size = block_size
         self._sampling = SlotSampling(num_slots)
         self._decode_slots, self._decode_features = int32([]), NO_FEATURE  # of the last step
@@ -64,7 +65,7 @@ class StepPacker:
             moves = PageMoves(plan.swap_out, plan.page_copies, plan.swap_in)
         return PackedStep(
             moves=moves,
-            changes=pack_changes(plan.slot_inits, plan.page_appends),
+            changes=pack_changes(plan.slot_inits, plan.page_appends, self._num_slots),
             decode_slots=plan.decodes.slots,
             decode_positions=plan.decodes.positions,
             tokens=tokens,
@@ -93,19 +94,20 @@ class StepPacker:
         work."""
         decodes, num_decodes = plan.decodes, len(plan.decodes.slots)
         token_ids: list[int] = []
-        pages: list[int] = []
+        pages: list[list[int]] = [[] for _ in plan.prefills[0].block_ids]
         # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
         # the step, their prompt's length, their row's first page. Before all rows: beginnings.
         of_rows = [(0,) * 7]
         samples: list[tuple[int, int, int]] = []
         for row in plan.prefills:
-            first, first_page, start = len(token_ids), len(pages), row.start
+            first, first_page, start = len(token_ids), len(pages[0]), row.start
             token_ids += row.token_ids
-            pages += row.block_ids
+            for of_group, block_ids in zip(pages, row.block_ids, strict=True):
+                of_group += block_ids
             end = len(token_ids)
             kv_len, prompt_len = start + end - first, len(row.seq.request.prompt_token_ids)
             of_rows.append(
-                (end, len(pages), kv_len, end - first, start - first, prompt_len, first_page)
+                (end, len(pages[0]), kv_len, end - first, start - first, prompt_len, first_page)
             )
             if row.samples:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
@@ -116,7 +118,7 @@ class StepPacker:
         positions += np.arange(len(token_ids), dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
         blocks += tokens[2]
-        write_slots = prefills.pages.take(blocks)
+        write_slots = prefills.pages.take(blocks, axis=1)
         write_slots *= self._block_size
         write_slots += offsets
         tokens[2] = np.fromiter(token_ids, np.int32, len(token_ids))

@@ -58,7 +58,7 @@ class FlashInferAttention:
 
     def __init__(self, cache: KVCache, layers: list[AttentionLayer]) -> None:
         self._cache = cache
-        self._kinds = LayerKinds(layers)
+        self._kinds = LayerKinds(layers, cache.group_of)
         device = cache.layers[0].device
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._num_sms = num_sms(device)
@@ -69,9 +69,13 @@ class FlashInferAttention:
 
     def decode(self, rows: DecodeRows) -> Attend:
         rotated = cached(lambda: self._decode_rotated(rows))  # once for all kinds that need it
-        return self._kinds.select(
-            [self._decode_from_projection(kernels, rows) or rotated() for kernels in self._kernels]
-        )
+
+        def bind(kind: int, group: int) -> Attend:
+            tables = rows.block_tables[group]
+            decode = self._decode_from_projection(self._kernels[kind], tables, rows.positions)
+            return decode or rotated()
+
+        return self._kinds.select(bind)
 
     def write(
         self,
@@ -81,7 +85,8 @@ class FlashInferAttention:
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
-        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], write_slots, q)
+        slots = write_slots[self._cache.group_of[layer.index]]
+        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots, q)
 
     def mixed(
         self,
@@ -106,10 +111,10 @@ class FlashInferAttention:
         return attend
 
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
-        """For layers of one kind, which FA3 and balanced_decode do."""
+        """For layers of one kind and cache group, which FA3 and balanced_decode do."""
         layer, device = self._kinds.layers[0], self._workspace.device
         is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer.window) == "fa3"
-        if len(self._kernels) > 1 or api.private is None or not is_fa3:
+        if len(self._kinds.pairs) > 1 or api.private is None or not is_fa3:
             return None
         if (balanced := self._kernels[0].balanced()) is None:
             return None
@@ -132,16 +137,18 @@ class FlashInferAttention:
             xqa.bind if "xqa" in names else partial(_bind_triton, cache, num_sms),
         )
 
-    def _decode_from_projection(self, kernels: _KindKernels, rows: DecodeRows) -> Attend | None:
+    def _decode_from_projection(
+        self, kernels: _KindKernels, tables: torch.Tensor, positions: torch.Tensor
+    ) -> Attend | None:
         """One kernel with all from the projection on, where there is one for so many rows."""
         fused = kernels.fused
-        if not fused.takes(rows.positions.shape[0]):
-            balanced = _balanced_for(kernels, rows)
-            return None if balanced is None else balanced.decode(rows)
+        if not fused.takes(len(positions)):
+            balanced = _balanced_for(kernels, positions)
+            return None if balanced is None else balanced.decode(tables, positions)
 
         def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             cache = self._cache.layers[layer.index]
-            return fused(layer, qkv, rotation, cache, rows.block_tables, rows.positions)
+            return fused(layer, qkv, rotation, cache, tables, positions)
 
         return attend
 
@@ -151,26 +158,26 @@ class FlashInferAttention:
         lengths = _lengths(rows)
 
         def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            cache = self._cache.layers[layer.index]
-            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
+            cache, group = self._cache.layers[layer.index], self._cache.group_of[layer.index]
+            q = rotate_and_write(layer, qkv, rotation, cache, write_slots[group])
             out = torch.empty_like(q)
             kernels = self._kernels[self._kinds.number_of[layer.index]]
-            kernels.bind_lengths(q, rows.block_tables, lengths, out)(layer)
+            kernels.bind_lengths(q, rows.block_tables[group], lengths, out)(layer)
             return out.flatten(1)
 
         return attend
 
     def _bind_decode(self, q: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> AttendRows:
         """Attention of rotated heads: q, out [rows, heads, head_dim], contiguous."""
-        tables, positions = rows.block_tables, rows.positions
-        lengths = cached(lambda: _lengths(rows))
+        positions, lengths = rows.positions, cached(lambda: _lengths(rows))
 
-        def bind(kernels: _KindKernels) -> AttendRows:
-            if (balanced := _balanced_for(kernels, rows)) is not None:
+        def bind(kind: int, group: int) -> AttendRows:
+            kernels, tables = self._kernels[kind], rows.block_tables[group]
+            if (balanced := _balanced_for(kernels, positions)) is not None:
                 return balanced.bind(q, tables, positions, out)
             return kernels.bind_lengths(q, tables, lengths(), out)
 
-        return self._kinds.select([bind(kernels) for kernels in self._kernels])
+        return self._kinds.select(bind)
 
 
 def _bind_triton(
@@ -211,8 +218,8 @@ def _begin_balanced(
     return wait
 
 
-def _balanced_for(kernels: _KindKernels, rows: DecodeRows) -> BalancedDecode | None:
-    return kernels.balanced() if len(rows.positions) <= MAX_ROWS else None
+def _balanced_for(kernels: _KindKernels, positions: torch.Tensor) -> BalancedDecode | None:
+    return kernels.balanced() if len(positions) <= MAX_ROWS else None
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:

@@ -33,15 +33,15 @@ LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 class Rows:
     """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
 
-    pages: torch.Tensor
+    pages: torch.Tensor  # of all cache groups, one after another
     query_indptr: torch.Tensor
     page_indptr: torch.Tensor
     last_page_lens: torch.Tensor
     kv_lens: torch.Tensor
 
 
-# keys and values of one layer, [pages, block_size, kv_heads, head_dim] each
-Call = Callable[[torch.Tensor, torch.Tensor], Any]
+# keys and values of one layer, [pages, block_size, kv_heads, head_dim] each; its cache group
+Call = Callable[[torch.Tensor, torch.Tensor, int], Any]
 
 
 class PrefillPlan:
@@ -49,8 +49,7 @@ class PrefillPlan:
 
     def __init__(self, kinds: LayerKinds, cache: KVCache, workspace: torch.Tensor) -> None:
         """`workspace` may be shared with what else runs on the stream."""
-        self._block_size = cache.block_size
-        self._keys_values = cache.keys_values
+        self._cache = cache
         kernel = PublicWrapper if api.private is None else PrefillModule
         self._kinds = kinds
         self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
@@ -59,9 +58,15 @@ class PrefillPlan:
 
     def prepare(self, rows: PrefillRows) -> None:
         num_pages = np.diff(rows.page_indptr)
-        last_page_lens = rows.kv_lens - (num_pages - 1) * self._block_size
+        last_page_lens = rows.kv_lens - (num_pages - 1) * self._cache.block_size
         host, device = self._upload(
-            [rows.pages, rows.query_indptr, rows.page_indptr, last_page_lens, rows.kv_lens]
+            [
+                rows.pages.reshape(-1),
+                rows.query_indptr,
+                rows.page_indptr,
+                last_page_lens,
+                rows.kv_lens,
+            ]
         )
         for kernel in self._kernels:
             kernel.plan(host, device)
@@ -69,9 +74,11 @@ class PrefillPlan:
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         """Attention of the planned rows; q, out [their tokens, num_heads, head_dim]."""
         calls, number_of = [kernel.bind(q, out) for kernel in self._kernels], self._kinds.number_of
+        keys_values, group_of = self._cache.keys_values, self._cache.group_of
 
         def attend(layer: AttentionLayer) -> None:
-            calls[number_of[layer.index]](*self._keys_values[layer.index])
+            index = layer.index
+            calls[number_of[index]](*keys_values[index], group_of[index])
 
         return attend
 
@@ -105,6 +112,7 @@ class PrefillModule:
         assert api.private is not None
         self._layer = layer
         self._block_size = cache.block_size
+        self._num_groups = cache.num_groups
         dtype, device = cache.layers[0].dtype, workspace.device
         self._backend = _backend(layer, device)
         self._module = api.private.get_batch_prefill_module(
@@ -133,7 +141,7 @@ class PrefillModule:
 
         pages: int32, those of the rows that the lists are of. It reads nothing else of the rows.
         """
-        assert self._backend == "fa3"
+        assert self._backend == "fa3" and self._num_groups == 1
         self._info, self._rows = places, Rows(*(pages for _ in fields(Rows)))
 
     @cached_property
@@ -144,17 +152,18 @@ class PrefillModule:
         assert self._rows is not None, "bind before plan"
         run, rows = self._module.paged_run, self._rows
         before = (*self._workspaces, self._info, q)
+        pages = rows.pages.chunk(self._num_groups)
         after = (
-            rows.query_indptr, rows.page_indptr, rows.pages, rows.last_page_lens, out,
-            None, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer), self._pdl,
+            rows.last_page_lens, out, None, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer),
+            self._pdl,
             *[None] * 6,  # custom masks, ALiBi, several items in a row
             0.0, self._layer.scale,  # no soft cap
             *[None] * 3,  # scales of FP8
             1.0, 1e4, 0, 0,  # rotation and items, unused
         )  # fmt: skip
 
-        def call(keys: torch.Tensor, values: torch.Tensor) -> None:
-            run(*before, keys, values, *after)
+        def call(keys: torch.Tensor, values: torch.Tensor, group: int) -> None:
+            run(*before, keys, values, rows.query_indptr, rows.page_indptr, pages[group], *after)
 
         return call
 
@@ -166,30 +175,26 @@ class PublicWrapper:
         self._layer = layer
         self._block_size = cache.block_size
         self._dtype = cache.layers[0].dtype
-        self._wrapper = api.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=_backend(layer, workspace.device)
-        )
+        backend = _backend(layer, workspace.device)
+        self._wrappers = [  # by cache group: a plan holds its pages
+            api.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+            for _ in range(cache.num_groups)
+        ]
 
     def plan(self, host: Rows, device: Rows) -> None:
-        self._wrapper.plan(
-            host.query_indptr,
-            host.page_indptr,
-            host.pages,
-            host.last_page_lens,
-            self._layer.num_heads,
-            self._layer.num_kv_heads,
-            self._layer.head_dim,
-            self._block_size,
-            causal=True,
-            sm_scale=self._layer.scale,
-            window_left=_window_left(self._layer),
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
-        )
+        layer = self._layer
+        all_pages = host.pages.chunk(len(self._wrappers))
+        for wrapper, pages in zip(self._wrappers, all_pages, strict=True):
+            wrapper.plan(
+                host.query_indptr, host.page_indptr, pages, host.last_page_lens,
+                layer.num_heads, layer.num_kv_heads, layer.head_dim, self._block_size,
+                causal=True, sm_scale=layer.scale, window_left=_window_left(layer),
+                q_data_type=self._dtype, kv_data_type=self._dtype,
+            )  # fmt: skip
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
-        def call(keys: torch.Tensor, values: torch.Tensor) -> None:
-            self._wrapper.run(q, (keys, values), out=out)
+        def call(keys: torch.Tensor, values: torch.Tensor, group: int) -> None:
+            self._wrappers[group].run(q, (keys, values), out=out)
 
         return call
 

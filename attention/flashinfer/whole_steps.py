@@ -23,7 +23,7 @@ MAX_PAGES = 1 << 16  # of all rows
 
 
 class FlashInferSteps:
-    """A `StepAttention`, for layers of one kind."""
+    """A `StepAttention`, for layers of one kind and cache group."""
 
     max_decodes = MAX_ROWS
     max_prefills = MAX_PREFILLS
@@ -56,8 +56,8 @@ class FlashInferSteps:
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         prefill = self._module.bind(q, out)
         if decodes is None:
-            return lambda layer: prefill(*self._keys_values[layer.index])
-        tables, positions = decodes.block_tables, decodes.positions
+            return lambda layer: prefill(*self._keys_values[layer.index], 0)
+        (tables,), positions = decodes.block_tables, decodes.positions
         rows = slice(len(positions))
         main, side = torch.cuda.current_stream(q.device), self._side
         with torch.cuda.stream(side):
@@ -66,7 +66,7 @@ class FlashInferSteps:
 
         def attend(layer: AttentionLayer) -> None:
             side.wait_stream(main)  # keys and values are written
-            prefill(*self._keys_values[layer.index])
+            prefill(*self._keys_values[layer.index], 0)
             with torch.cuda.stream(side):
                 decode(layer)
             main.wait_stream(side)  # what comes next reads all rows of `out`

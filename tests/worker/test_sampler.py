@@ -40,7 +40,7 @@ class Rig:
         self.sampler = Sampler(self.state, sample_slots_torch, apply_masks_torch)
         self.seqs = [self._sequence(i, p, outputs or []) for i, p in enumerate(params)]
         self.inits = tuple(
-            SlotInit(s, s.slot, [1], len(s.token_ids) - 1, list(s.token_ids)) for s in self.seqs
+            SlotInit(s, s.slot, [[1]], len(s.token_ids) - 1, list(s.token_ids)) for s in self.seqs
         )
 
     @staticmethod
