@@ -17,6 +17,7 @@ from asyncllm.attention.base import (
     AttentionLayer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.attention.heads import rotated_heads
@@ -32,7 +33,9 @@ class TorchAttention:
     def decode(self, rows: DecodeRows) -> Attend:
         write_slots = rows.write_slots(self._cache.block_size)
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
             q = self._rotate_and_write(layer, qkv, rotation, write_slots)
             return self._attend_decodes(layer, q, rows).flatten(1)
 
@@ -41,8 +44,8 @@ class TorchAttention:
     def write(
         self,
         layer: AttentionLayer,
-        qkv: torch.Tensor,
-        rotation: Rotation,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
@@ -76,8 +79,8 @@ class TorchAttention:
     def _rotate_and_write(
         self,
         layer: AttentionLayer,
-        qkv: torch.Tensor,
-        rotation: Rotation,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
         write_slots: Sequence[torch.Tensor] | torch.Tensor,
     ) -> torch.Tensor:
         """Rotated q; keys and values to their pages."""

@@ -18,10 +18,12 @@ import torch
 
 from asyncllm.attention.base import (
     Attend,
+    AttendProjected,
     AttendRows,
     AttentionLayer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.attention.flashinfer import api
@@ -68,20 +70,28 @@ class FlashInferAttention:
         self._plans = RotatingBuffers(plans, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
-        rotated = cached(lambda: self._decode_rotated(rows))  # once for all kinds that need it
+        rotated = cached(lambda: self._decode_rotated(rows))  # once for all that need it
 
-        def bind(kind: int, group: int) -> Attend:
+        def bind(kind: int, group: int) -> AttendProjected:
             tables = rows.block_tables[group]
             decode = self._decode_from_projection(self._kernels[kind], tables, rows.positions)
             return decode or rotated()
 
-        return self._kinds.select(bind)
+        from_projection = self._kinds.select(bind)
+
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
+            call = rotated() if isinstance(qkv, RotatedHeads) else from_projection
+            return call(layer, qkv, rotation)
+
+        return attend
 
     def write(
         self,
         layer: AttentionLayer,
-        qkv: torch.Tensor,
-        rotation: Rotation,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
@@ -113,7 +123,7 @@ class FlashInferAttention:
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
         """For layers of one kind and cache group, which FA3 and balanced_decode do."""
         layer, device = self._kinds.layers[0], self._workspace.device
-        is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer.window) == "fa3"
+        is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer) == "fa3"
         if len(self._kinds.pairs) > 1 or api.private is None or not is_fa3:
             return None
         if (balanced := self._kernels[0].balanced()) is None:
@@ -139,7 +149,7 @@ class FlashInferAttention:
 
     def _decode_from_projection(
         self, kernels: _KindKernels, tables: torch.Tensor, positions: torch.Tensor
-    ) -> Attend | None:
+    ) -> AttendProjected | None:
         """One kernel with all from the projection on, where there is one for so many rows."""
         fused = kernels.fused
         if not fused.takes(len(positions)):
@@ -155,14 +165,17 @@ class FlashInferAttention:
     def _decode_rotated(self, rows: DecodeRows) -> Attend:
         """Two kernels: one rotates and writes, one attends."""
         write_slots = rows.write_slots(self._cache.block_size)
-        lengths = _lengths(rows)
+        lengths = cached(lambda: _lengths(rows))
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
             cache, group = self._cache.layers[layer.index], self._cache.group_of[layer.index]
             q = rotate_and_write(layer, qkv, rotation, cache, write_slots[group])
             out = torch.empty_like(q)
             kernels = self._kernels[self._kinds.number_of[layer.index]]
-            kernels.bind_lengths(q, rows.block_tables[group], lengths, out)(layer)
+            tables = rows.block_tables[group]
+            _bind_kind(kernels, q, tables, rows.positions, lengths, out)(layer)
             return out.flatten(1)
 
         return attend
@@ -172,12 +185,24 @@ class FlashInferAttention:
         positions, lengths = rows.positions, cached(lambda: _lengths(rows))
 
         def bind(kind: int, group: int) -> AttendRows:
-            kernels, tables = self._kernels[kind], rows.block_tables[group]
-            if (balanced := _balanced_for(kernels, positions)) is not None:
-                return balanced.bind(q, tables, positions, out)
-            return kernels.bind_lengths(q, tables, lengths(), out)
+            tables = rows.block_tables[group]
+            return _bind_kind(self._kernels[kind], q, tables, positions, lengths, out)
 
         return self._kinds.select(bind)
+
+
+def _bind_kind(
+    kernels: _KindKernels,
+    q: torch.Tensor,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: Callable[[], torch.Tensor],
+    out: torch.Tensor,
+) -> AttendRows:
+    """Attention of rotated heads, whose keys and values are written."""
+    if (balanced := _balanced_for(kernels, positions)) is not None:
+        return balanced.bind(q, block_tables, positions, out)
+    return kernels.bind_lengths(q, block_tables, lengths(), out)
 
 
 def _bind_triton(
@@ -198,6 +223,8 @@ def _bind_triton(
             scale=layer.scale,
             window=layer.window,
             num_sms=num_sms,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
         )
 
     return decode
