@@ -146,7 +146,8 @@ class BlockManager:
         swapped = [(held.first, held.host_pages) for held in table.groups]
         is_new = not any(pages for _, pages in swapped)
         swap_in: list[tuple[int, int]] = []
-        for held, held.pages, of_group in zip(table.groups, lists, names, strict=True):
+        for held, pages, of_group in zip(table.groups, lists, names, strict=True):
+            held.pages = pages
             on_host = list(map(self.host.find, of_group)) if is_new else held.host_pages
             held.host_pages = []
             swap_in += [
@@ -272,7 +273,8 @@ class BlockManager:
         lists, new = _hold(self.host, names, counts)
         _release(self.device, [(held.first, held.pages) for held in table.groups])
         copies: list[tuple[int, int]] = []
-        for held, held.host_pages in zip(table.groups, lists, strict=True):
+        for held, host_pages in zip(table.groups, lists, strict=True):
+            held.host_pages = host_pages
             pairs = zip(held.pages, held.host_pages, strict=False)
             copies += [(page, host_page) for page, host_page in pairs if host_page in new]
             held.pages = []

@@ -112,7 +112,7 @@ class StepPacker:
             if row.samples:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
         columns = np.array([*zip(*of_rows, strict=True)], np.int32)
-        prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], int32(pages))
+        prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], np.array(pages, np.int32))
         tokens = columns[4:, 1:].repeat(columns[3, 1:], axis=1)
         positions = tokens[0]
         positions += np.arange(len(token_ids), dtype=np.int32)
