@@ -78,10 +78,8 @@ def plan_memory(
     """
     page_bytes, peak_bytes = layout.page_bytes, _profile_step(model, config, device)
     model_len = config.max_model_len or config.model.context_window
-    groups, num_blocks = (
-        layout.groups(config.max_num_batched_tokens),
-        -(-model_len // config.block_size),
-    )
+    groups = layout.groups(config.max_num_batched_tokens)
+    num_blocks = -(-model_len // config.block_size)
     most = config.max_num_seqs * num_pages_for(groups, num_blocks)
     num_pages = _num_pages(config, page_bytes, peak_bytes, device, most)
     fits = num_blocks_that_fit(groups, num_pages, num_blocks) * config.block_size
