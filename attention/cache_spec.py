@@ -15,7 +15,7 @@ layers: each layer has a storage of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,7 @@ class CacheLayout:
         alike: dict[CacheSpec, list[int]] = {}
         for index, spec in enumerate(self.specs):
             alike.setdefault(spec, []).append(index)
-        self.num_storages = _bundle_size([len(indices) for indices in alike.values()])
+        self.num_storages = _bundle_size({spec: len(of_spec) for spec, of_spec in alike.items()})
         self.group_of = [0] * len(layers)
         self.storage_of = [0] * len(layers)
         self.windows: list[int | None] = []  # by group
@@ -85,13 +85,15 @@ class CacheLayout:
         return tuple(CacheGroup(self.block_size, w, max_step_tokens) for w in self.windows)
 
 
-def _bundle_size(counts: list[int]) -> int:
-    """Layers of a group, for so many layers of each spec: of the sizes with few groups one that
-    leaves least places empty, else the largest of them."""
+def _bundle_size(counts: dict[CacheSpec, int]) -> int:
+    """Layers of a group, for so many layers of each spec: of the sizes with few groups the one
+    with least empty places in groups that keep every block, then in all; the largest of equals."""
 
-    def num_groups(size: int) -> int:
-        return sum(-(-count // size) for count in counts)
+    def num_places(size: int, which: Iterable[CacheSpec]) -> int:
+        return sum(-(-counts[spec] // size) for spec in which) * size
 
+    growing = [spec for spec in counts if spec.window is None]
     most_groups = max(MAX_GROUPS, len(counts))
-    sizes = [size for size in range(1, max(counts) + 1) if num_groups(size) <= most_groups]
-    return min(sizes, key=lambda size: (num_groups(size) * size, -size))
+    sizes = range(1, max(counts.values()) + 1)
+    few = [size for size in sizes if num_places(size, counts) <= most_groups * size]
+    return min(few, key=lambda size: (num_places(size, growing), num_places(size, counts), -size))

@@ -255,10 +255,8 @@ def _needs(config: Any) -> Iterator[Finding]:
     else:
         total = _memory_bytes()
         room = min(total * CPU_KV_SHARE, total - weights)
-    num_pages, groups = (
-        max(0, int(room / layout.page_bytes)),
-        layout.groups(config.max_num_batched_tokens),
-    )
+    num_pages = max(0, int(room / layout.page_bytes))
+    groups = layout.groups(config.max_num_batched_tokens)
     tokens = num_blocks_that_fit(groups, num_pages, num_pages) * config.block_size
     least = config.max_model_len or config.block_size
     fits: State = "ok" if tokens >= least else "MISSING"

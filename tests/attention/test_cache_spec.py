@@ -30,7 +30,11 @@ def layers(pattern: str, **changes: object) -> list[AttentionLayer]:
         ("wwwf" * 10, [8, 8, 8, None], 10),  # Cohere 2
         ("wwwwwf" * 5 + "wwww", [8] * 6 + [None], 5),  # Gemma 3 4B: one place of 35 is empty
         ("wvf", [8, 12, None], 1),
-        ("f" + "w" * 39, [None] + [8] * 7, 6),  # as few empty places as 8 groups allow
+        (
+            "f" + "w" * 39,
+            [None] + [8] * 7,
+            6,
+        ),  # the full layer's bundle is as small as 8 groups allow
     ],
 )
 def test_bundles(pattern: str, windows: list[int | None], num_storages: int) -> None:
