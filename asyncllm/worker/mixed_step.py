@@ -154,12 +154,13 @@ class MixedStep:
 
     def _zeros(self, num_tokens: int) -> TokenBuffers:
         layer, device = self.model.attention_layers[0], self.inputs.token_ids.device
-        return TokenBuffers.zeros(num_tokens, layer, self.dtype, device)
+        num_groups = len(self.inputs.write_slots)
+        return TokenBuffers.zeros(num_tokens, layer, num_groups, self.dtype, device)
 
     def _eager_tokens(self, step: PackedStep) -> TokenBuffers:
         tokens, first = self._zeros(step.shape.size), len(step.decode_slots)
         (columns,) = self.staging.upload((step.tokens,))
-        for buffer, values in zip(tokens[: len(columns)], columns, strict=True):
+        for buffer, values in zip((*tokens[:3], *tokens.write_slots), columns, strict=True):
             buffer[first:].copy_(values)
         return tokens
 
