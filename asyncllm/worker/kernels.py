@@ -15,8 +15,7 @@ import torch
 
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
-from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
-from asyncllm.kernels.gemm.gemm_cache import GemmCache
+from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.device_state import (

@@ -29,7 +29,6 @@ from asyncllm.worker.mixed_step import MixedStep, eager_shape
 from asyncllm.worker.packed_step import (
     NO_DEVICE_EXTRAS,
     NO_EXTRAS,
-    NO_MOVES,
     DeviceExtras,
     PackedStep,
     padding_prompt,
@@ -117,10 +116,9 @@ class ModelRunner:
 
     def _forward(self, step: PackedStep, graph: StepShape | None) -> Forwarded | None:
         """None for swaps alone."""
-        if step.moves is not NO_MOVES:  # as in few steps
-            self._cache.swap_out(step.moves.swap_out)
-            self._cache.copy_pages(step.moves.copies)
-            self._cache.swap_in(step.moves.swap_in)
+        self._cache.swap_out(step.swap_out)
+        self._cache.copy_pages(step.page_copies)
+        self._cache.swap_in(step.swap_in)
         if step.has_prompts:
             return self._mixed_step(step, graph)
         return self._decode_only(step) if len(step.decode_slots) else None
