@@ -45,10 +45,7 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
         return SlotKernels(
-            gather_slots_torch,
-            fill_decodes_torch,
-            write_slots_torch,
-            sample_slots_torch,
+            gather_slots_torch, fill_decodes_torch, write_slots_torch, sample_slots_torch
         )
     # Slow to import: only where they are used.
     from asyncllm.kernels.sampling.kernel import sample_slots_triton
@@ -59,10 +56,7 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     )
 
     return SlotKernels(
-        gather_slots_triton,
-        fill_decodes_triton,
-        write_slots_triton,
-        sample_slots_triton,
+        gather_slots_triton, fill_decodes_triton, write_slots_triton, sample_slots_triton
     )
 
 
