@@ -9,6 +9,7 @@ decodes only is `decode_step`, eager or from a graph: the same function. Where r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -152,11 +153,11 @@ class ModelRunner:
         kernels than the layers'.
         """
         state = self._state
-        rows = self._kernels.gather_slots(state, slots)
-        decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
+        last_tokens, next_positions, rows = self._kernels.gather_slots(state, slots)
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        logits = (forward or self._layers)(rows.last_tokens, decodes, prompt_lens)
-        return self._kernels.sample_slots(state, logits, slots, rows.next_positions, None), logits
+        rows = replace(rows, max_len=max_len)
+        logits = (forward or self._layers)(last_tokens, rows, prompt_lens)
+        return self._kernels.sample_slots(state, logits, slots, next_positions, None), logits
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """A token for each row of a decode step, again: by the masks that were uploaded for them.
