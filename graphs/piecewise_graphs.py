@@ -33,29 +33,33 @@ class PiecewiseGraphs:
     forward: Forward
     clear: Clear
     pool: GraphPool
+    adapters: Sequence[bool] = (False,)  # False: for steps that have none; True: that have
     writes_changes = False
 
     def __post_init__(self) -> None:
-        self._pieces: SizedGraphs[list[Graph]] = SizedGraphs()
+        self._pieces: dict[bool, SizedGraphs[list[Graph]]] = {
+            adapters: SizedGraphs() for adapters in self.adapters
+        }
 
-    def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
-        size = self._pieces.fitting(num_decodes + prefills.num_tokens)
+    def fitting(self, num_decodes: int, prefills: PrefillRows, adapters: bool) -> StepShape | None:
+        size = self._pieces[adapters].fitting(num_decodes + prefills.num_tokens)
         kind = StepKind.of(num_decodes, prefills.num_tokens)
-        return None if size is None else StepShape(kind, size)
+        return None if size is None else StepShape(kind, size, adapters)
 
     def capture(self, size: int) -> None:
         self.clear()
         tokens = self.buffers.first(size)
-        # Lazily made workspaces and compiled kernels must exist before capture.
-        self.forward(tokens, _no_attention)
-        with self.pool.capture() as capture:
-            self.forward(tokens, lambda layer: capture.cut())
-        self._pieces.add(size, capture.graphs)
+        for adapters, pieces in self._pieces.items():
+            # Lazily made workspaces and compiled kernels must exist before capture.
+            self.forward(tokens, _no_attention, adapters)
+            with self.pool.capture() as capture:
+                self.forward(tokens, lambda layer, capture=capture: capture.cut(), adapters)
+            pieces.add(size, capture.graphs)
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
         tokens = self.buffers.first(shape.size)
         attend_rows = self.bind_attention(tokens, decode_positions, prefills)
-        *before_attention, last = self._pieces[shape.size]
+        *before_attention, last = self._pieces[shape.adapters][shape.size]
         for piece, layer in zip(before_attention, self.layers, strict=True):
             piece.replay()
             attend_rows(layer)

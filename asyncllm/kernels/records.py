@@ -151,6 +151,7 @@ class SlotState(Protocol):
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     top_ks: torch.Tensor
+    adapters: torch.Tensor
     seeds: torch.Tensor
     output_counts: torch.Tensor
 

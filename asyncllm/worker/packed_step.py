@@ -129,10 +129,11 @@ class StepTokens:
 
     decode_slots: np.ndarray  # int32 [D]
     decode_positions: np.ndarray  # int32 [D]
-    tokens: np.ndarray  # int32 [3, P]: positions, lengths of their prompts, ids
+    tokens: np.ndarray  # int32 [3, P]: positions, slots, ids
     write_slots: np.ndarray  # int32 [P]: flat KV positions
     samples: np.ndarray  # int32 [3, R]: which of the D + P tokens; slots; new tokens' positions
     prefills: PrefillRows
+    adapters: bool = False  # some token's sequence has one
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +158,7 @@ class PackedStep(NamedTuple):
     num_top_logprobs: int | None  # the most that any row wants; None: no row wants logprobs
     prompt_logprobs: tuple[PromptLogprobs, ...]
     needs_host: bool  # its sampling is launched later, when the tokens before it are known
+    adapters: bool  # some row's sequence has one
 
 
 def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
@@ -166,7 +168,7 @@ def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
     return StepTokens(
         decode_slots=zeros[:0],
         decode_positions=zeros[:0],
-        tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
+        tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + PADDING_SLOT, zeros)),
         write_slots=zeros,
         samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
         prefills=PrefillRows(
