@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from asyncllm.errors import ContextLengthError as ContextLengthError
     from asyncllm.errors import EngineDeadError as EngineDeadError
     from asyncllm.errors import InvalidRequestError as InvalidRequestError
+    from asyncllm.errors import LoRALoadError as LoRALoadError
     from asyncllm.errors import ModelLoadError as ModelLoadError
     from asyncllm.errors import QueueFullError as QueueFullError
     from asyncllm.errors import RequestFailedError as RequestFailedError
-    from asyncllm.errors import LoRALoadError as LoRALoadError
     from asyncllm.lora import LoRARequest as LoRARequest
     from asyncllm.outputs import BeamSearchOutput as BeamSearchOutput
     from asyncllm.outputs import BeamSearchSequence as BeamSearchSequence

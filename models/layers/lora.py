@@ -16,24 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
+from asyncllm.kernels.records import LoRAWeights as LoRAWeights
 from asyncllm.types import NO_ADAPTER
-
-
-class LoRAWeights(NamedTuple):
-    """A linear layer's matrices of all slots, and where its parts are."""
-
-    a: torch.Tensor  # [slots, parts * max_rank, in]
-    b: torch.Tensor  # [slots, out, max_rank]
-    sizes: tuple[int, ...]  # of each part, in output features
-
-    @property
-    def max_rank(self) -> int:
-        return self.b.shape[2]
-
 
 # (product [T, out], x [T, in], weights, slots int32 [T]): adds each token's to its product, in
 # place. Only enqueues, and may be captured, where its device has streams.
@@ -49,7 +36,7 @@ def add_lora_torch(
             continue
         tokens = (slots == slot).nonzero().squeeze(1)
         shrunk = x[tokens] @ weights.a[slot].T  # [tokens, parts * max_rank]
-        ranks = shrunk.split(weights.max_rank, dim=1)
+        ranks = shrunk.split(weights.b.shape[2], dim=1)
         features = weights.b[slot].split(weights.sizes)
         deltas = [h @ b.T for h, b in zip(ranks, features, strict=True)]
         product.index_add_(0, tokens, torch.cat(deltas, dim=1))
