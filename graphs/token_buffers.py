@@ -15,6 +15,7 @@ from asyncllm.attention.base import (
     AttentionMixer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.models.base import CausalLM, TokenInputs
@@ -59,7 +60,9 @@ def forward(
     prompt_lens: int32 [T], where the model uses them."""
     out = tokens.out.flatten(1)
 
-    def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def attend(
+        layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+    ) -> torch.Tensor:
         attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
         attend_rows(layer)
         return out
