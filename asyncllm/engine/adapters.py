@@ -93,6 +93,10 @@ class AdapterManager:
             raise LoRALoadError(f"the adapter {name!r} is not loaded")
         adapter.pinned = True
 
+    def find(self, name: str) -> LoRARequest | None:
+        known = self._registered.get(name)
+        return None if known is None else known.request
+
     @property
     def requests(self) -> list[LoRARequest]:
         return [known.request for known in self._registered.values()]

@@ -293,6 +293,10 @@ class AsyncLLMEngine:
         adapters = self._running().adapters
         return [] if adapters is None else adapters.requests
 
+    def find_lora(self, lora_name: str) -> LoRARequest | None:
+        adapters = self._running().adapters
+        return None if adapters is None else adapters.find(lora_name)
+
     # --- views -------------------------------------------------------------------------------
 
     @property
