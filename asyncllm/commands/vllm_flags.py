@@ -91,7 +91,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         kv-cache-dtype-skip-layers+ calculate-kv-scales? override-attention-dtype
         """),
     ("not yet", "config.json is the model's own", "hf-config-path"),
-    ("not yet", "adapters have the model's dtype, and all the layers that their files name", """
+    ("not yet", "adapters have the model's dtype and all their layers", """
         lora-dtype=auto lora-target-modules+ fully-sharded-loras? default-mm-loras
         enable-mixed-moe-lora-format? enable-tower-connector-lora? specialize-active-lora?
         """),
