@@ -11,15 +11,16 @@ capture knows. All sizes read and write the same buffers, tokens beyond the step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from asyncllm.attention.base import AttentionLayer, PrefillRows
 from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import BindAttention, Clear, Forward, TokenBuffers
+from asyncllm.graphs.token_buffers import BindAttention, Forward, TokenBuffers
 from asyncllm.step_plan import StepKind, StepShape
 
 
@@ -31,7 +32,6 @@ class PiecewiseGraphs:
     bind_attention: BindAttention
     buffers: TokenBuffers
     forward: Forward
-    clear: Clear
     pool: GraphPool
     adapters: Sequence[bool] = (False,)  # False: for steps that have none; True: that have
     writes_changes = False
@@ -47,14 +47,13 @@ class PiecewiseGraphs:
         return None if size is None else StepShape(kind, size, adapters)
 
     def capture(self, size: int) -> None:
-        self.clear()
         tokens = self.buffers.first(size)
-        for adapters, pieces in self._pieces.items():
-            # Lazily made workspaces and compiled kernels must exist before capture.
-            self.forward(tokens, _no_attention, adapters)
-            with self.pool.capture() as capture:
-                self.forward(tokens, lambda layer, capture=capture: capture.cut(), adapters)
-            pieces.add(size, capture.graphs)
+        for adapters, sizes in self._pieces.items():
+            step = partial(self._run, tokens, adapters)
+            sizes.add(size, self.pool.record_pieces(step)[0])
+
+    def _run(self, tokens: TokenBuffers, adapters: bool, cut: Callable[[], object]) -> object:
+        return self.forward(tokens, lambda layer: cut(), adapters)
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
         tokens = self.buffers.first(shape.size)
@@ -64,7 +63,3 @@ class PiecewiseGraphs:
             piece.replay()
             attend_rows(layer)
         last.replay()
-
-
-def _no_attention(layer: AttentionLayer) -> None:
-    """Attention writes `out` alone, which kernels and shapes do not depend on."""
