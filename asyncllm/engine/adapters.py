@@ -13,7 +13,7 @@ files are read in a thread.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class AdapterManager:
         self._held: OrderedDict[Adapter, None] = OrderedDict()
         self._free_places = deque(range(store.num_places))
         self._free_slots = deque(range(NO_ADAPTER + 1, NO_ADAPTER + 1 + store.num_slots))
+        self._asking: Counter[str] = Counter()  # requests in `acquire`, by name
         self._waiting: deque[asyncio.Future[None]] = deque()  # for a place or a slot
 
     # --- names -------------------------------------------------------------------------------
@@ -106,10 +107,22 @@ class AdapterManager:
         """Names of the adapters that requests have."""
         return [each.request.lora_name for each in self._held if each.num_users]
 
+    @property
+    def waiting(self) -> list[str]:
+        """Names of those that requests wait for."""
+        return list(+self._asking)
+
     # --- requests ----------------------------------------------------------------------------
 
     async def acquire(self, request: LoRARequest) -> Adapter:
         """The adapter, in a slot, for one request, until `release`. Raises `LoRALoadError`."""
+        self._asking[request.lora_name] += 1
+        try:
+            return await self._acquire(request)
+        finally:
+            self._asking[request.lora_name] -= 1
+
+    async def _acquire(self, request: LoRARequest) -> Adapter:
         adapter = await self.add(request)
         adapter.num_users += 1
         try:

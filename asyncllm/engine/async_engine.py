@@ -293,6 +293,11 @@ class AsyncLLMEngine:
         adapters = self._running().adapters
         return [] if adapters is None else adapters.requests
 
+    def lora_activity(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters that requests have, and of those that requests wait for."""
+        adapters = self._running().adapters
+        return ([], []) if adapters is None else (adapters.running, adapters.waiting)
+
     def find_lora(self, lora_name: str) -> LoRARequest | None:
         adapters = self._running().adapters
         return None if adapters is None else adapters.find(lora_name)

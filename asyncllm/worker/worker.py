@@ -232,6 +232,8 @@ class Worker:
         model_len = config.max_model_len or config.model.context_window
         model = build_model(config.model, self._dtype, self.device, ops, model_len, lora)
         if lora is not None:
+            if not lora.layers:
+                raise ValueError("enable_lora: this model's own code takes no adapters")
             lora.allocate()
         # One row, whose GEMMs are other kernels; weights may be missing.
         early.begin(lambda: model.compute_logits(forward_without_attention(model, 1, self.device)))

@@ -128,6 +128,8 @@ class FakeRequest:
 class FakeEngine:
     def __init__(self) -> None:
         self.config = SimpleNamespace(
+            enable_lora=True,
+            max_loras=8,
             served_model_names=("fake", "fake-alias"),
             block_size=16,
             enable_prefix_caching=True,
@@ -213,6 +215,9 @@ class FakeEngine:
         self.live[request_id] = request
         self.seen.append(request)
         return request
+
+    def lora_activity(self) -> tuple[list[str], list[str]]:
+        return ["sql"], []
 
     def list_loras(self) -> list[LoRARequest]:
         return []
