@@ -52,7 +52,7 @@ class PiecewiseGraphs:
             step = partial(self._run, tokens, adapters)
             sizes.add(size, self.pool.record_pieces(step)[0])
 
-    def _run(self, tokens: TokenBuffers, adapters: bool, cut: Callable[[], object]) -> object:
+    def _run(self, tokens: TokenBuffers, adapters: bool, cut: Callable[[], None]) -> object:
         return self.forward(tokens, lambda layer: cut(), adapters)
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:

@@ -128,7 +128,7 @@ class FakeRequest:
 class FakeEngine:
     def __init__(self) -> None:
         self.config = SimpleNamespace(
-            enable_lora=True,
+            enable_lora=False,
             max_loras=8,
             served_model_names=("fake", "fake-alias"),
             block_size=16,

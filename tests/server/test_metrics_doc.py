@@ -21,7 +21,9 @@ HEAD = ["| `asyncllm:` | type | labels | vLLM's | |", "| --- | --- | --- | --- |
 
 async def table() -> list[str]:
     """One line per series."""
-    text = Metrics(FakeEngine(), "fake", "asyncllm").exposition().decode()
+    engine = FakeEngine()
+    engine.config.enable_lora = True
+    text = Metrics(engine, "fake", "asyncllm").exposition().decode()
     lines = []
     for family in text_string_to_metric_families(text):
         if not family.name.startswith("asyncllm:"):
