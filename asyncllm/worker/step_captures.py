@@ -65,12 +65,18 @@ class StepCaptures:
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots = runner.inputs.decode_slots
         decode = DecodeGraphs(runner.decode_step, slots, self._pool, others, autotune)
+        with_adapters = decode
+        if runner.lora is not None:
+            step = partial(runner.decode_step, adapters=True)
+            with_adapters = DecodeGraphs(step, slots, self._pool)
         # What resampling computes must not lie where the logits are that it reads, which are a
         # step's outputs: it has a pool of its own.
         pool = GraphPool()
         masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
+            if with_adapters is not decode:
+                with_adapters.capture(size)
             decode.capture(size)
             logits, rows = decode.logits(size), slots[:size]
             masked.add(size, pool.record(lambda: (runner.resample(logits, rows),)))
@@ -78,6 +84,7 @@ class StepCaptures:
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
         runner.graphs, runner.masked_graphs = decode, masked
+        runner.adapter_graphs = with_adapters
 
     def capture_one(self) -> None:
         """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
@@ -92,7 +99,7 @@ class StepCaptures:
         """Let go of all that is captured, which holds the runner's own methods: a circle."""
         self._pending.clear()
         runner = self._runner
-        runner.graphs = runner.mixed.graphs = None
+        runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
