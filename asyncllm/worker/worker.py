@@ -18,6 +18,7 @@ from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
+from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.lora import LoRALayers
@@ -27,9 +28,8 @@ from asyncllm.models.registry import build_model, model_without_memory
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
-from asyncllm.worker import decode_kernels
+from asyncllm.worker import step_captures
 from asyncllm.worker.adapters import AdapterStore
-from asyncllm.worker.decode_autotune import DecodeAutotune
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
@@ -149,7 +149,7 @@ class Worker:
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
         if attention.supports_graphs and not config.enforce_eager:
-            self._capture(model, cache, state, loading)
+            self._capture(model, cache, loading)
         self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._executor.between_steps():
@@ -226,8 +226,8 @@ class Worker:
     def _load_model(
         self, ops: Ops, lora: LoRALayers | None, early: KernelPrewarm, progress: bool
     ) -> tuple[CausalLM, Callable[[], Launch | None]]:
-        """The model, and the other implementation of its decodes, as `decode_kernels` begins to
-        load it. What can be compiled without the weights is, meanwhile."""
+        """The model, and what waits for the persistent kernel's compiler. What can be compiled
+        without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
         model = build_model(config.model, self._dtype, self.device, ops, model_len, lora)
@@ -237,7 +237,8 @@ class Worker:
             lora.allocate()
         # One row, whose GEMMs are other kernels; weights may be missing.
         early.begin(lambda: model.compute_logits(forward_without_attention(model, 1, self.device)))
-        loading = decode_kernels.begin_loading(start_of(config, model, self.device))
+        definitions = persistent_decode.KERNEL.definitions(start_of(config, model, self.device))
+        loading = persistent_decode.KERNEL.begin_loading(self.device, definitions)
         load_weights(model, config.model.path, config.load_format, config.seed, progress)
         return model, loading
 
@@ -252,20 +253,15 @@ class Worker:
         prewarm_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
 
     def _capture(
-        self,
-        model: CausalLM,
-        cache: KVCache,
-        state: DeviceState,
-        loading: Callable[[], Launch | None],
+        self, model: CausalLM, cache: KVCache, loading: Callable[[], Launch | None]
     ) -> None:
-        """`loading`: of the other implementation of decodes, as `decode_kernels` began it."""
+        """loading: waits for the persistent kernel's compiler."""
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills()
         with self._phase("decode_kernel"):
-            others = decode_kernels.other_kernels(self.runner, model, cache, loading)
-        autotune = DecodeAutotune(state, self._config.block_size, self.memory.num_pages)
+            other = step_captures.persistent_kernel(self.runner, model, cache, loading())
         with self._phase("graphs"), self._executor.between_steps():
-            self._captures.decodes(others, autotune)
+            self._captures.decodes(other)
 
     @property
     def _most_tokens(self) -> int:

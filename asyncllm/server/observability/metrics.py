@@ -279,7 +279,7 @@ def _aborted(cause: str) -> Read:
 
 
 def _ran(kind: str, mode: str) -> Read:
-    return lambda s: s.work.steps[kind, mode]  # type: ignore[index]
+    return lambda s: s.work.steps[kind, mode]
 
 
 def _cache_labels(engine: AsyncLLMEngine, stats: SchedulerStats) -> Labels:
