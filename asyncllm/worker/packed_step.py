@@ -118,7 +118,7 @@ class PromptLogprobs:
 
 NO_MOVES = PageMoves()
 NO_ROWS = np.zeros(0, np.int32)
-NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS)
+NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS[None])
 
 
 class PackedStep(NamedTuple):
@@ -129,7 +129,7 @@ class PackedStep(NamedTuple):
     decode_positions: np.ndarray  # int32 [D]
     sampled_slots: np.ndarray  # int32 [R]
     # The next three are of steps with prompts alone.
-    # int32 [3 + groups, P]: ids, positions, prompts' lengths, flat positions in each group's pages
+    # int32 [3 + groups, P]: ids, positions, prompts' lengths; flat positions in each group's cache
     tokens: np.ndarray = NO_ROWS
     samples: np.ndarray = NO_ROWS  # int32 [3, R]: which of D + P tokens; slots; the new positions
     prefills: PrefillRows = NO_PROMPTS
@@ -153,7 +153,7 @@ class PackedStep(NamedTuple):
         return StepShape(kind, num_decodes + num_prompt_tokens)
 
 
-def padding_prompt(num_tokens: int, block_size: int, num_groups: int) -> PackedStep:
+def padding_prompt(num_tokens: int, block_size: int, num_groups: int = 1) -> PackedStep:
     """A step of one prompt, and its first token, on the padding page and slot."""
     num_pages = -(-num_tokens // block_size)
     tokens = np.zeros((3 + num_groups, num_tokens), np.int32)

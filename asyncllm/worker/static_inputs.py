@@ -40,8 +40,8 @@ class StaticInputs:
     ) -> None:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
-        self._num_groups = len(state.block_tables)
         self._state, self._write_slots = state, write_slots
+        self._num_groups = len(state.block_tables)
         device = state.positions.device
         memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._ours = ours = self._split(memory)
@@ -77,9 +77,9 @@ class StaticInputs:
             if num_tokens is None:
                 self._ours.head.copy_(tensors.head, non_blocking=True)
                 return
-            end = first + step.tokens.shape[1]
-            arrays.tokens[:, first:end] = step.tokens[:3]
-            arrays.write_slots[:, first:end] = step.tokens[3:]
+            end, num_arrays = first + step.tokens.shape[1], len(TOKEN_ARRAYS)
+            arrays.tokens[:, first:end] = step.tokens[:num_arrays]
+            arrays.write_slots[:, first:end] = step.tokens[num_arrays:]
             arrays.write_slots[:, end:num_tokens] = 0
             self._ours.whole.copy_(tensors.whole, non_blocking=True)
 

@@ -111,16 +111,16 @@ class StepPacker:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
         columns = np.array([*zip(*of_rows, strict=True)], np.int32)
         prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], np.array(pages, np.int32))
-        of_tokens = columns[3:, 1:].repeat(columns[3, 1:], axis=1)
-        of_tokens[0] = np.fromiter(token_ids, np.int32, len(token_ids))
-        positions = of_tokens[1]
+        tokens = columns[3:, 1:].repeat(columns[3, 1:], axis=1)
+        tokens[0] = np.fromiter(token_ids, np.int32, len(token_ids))
+        positions, first_pages = tokens[1], tokens[3]
         positions += np.arange(len(token_ids), dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
-        blocks += of_tokens[3]  # the row's first page
-        write_slots = prefills.pages.take(blocks, axis=1)
+        blocks += first_pages
+        write_slots = prefills.pages.take(blocks, axis=1)  # [groups, P]
         write_slots *= self._block_size
         write_slots += offsets
-        tokens = np.concatenate((of_tokens[:3], write_slots))
+        tokens = np.concatenate((tokens[:3], write_slots))
         return tokens, _samples(plan.decodes, samples), prefills
 
 
