@@ -24,7 +24,16 @@ BUILTIN_MODELS = {
     "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
 }
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (

@@ -16,14 +16,22 @@ from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.llama import build_llama
 from asyncllm.models.mistral import build_mistral
+from asyncllm.models.mixtral import build_mixtral
+from asyncllm.models.olmoe import build_olmoe
 from asyncllm.models.qwen2 import build_qwen2
+from asyncllm.models.qwen2_moe import build_qwen2_moe
 from asyncllm.models.qwen3 import build_qwen3
+from asyncllm.models.qwen3_moe import build_qwen3_moe
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, Build], CausalLM]] = {
     "LlamaForCausalLM": build_llama,
     "MistralForCausalLM": build_mistral,
+    "MixtralForCausalLM": build_mixtral,
+    "OlmoeForCausalLM": build_olmoe,
     "Qwen2ForCausalLM": build_qwen2,
+    "Qwen2MoeForCausalLM": build_qwen2_moe,
     "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3MoeForCausalLM": build_qwen3_moe,
 }
 
 

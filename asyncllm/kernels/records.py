@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -93,7 +93,11 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """The constants of one RMSNorm. weight: [size]."""
+    """The constants of one RMSNorm. weight: [size].
+
+    In the model's dtype the weight multiplies what was rounded to it, as Llama's does; in float32
+    before the rounding, as that of Gemma (which holds 1 + weight here) and OLMo.
+    """
 
     weight: torch.Tensor
     eps: float
@@ -119,6 +123,38 @@ class Normed:
             return self.values
         mean = self.squares.sum(1, keepdim=True) / self.values.shape[1]
         return (self.values * (mean + self.eps).rsqrt()).to(self.values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """activation(gate) * up. clamped: gate at most `limit` and up within +-`limit`, then
+    gate * sigmoid(alpha * gate) * (up + 1)."""
+
+    name: Literal["silu", "gelu_tanh", "clamped"]
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+SILU = Activation("silu")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """The experts of each token, all different, and what they count."""
+
+    ids: torch.Tensor  # int64 or int32 [T, k], below the number of experts
+    gates: torch.Tensor  # float32 [T, k]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """One layer's experts in the model's dtype: down(activation(gate(x)) * up(x)) each."""
+
+    gate_up: torch.Tensor  # [experts, 2 * size, hidden_size], the gates before the ups
+    down: torch.Tensor  # [experts, hidden_size, size]
+    gate_up_bias: torch.Tensor | None  # [experts, 2 * size]
+    down_bias: torch.Tensor | None  # [experts, hidden_size]
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True)

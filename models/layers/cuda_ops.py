@@ -9,7 +9,8 @@ from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemv.kernel import gemv, gemv_add_norm
 from asyncllm.kernels.rms_norm.kernel import add_rms_norm, rms_norm, swiglu
 from asyncllm.kernels.skinny_gemm import SkinnyGemm
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers import torch_ops
+from asyncllm.models.layers.ops import SILU, Activation, ExpertWeights, Norm, Normed, Routed
 
 
 class CudaOps:
@@ -27,8 +28,11 @@ class CudaOps:
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm)
 
-    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu(x)
+    def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
+        return swiglu(x) if activation == SILU else torch_ops.swiglu(x, activation)
+
+    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+        return torch_ops.grouped_experts(x.whole(), weights, routed)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
         add_rms_norm(x, residual, norm)
@@ -63,6 +67,8 @@ class CudaOps:
         assert x.squares is None, "what is added to a residual comes from no norm"
         if x.values.shape[0] == 1:
             return gemv_add_norm(x.values, weight, bias, residual, norm)
-        if self._skinny_gemm.takes_sum(x.values, weight):
+        # It reads the norm's weight in the model's dtype.
+        is_plain = norm.weight.dtype == residual.dtype
+        if is_plain and self._skinny_gemm.takes_sum(x.values, weight):
             return self._skinny_gemm.add_linear(x.values, weight, bias, residual, norm)
         return None

@@ -10,10 +10,14 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from asyncllm.model_config import ModelConfig
@@ -44,6 +48,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -56,6 +66,9 @@ def rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1000.0, **parameters}}
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": llama(),
     "llama-linear": llama(**rope("linear", factor=2.0)),
@@ -63,6 +76,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-yarn": llama(**rope("yarn", **YARN)),
     "llama-yarn-mscale": llama(**rope("yarn", **YARN, attention_factor=1.3, beta_fast=8.0)),
     "llama-dynamic": llama(**rope("dynamic", factor=2.0)),
+    "llama-longrope": llama(**rope("longrope", **LONGROPE)),
     "llama-mqa": llama(num_key_value_heads=1),
     "llama-mha": llama(num_key_value_heads=4),
     "llama-attention-bias": llama(attention_bias=True),
@@ -81,6 +95,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True
     ),
     "qwen3-windows": Qwen3Config(**SHAPE, head_dim=16, **QWEN2_WINDOWS),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe-sparse": Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False, mlp_only_layers=[1]
+    ),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SHAPE, **EXPERTS, shared_expert_intermediate_size=24, decoder_sparse_step=2
+    ),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False),
 }
 
 

@@ -1,0 +1,82 @@
+"""What the native families take for granted of a configuration, and the errors where it is not so.
+
+Every error names config.json, the key and its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.checkpoint import num_stored_layers
+from asyncllm.models.layers.ops import SILU, Activation
+
+ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")}
+
+
+def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
+    """The error for one key of config.json; `reason` continues after its value."""
+    value = getattr(config.hf_config, key, None)
+    return ModelLoadError(f"{config.path / 'config.json'}: {key} {value!r} {reason}")
+
+
+def require(config: ModelConfig, **values: tuple[Any, ...]) -> None:
+    """Each key has one of these values. Raises `ModelLoadError`."""
+    for key, allowed in values.items():
+        if getattr(config.hf_config, key, None) not in allowed:
+            words = " or ".join(map(repr, allowed))
+            raise unsupported(config, key, f"is not supported, only {words}")
+
+
+def positive(config: ModelConfig, key: str, at_most: str | None = None) -> int:
+    """A key that counts something, no more than another one. Raises `ModelLoadError`."""
+    value = getattr(config.hf_config, key, None)
+    if not isinstance(value, int) or value < 1:
+        raise unsupported(config, key, "must be a positive integer")
+    if at_most is not None and value > (most := positive(config, at_most)):
+        raise unsupported(config, key, f"is more than {at_most} {most}")
+    return value
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """Of the feed-forward. Raises `ModelLoadError`."""
+    hf = config.hf_config
+    key = "hidden_act" if getattr(hf, "hidden_activation", None) is None else "hidden_activation"
+    if (found := ACTIVATIONS.get(getattr(hf, key))) is None:
+        words = ", ".join(map(repr, ACTIVATIONS))
+        raise unsupported(config, key, f"is not supported, only {words}")
+    return found
+
+
+def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """One entry per layer, as `layer_types` names them; without, one window for all."""
+    hf = config.hf_config
+    if getattr(hf, "layer_types", None) is None:
+        return (getattr(hf, "sliding_window", None),) * config.num_layers
+    windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
+    if not set(hf.layer_types) <= windows.keys() or len(hf.layer_types) != config.num_layers:
+        raise unsupported(
+            config, "layer_types", f"must be {config.num_layers} of {', '.join(windows)}"
+        )
+    if "sliding_attention" in hf.layer_types and hf.sliding_window is None:
+        raise unsupported(config, "sliding_window", "must be set: layer_types asks for it")
+    return tuple(windows[layer_type] for layer_type in hf.layer_types)
+
+
+def check_decoder(config: ModelConfig) -> None:
+    """All that every family takes for granted. Raises `ModelLoadError`."""
+    hf = config.hf_config
+    if getattr(hf, "quantization_config", None) is not None:
+        raise unsupported(config, "quantization_config", "is not supported")
+    if hf.num_attention_heads % config.num_kv_heads:
+        raise unsupported(
+            config,
+            "num_attention_heads",
+            f"is no multiple of {config.num_kv_heads} key-value heads",
+        )
+    num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
+    if num_stored and config.num_layers > num_stored:
+        raise unsupported(
+            config, "num_hidden_layers", f"is more than the {num_stored} of the checkpoint"
+        )
