@@ -5,8 +5,9 @@ from __future__ import annotations
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DecoderSpec, DenseDecoder, FeedForward
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.experts import Experts, Router, Routing
+from asyncllm.models.layers.experts import Experts, Router
 from asyncllm.models.layers.experts_method import ExpertsShape, load_each
+from asyncllm.models.layers.ops import Routing
 from asyncllm.models.supported import activation_of, layer_windows, positive
 
 LOAD = load_each(gate="w1", up="w3", down="w2")

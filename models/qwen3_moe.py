@@ -7,9 +7,10 @@ from dataclasses import replace
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder, FeedForward
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.experts import Experts, Router, Routing
+from asyncllm.models.layers.experts import Experts, Router
 from asyncllm.models.layers.experts_method import ExpertsShape, load_each
 from asyncllm.models.layers.mlp import MLP, MLPSpec
+from asyncllm.models.layers.ops import Routing
 from asyncllm.models.qwen3 import qwen3_spec
 from asyncllm.models.supported import activation_of, positive
 

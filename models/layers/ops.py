@@ -22,6 +22,7 @@ from asyncllm.kernels.records import ExpertWeights as ExpertWeights
 from asyncllm.kernels.records import Norm as Norm
 from asyncllm.kernels.records import Normed as Normed
 from asyncllm.kernels.records import Routed as Routed
+from asyncllm.kernels.records import Routing as Routing
 
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
@@ -38,6 +39,13 @@ class Ops(Protocol):
 
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         """activation(gate) * up, where gate and up are the halves of x [T, 2 * size]: [T, size]."""
+        ...
+
+    def route(
+        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+    ) -> Routed:
+        """logits [T, experts]; correction: float32 [experts], added where experts are chosen, not
+        to their gates."""
         ...
 
     def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:

@@ -18,6 +18,7 @@ from asyncllm.models.layers.ops import (
     Normed,
     Ops,
     Routed,
+    Routing,
 )
 
 
@@ -30,6 +31,11 @@ class TorchOps(Ops):
 
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         return swiglu(x, activation)
+
+    def route(
+        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+    ) -> Routed:
+        return route(logits, correction, routing)
 
     def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
         return grouped_experts(x.values, weights, routed)
@@ -82,3 +88,29 @@ def grouped_experts(x: torch.Tensor, weights: ExpertWeights, routed: Routed) -> 
     unsorted[order] = out
     gates = routed.gates.unsqueeze(1)  # [T, 1, k]
     return (gates @ unsorted.view(len(x), top_k, -1).float()).squeeze(1).to(x.dtype)
+
+
+def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing) -> Routed:
+    """`Ops.route`."""
+    logits = logits.float()
+    if routing.score == "top_softmax":
+        best, ids = logits.topk(routing.top_k, dim=-1)
+        return Routed(ids, best.softmax(-1))
+    scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
+    choice = scores if correction is None else scores + correction
+    if routing.num_groups > 1:
+        choice = choice.masked_fill(~_in_best_groups(choice, routing), routing.excluded)
+    ids = choice.topk(routing.top_k, dim=-1).indices
+    gates = scores.gather(1, ids)
+    if routing.renormalise:
+        gates = gates / (gates.sum(-1, keepdim=True) + routing.least_sum)
+    return Routed(ids, gates if routing.scale == 1.0 else gates * routing.scale)
+
+
+def _in_best_groups(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """[T, experts] -> bool of the same shape."""
+    groups = choice.unflatten(1, (routing.num_groups, -1))
+    num_best = 2 if routing.group_score == "two" else 1
+    best = groups.topk(num_best, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+    kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return kept.unsqueeze(-1).expand_as(groups).flatten(1)
