@@ -156,8 +156,10 @@ class DecoderLayer:
             self.before_feed_forward,
             self.after_feed_forward,
         )
-        for child in (self.attention, self.feed_forward, *filter(None, norms)):
-            yield from child.loads()
+        yield from self.attention.loads()
+        yield from self.feed_forward.loads()
+        for norm in filter(None, norms):
+            yield from norm.loads()
 
     def finish_loading(self) -> None:
         for linear in self.attention.linears:

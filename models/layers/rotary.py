@@ -181,8 +181,10 @@ def build_rotary(
         inv_freq, scaling = compute(config.hf_config, layer_type=layer_type)
         if len(inv_freq) != rotary_dim // 2:
             raise ValueError(f"{len(inv_freq)} frequencies for {rotary_dim} entries of a head")
-        window = parameters.get("original_max_position_embeddings")
-        if rope_type == "longrope" and window < build.max_model_len:
+        if rope_type == "longrope":
+            window = int(parameters["original_max_position_embeddings"])
+            if window >= build.max_model_len:
+                return StaticRotary(inv_freq, scaling, head_dim, build)
             long, _ = compute(config.hf_config, seq_len=window + 1, layer_type=layer_type)
             return LongRotary([inv_freq, long], scaling, window, head_dim, build)
         return StaticRotary(inv_freq, scaling, head_dim, build)
