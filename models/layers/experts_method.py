@@ -46,7 +46,7 @@ class ExpertsMethod(Protocol):
     def apply(
         self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
     ) -> torch.Tensor:
-        """The sum of each token's experts by their gates: [T, hidden_size], a new tensor."""
+        """As `Ops.experts`."""
         ...
 
 

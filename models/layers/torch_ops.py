@@ -38,9 +38,10 @@ class TorchOps(Ops):
         return route(logits, correction, routing)
 
     def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
-        return grouped_experts(x.values, weights, routed)
+        return grouped_experts(x.values, weights, routed).unsqueeze(1)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        x = x if x.dim() == 2 else x.sum(1)
         if norm.weight.dtype != x.dtype:
             return Normed(self.rms_norm(residual.add_(x), norm))
         residual32 = residual.add_(x).float()
@@ -66,7 +67,8 @@ def swiglu(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def grouped_experts(x: torch.Tensor, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
-    """`Ops.experts`, of x [T, hidden_size], by two grouped products over rows sorted by expert.
+    """The sum of each token's experts by their gates, by two grouped products over sorted rows:
+    [T, hidden_size] -> the same shape, a new tensor.
 
     Where an expert's rows end is known on the device alone, so this can be captured.
     """
