@@ -22,15 +22,16 @@ import torch
 from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load, TokenInputs
-from asyncllm.models.layers.attention import Attention, AttentionSpec
+from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
+from asyncllm.models.layers.latent_attention import LatentSpec
 from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.norm import RMSNorm
 from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed
 from asyncllm.models.layers.rotary import Rotary, build_rotary
-from asyncllm.models.supported import activation_of, check_decoder
+from asyncllm.models.supported import activation_of, check_decoder, draft_names
 
 
 class FeedForward(Protocol):
@@ -73,7 +74,7 @@ class DecoderSpec:
 
     windows: tuple[int | None, ...]
     rotaries: tuple[Rotary, ...] = ()
-    attention: AttentionSpec = PLAIN_ATTENTION
+    attention: AttentionSpec | LatentSpec = PLAIN_ATTENTION
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     soft_cap: float | None = None  # of attention's scores
     mlp: MLPSpec = PLAIN_MLP
@@ -89,11 +90,12 @@ class DecoderSpec:
     def is_plain(self) -> bool:
         """Only windows, biases and norms of heads differ from Llama: what `persistent_decode`
         takes for granted."""
-        has_plain_norm = self.attention.qk_norm != "all"
+        if not isinstance(self.attention, AttentionSpec) or self.attention.qk_norm == "all":
+            return False
         attention = replace(self.attention, qkv_bias=False, output_bias=False, qk_norm=None)
         mlp = replace(self.mlp, bias=False)
         rest = replace(self, windows=(), attention=attention, mlp=mlp)
-        return has_plain_norm and rest == DecoderSpec(windows=())
+        return rest == DecoderSpec(windows=())
 
 
 class DecoderLayer:
@@ -101,14 +103,9 @@ class DecoderLayer:
         hf = config.hf_config
         name = f"model.layers.{index}"
         eps = hf.rms_norm_eps
-        self.attention = Attention(
-            f"{name}.self_attn",
-            attention_layer(index, config, spec, build),
-            hf.hidden_size,
-            eps,
-            spec.attention,
-            build,
-        )
+        layer = attention_layer(index, config, spec, build)
+        make = spec.attention.make
+        self.attention = make(f"{name}.self_attn", layer, hf.hidden_size, eps, build)
 
         def norm(part: str | None) -> RMSNorm | None:
             if part is None:
@@ -196,7 +193,7 @@ class DenseDecoder:
         self._input_norms = [*(layer.before_attention for layer in self.layers), self.norm]
         self.attention_layers = [layer.attention.layer for layer in self.layers]
         self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in self.rotaries)
-        self.aliases = self.lm_head.aliases
+        self.aliases = {**self.lm_head.aliases, **draft_names(config)}
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         # Before the embedding, the last ordinary launch: layers' kernels read it before their wait.

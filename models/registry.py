@@ -10,6 +10,11 @@ import torch
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
+from asyncllm.models.deepseek import build_deepseek_v2, build_deepseek_v3
+from asyncllm.models.gemma import build_gemma
+from asyncllm.models.glm4 import build_glm4, build_glm4_moe
+from asyncllm.models.gpt_oss import build_gpt_oss
+from asyncllm.models.granite import build_granite
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
 from asyncllm.models.layers.ops import Ops
@@ -17,17 +22,30 @@ from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.llama import build_llama
 from asyncllm.models.mistral import build_mistral
 from asyncllm.models.mixtral import build_mixtral
+from asyncllm.models.olmo import build_olmo2, build_olmo3
 from asyncllm.models.olmoe import build_olmoe
+from asyncllm.models.phi3 import build_phi3
 from asyncllm.models.qwen2 import build_qwen2
 from asyncllm.models.qwen2_moe import build_qwen2_moe
 from asyncllm.models.qwen3 import build_qwen3
 from asyncllm.models.qwen3_moe import build_qwen3_moe
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, Build], CausalLM]] = {
+    "DeepseekV2ForCausalLM": build_deepseek_v2,
+    "DeepseekV3ForCausalLM": build_deepseek_v3,
+    "Gemma2ForCausalLM": build_gemma,
+    "Gemma3ForCausalLM": build_gemma,
+    "Glm4ForCausalLM": build_glm4,
+    "Glm4MoeForCausalLM": build_glm4_moe,
+    "GptOssForCausalLM": build_gpt_oss,
+    "GraniteForCausalLM": build_granite,
     "LlamaForCausalLM": build_llama,
     "MistralForCausalLM": build_mistral,
     "MixtralForCausalLM": build_mixtral,
+    "Olmo2ForCausalLM": build_olmo2,
+    "Olmo3ForCausalLM": build_olmo3,
     "OlmoeForCausalLM": build_olmoe,
+    "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen2MoeForCausalLM": build_qwen2_moe,
     "Qwen3ForCausalLM": build_qwen3,

@@ -9,8 +9,9 @@ from typing import Any
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.checkpoint import num_stored_layers
+from asyncllm.models.checkpoint import Checkpoint, num_stored_layers
 from asyncllm.models.layers.ops import SILU, Activation
+from asyncllm.models.layers.rotary import HeadOrder
 
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")}
 
@@ -62,6 +63,31 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
     if "sliding_attention" in hf.layer_types and hf.sliding_window is None:
         raise unsupported(config, "sliding_window", "must be set: layer_types asks for it")
     return tuple(windows[layer_type] for layer_type in hf.layer_types)
+
+
+def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | None:
+    """Of heads of which `partial_rotary_factor` rotates; None where kernels need no other."""
+    factor = (config.hf_config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    rotary_dim = int(config.head_dim * factor) if isinstance(factor, float | int) else 0
+    if not 0 < rotary_dim <= config.head_dim or rotary_dim % 2 or config.head_dim % 2:
+        raise unsupported(config, "rope_parameters", f"rotates no part of {config.head_dim}")
+    if rotary_dim == config.head_dim and not interleaved:
+        return None
+    return HeadOrder(config.head_dim, rotary_dim, interleaved)
+
+
+def draft_names(config: ModelConfig) -> dict[str, None]:
+    """The tensors of layers behind the last, which predict further tokens, and are not used."""
+    num_drafts = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+    indices = range(config.num_layers, config.num_layers + num_drafts)
+    prefixes = tuple(f"model.layers.{index}." for index in indices)
+    if not prefixes:
+        return {}
+    try:
+        names = Checkpoint(config.path).names
+    except ModelLoadError:  # raised again where the weights are asked for
+        return {}
+    return {name: None for name in names if name.startswith(prefixes)}
 
 
 def check_decoder(config: ModelConfig) -> None:

@@ -5,7 +5,6 @@ The floors above pass these on; attention/base.py and models/layers/ops.py say w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -161,7 +160,7 @@ class Routing:
     score: of each expert, from its logit; "top_softmax" is the softmax over those taken alone.
     renormalise: the gates' sum is 1, before `scale` multiplies them.
     Of `num_groups` groups of experts only the best `top_groups` count: by the sum of their two best
-    scores, or the best one where `group_score` is "max". What is left out counts `excluded`.
+    scores, or the best one where `group_score` is "max".
     """
 
     top_k: int
@@ -171,7 +170,6 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     group_score: Literal["two", "max"] = "two"
-    excluded: float = -math.inf
     least_sum: float = 0.0  # added to the sum that renormalises
 
 

@@ -20,8 +20,7 @@ class Embedding:
     ) -> None:
         self.weight_name = f"{name}.weight"
         self.weight = build.empty(vocab_size, size)
-        # Rounded to the weight's dtype, as Gemma's was in training.
-        self._scale = torch.tensor(scale, dtype=build.dtype).item()
+        self._scale = scale
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 or int64 [T] -> [T, size], a new tensor."""

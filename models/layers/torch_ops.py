@@ -101,7 +101,7 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routin
     scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
     choice = scores if correction is None else scores + correction
     if routing.num_groups > 1:
-        choice = choice.masked_fill(~_in_best_groups(choice, routing), routing.excluded)
+        choice = choice.masked_fill(~_in_best_groups(choice, routing), -torch.inf)
     ids = choice.topk(routing.top_k, dim=-1).indices
     gates = scores.gather(1, ids)
     if routing.renormalise:
