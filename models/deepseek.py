@@ -16,6 +16,7 @@ from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.latent_attention import LatentSpec
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.ops import Routing
+from asyncllm.models.layers.rotary import build_rotary
 from asyncllm.models.qwen3_moe import LOAD, dense_mlp
 from asyncllm.models.supported import activation_of, positive, require, unsupported
 
@@ -51,12 +52,11 @@ def _build(
         v_dim=positive(config, "v_head_dim"),
         bias=hf.attention_bias,
     )
-    if config.head_dim != attention.rotary_dim:
-        raise unsupported(config, "head_dim", f"is not qk_rope_head_dim {attention.rotary_dim}")
     if attention.v_dim > attention.plain_dim + attention.rotary_dim:
         raise unsupported(config, "v_head_dim", "is more than a key has")
     spec = DecoderSpec(
         windows=(None,) * config.num_layers,
+        rotaries=(build_rotary(config, build, attention.order),) * config.num_layers,
         attention=attention,
         attention_scale=_scale(config, attention),
         feed_forward=feed_forward,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from asyncllm.errors import ModelLoadError
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.deepseek import build_deepseek_v2, build_deepseek_v3
@@ -29,6 +32,8 @@ from asyncllm.models.qwen2 import build_qwen2
 from asyncllm.models.qwen2_moe import build_qwen2_moe
 from asyncllm.models.qwen3 import build_qwen3
 from asyncllm.models.qwen3_moe import build_qwen3_moe
+
+logger = logging.getLogger("asyncllm")
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, Build], CausalLM]] = {
     "DeepseekV2ForCausalLM": build_deepseek_v2,
@@ -71,30 +76,39 @@ def build_model(
         from asyncllm.models.transformers_backend import TransformersModel
 
         return TransformersModel(model_config, build)
+    file, architecture = model_config.path / "config.json", model_config.architecture
     try:
-        return ARCHITECTURES[model_config.architecture](model_config, build)
+        return ARCHITECTURES[architecture](model_config, build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs
         model_type = model_config.hf_config.model_type
         raise ModelLoadError(
-            f"{model_config.path / 'config.json'}: model_type {model_type!r} does not fit "
-            f"{model_config.architecture}: {error}"
+            f"{file}: model_type {model_type!r} does not fit {architecture}: {error}"
         ) from error
+    except NotImplementedError as error:  # of a method of a layer's weights
+        raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
 
 
-def with_cache_shape(
-    model_config: ModelConfig, dtype: torch.dtype, max_model_len: int
-) -> ModelConfig:
-    """With the KV shape of the model's layers, which only transformers' own code knows.
+def settled(config: EngineConfig) -> EngineConfig:
+    """With the implementation that serves its model exactly, and the KV shape of its layers.
 
-    Raises as `build_model`.
+    What a native family does not serve is left to transformers, unless ours was asked for. Raises
+    as `build_model`.
     """
-    if model_config.implementation == "asyncllm":
-        return model_config
-    meta = torch.device("meta")
-    layers = build_model(model_config, dtype, meta, TorchOps(), max_model_len).attention_layers
-    return replace(
-        model_config,
-        num_layers=len(layers),
-        num_kv_heads=layers[0].num_kv_heads,
-        head_dim=layers[0].head_dim,
-    )
+    model = config.model
+    try:
+        layers = _layers(config, model)
+    except UnsupportedModelError as error:
+        if model.asked_implementation != "auto":
+            raise
+        logger.info("falling back to transformers' model: %s", error)
+        model = replace(ModelConfig.from_folder(model.path, "transformers"), fallback=str(error))
+        layers = _layers(config, model)
+    kv_heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
+    model = replace(model, num_layers=len(layers), num_kv_heads=kv_heads, head_dim=head_dim)
+    return replace(config, model=model)
+
+
+def _layers(config: EngineConfig, model: ModelConfig) -> list[AttentionLayer]:
+    model_len = config.max_model_len or model.context_window
+    dtype, meta = getattr(torch, config.dtype), torch.device("meta")
+    return build_model(model, dtype, meta, TorchOps(), model_len).attention_layers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.checkpoint import Checkpoint, num_stored_layers
 from asyncllm.models.layers.ops import SILU, Activation
@@ -16,10 +16,14 @@ from asyncllm.models.layers.rotary import HeadOrder
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")}
 
 
-def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
+def unsupported(config: ModelConfig, key: str, reason: str) -> UnsupportedModelError:
     """The error for one key of config.json; `reason` continues after its value."""
+    return UnsupportedModelError(_text(config, key, reason))
+
+
+def _text(config: ModelConfig, key: str, reason: str) -> str:
     value = getattr(config.hf_config, key, None)
-    return ModelLoadError(f"{config.path / 'config.json'}: {key} {value!r} {reason}")
+    return f"{config.path / 'config.json'}: {key} {value!r} {reason}"
 
 
 def require(config: ModelConfig, **values: tuple[Any, ...]) -> None:
@@ -96,13 +100,9 @@ def check_decoder(config: ModelConfig) -> None:
     if getattr(hf, "quantization_config", None) is not None:
         raise unsupported(config, "quantization_config", "is not supported")
     if hf.num_attention_heads % config.num_kv_heads:
-        raise unsupported(
-            config,
-            "num_attention_heads",
-            f"is no multiple of {config.num_kv_heads} key-value heads",
-        )
+        reason = f"is no multiple of {config.num_kv_heads} key-value heads"
+        raise ModelLoadError(_text(config, "num_attention_heads", reason))
     num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
     if num_stored and config.num_layers > num_stored:
-        raise unsupported(
-            config, "num_hidden_layers", f"is more than the {num_stored} of the checkpoint"
-        )
+        reason = f"is more than the {num_stored} of the checkpoint"
+        raise ModelLoadError(_text(config, "num_hidden_layers", reason))

@@ -212,11 +212,15 @@ def _device(properties: Any, index: int) -> Finding:
 def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
+    from asyncllm.models.registry import settled
+
     try:
         # Dummy weights: what is on the hub is judged by its small files, before all of it is here.
-        config = replace(engine_args, load_format="dummy").create_engine_config()
-        yield Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
-        yield Finding("model", "implementation", config.model.implementation)
+        config = settled(replace(engine_args, load_format="dummy").create_engine_config())
+        model = config.model
+        yield Finding("model", "name", f"{model.path} ({model.architecture})")
+        state: State = "note" if model.fallback else "ok"
+        yield Finding("model", "implementation", model.implementation, state, model.fallback)
         yield from _needs(config)
     except (ModelLoadError, ValueError) as error:
         yield Finding("model", "name", str(error), "MISSING", "another folder, or another flag")
@@ -224,7 +228,7 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     if kernels.nothing_to_build(config) is None:
         modules = kernels.modules_of(config)
         absent = [module.name for module in modules if not module.is_built]
-        state: State = "note" if absent else "ok"
+        state = "note" if absent else "ok"
         advice = "asyncllm kernels build MODEL: else the first start compiles them"
         built = f"{len(modules) - len(absent)} of {len(modules)} FlashInfer modules built"
         yield Finding("model", "kernels", built, state, advice if absent else "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import build_model, with_cache_shape
+from asyncllm.models.registry import build_model, settled
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
@@ -85,10 +85,8 @@ class Worker:
     ) -> None:
         self.phases: dict[str, float] = {}
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        model_len = config.max_model_len or config.model.context_window
-        with self._phase("cache_shape"):
-            shaped = with_cache_shape(config.model, self._dtype, model_len)
-        self._config = config = replace(config, model=shaped)
+        with self._phase("implementation"):
+            self._config = config = settled(config)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
         host_pages = begin_host_pages(config, self.device)

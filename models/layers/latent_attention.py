@@ -35,6 +35,11 @@ class LatentSpec:
     v_dim: int
     bias: bool
 
+    @property
+    def order(self) -> HeadOrder:
+        """Of the part that rotates."""
+        return HeadOrder(self.rotary_dim, self.rotary_dim, interleaved=True)
+
     def make(
         self,
         name: str,
@@ -54,7 +59,7 @@ class LatentAttention:
     ) -> None:
         self._spec = spec
         heads, qk_dim = layer.num_heads, spec.plain_dim + spec.rotary_dim
-        order = HeadOrder(spec.rotary_dim, spec.rotary_dim, interleaved=True).entries()
+        order = spec.order.entries()
         one_q = torch.cat((torch.arange(spec.plain_dim), spec.plain_dim + order))
         q_rows = (torch.arange(heads).unsqueeze(1) * qk_dim + one_q).flatten()
         kv_rows = torch.cat((torch.arange(spec.kv_rank), spec.kv_rank + order))

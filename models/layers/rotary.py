@@ -23,7 +23,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from asyncllm.attention.base import AttentionLayer, Rotation
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import UnsupportedModelError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
@@ -153,7 +153,7 @@ def build_rotary(
 ) -> Rotary:
     """The variant that `rope_parameters` asks for, or its entry of a type of layers.
 
-    Raises `ModelLoadError` naming what is not supported.
+    Raises `UnsupportedModelError` naming what is not supported.
     """
     parameters: dict[str, Any] = config.hf_config.rope_parameters or {}
     if layer_type is not None:
@@ -221,5 +221,5 @@ def _cos_sin(angles: torch.Tensor) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _error(config: ModelConfig, message: str) -> ModelLoadError:
-    return ModelLoadError(f"{config.path / 'config.json'}: rope_parameters: {message}")
+def _error(config: ModelConfig, message: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{config.path / 'config.json'}: rope_parameters: {message}")
