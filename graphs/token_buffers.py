@@ -13,7 +13,6 @@ from asyncllm.attention.base import (
     AttentionBackend,
     AttentionLayer,
     AttentionMixer,
-    DecodeRows,
     PrefillRows,
     RotatedHeads,
     Rotation,
@@ -27,25 +26,31 @@ class TokenBuffers(NamedTuple):
     token_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int32 [T]
     prompt_lens: torch.Tensor  # int32 [T]
-    write_slots: torch.Tensor  # int64 [T], 0 is in the padding page
+    write_slots: torch.Tensor  # int64 [groups, T], 0 is in the padding page
     q: torch.Tensor  # [T, num_heads, head_dim]
     out: torch.Tensor  # the same: attention's output
 
     @classmethod
     def zeros(
-        cls, num_tokens: int, layer: AttentionLayer, dtype: torch.dtype, device: torch.device
+        cls,
+        num_tokens: int,
+        layer: AttentionLayer,
+        num_groups: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> TokenBuffers:
         """Zeros: valid inputs, and attention outputs that no row can take harm from."""
         token_ids, positions, prompt_lens = torch.zeros(
             3, num_tokens, dtype=torch.int32, device=device
         ).unbind()
-        write_slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        write_slots = torch.zeros(num_groups, num_tokens, dtype=torch.int64, device=device)
         heads = (num_tokens, layer.num_heads, layer.head_dim)
         q, out = torch.zeros((2, *heads), dtype=dtype, device=device).unbind()
         return cls(token_ids, positions, prompt_lens, write_slots, q, out)
 
     def first(self, num_tokens: int) -> TokenBuffers:
-        return TokenBuffers(*(tensor[:num_tokens] for tensor in self))
+        tokens = TokenBuffers(*(tensor[:num_tokens] for tensor in self))
+        return tokens._replace(write_slots=self.write_slots[:, :num_tokens])
 
 
 def forward(
@@ -72,10 +77,3 @@ Forward = Callable[[TokenBuffers, AttendRows], object]
 # (tokens, the decodes' positions int32 [decodes], prefills) -> attention over rows and pages that
 # the host knows
 BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]
-# (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
-ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
-# Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
-# that writes must go to the padding page.
-Clear = Callable[[], object]
-# The step's changes of slots, which its decodes read: before them.
-WriteChanges = Callable[[], object]

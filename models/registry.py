@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from asyncllm.attention.base import AttentionLayer
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.model_config import ModelConfig
@@ -88,27 +87,27 @@ def build_model(
         raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
 
 
-def settled(config: EngineConfig) -> EngineConfig:
-    """With the implementation that serves its model exactly, and the KV shape of its layers.
+def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
+    """With the implementation that serves its model exactly; and that model without memory.
 
     What a native family does not serve is left to transformers, unless ours was asked for. Raises
     as `build_model`.
     """
-    model = config.model
+    dtype = getattr(torch, config.dtype)
+    model_len = config.max_model_len or config.model.context_window
     try:
-        layers = _layers(config, model)
+        return config, model_without_memory(config.model, dtype, model_len)
     except UnsupportedModelError as error:
-        if model.asked_implementation != "auto":
+        if config.model.asked_implementation != "auto":
             raise
         logger.info("falling back to transformers' model: %s", error)
-        model = replace(ModelConfig.from_folder(model.path, "transformers"), fallback=str(error))
-        layers = _layers(config, model)
-    kv_heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
-    model = replace(model, num_layers=len(layers), num_kv_heads=kv_heads, head_dim=head_dim)
-    return replace(config, model=model)
+        other = ModelConfig.from_folder(config.model.path, "transformers")
+        config = replace(config, model=replace(other, fallback=str(error)))
+    return config, model_without_memory(config.model, dtype, model_len)
 
 
-def _layers(config: EngineConfig, model: ModelConfig) -> list[AttentionLayer]:
-    model_len = config.max_model_len or model.context_window
-    dtype, meta = getattr(torch, config.dtype), torch.device("meta")
-    return build_model(model, dtype, meta, TorchOps(), model_len).attention_layers
+def model_without_memory(
+    model_config: ModelConfig, dtype: torch.dtype, max_model_len: int
+) -> CausalLM:
+    """For what is to be known before there are weights. Raises as `build_model`."""
+    return build_model(model_config, dtype, torch.device("meta"), TorchOps(), max_model_len)

@@ -4,19 +4,20 @@ Other tensors that outlive a step (input buffers, pages, workspaces) are listed 
 docs/ARCHITECTURE.md.
 
 Readers and writers are device work on the one compute stream, in step order, so no tensor here
-needs an event. S = slots (running sequences + 1), P = pages per sequence, V = vocabulary.
+needs an event. S = slots (running sequences + 1), G = cache groups,
+P = pages per sequence, V = vocabulary.
 
-  tensor           dtype  shape   written by                    read by
-  last_tokens      int32  [S]     init, sampler                 the next decode's embedding
-  positions        int32  [S]     init, sampler                 decode: RoPE, KV write, lengths, RNG
-  prompt_lens      int32  [S]     init                          dynamic RoPE
-  block_tables     int32  [S, P]  init, page appends            attention
-  temperatures ..  f32    [S]     init                          sampler
-  top_ks           int32  [S]     init                          sampler
-  seeds            int64  [S]     init                          sampler
-  output_counts    int32  [S, V]  init, inputs (if penalised)   penalties
-  in_prompt        bool   [S, V]  init (if penalised)           repetition penalty
-  allowed          bool   [S, V]  init (if restricted)          sampler; made on first use
+  tensor           dtype  shape      written by                    read by
+  last_tokens      int32  [S]        init, sampler                 the next decode's embedding
+  positions        int32  [S]        init, sampler                 RoPE, KV write, lengths, RNG
+  prompt_lens      int32  [S]        init                          dynamic RoPE
+  block_tables     int32  [G, S, P]  init, page appends            attention
+  temperatures ..  f32    [S]        init                          sampler
+  top_ks           int32  [S]        init                          sampler
+  seeds            int64  [S]        init                          sampler
+  output_counts    int32  [S, V]     init, inputs (if penalised)   penalties
+  in_prompt        bool   [S, V]     init (if penalised)           repetition penalty
+  allowed          bool   [S, V]     init (if restricted)          sampler; made on first use
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from asyncllm.attention.base import DecodeRows
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.kernels.records import SlotRows
-from asyncllm.worker.packed_step import AllowedInit, PenaltyInit, SamplingExtras
+from asyncllm.worker.packed_step import SamplingExtras, SlotTokens
 
 FLOAT_PARAMS = (
     "temperatures",
@@ -42,7 +43,12 @@ FLOAT_PARAMS = (
 
 class DeviceState:
     def __init__(
-        self, num_slots: int, pages_per_sequence: int, vocab_size: int, device: torch.device
+        self,
+        num_slots: int,
+        pages_per_sequence: int,
+        vocab_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -50,7 +56,7 @@ class DeviceState:
         self.last_tokens = int32(num_slots)
         self.positions = int32(num_slots)
         self.prompt_lens = int32(num_slots)
-        self.block_tables = int32(num_slots, pages_per_sequence)
+        self.block_tables = int32(num_groups, num_slots, pages_per_sequence)
         # One tensor, so that a slot's parameters arrive in one copy; the views name its rows.
         self.float_params = torch.zeros(len(FLOAT_PARAMS), num_slots, device=device)
         self.temperatures, self.top_ps, self.min_ps = self.float_params[:3]
@@ -63,12 +69,19 @@ class DeviceState:
         self.allowed: torch.Tensor | None = None
 
     def apply(self, extras: SamplingExtras[torch.Tensor]) -> None:
-        """Write what few sequences that take slots have: penalties, allowed tokens. The rest is
-        written by a `WriteSlots` (slot_changes.py)."""
-        if extras.penalties is not None:
-            self._init_penalties(extras.penalties)
+        """Write what few sequences that take slots have: tokens that count for penalties, tokens
+        that are allowed. The rest is written by a `WriteSlots` (slot_changes.py)."""
+        if extras.prompt_tokens is not None:
+            _set_true(self.in_prompt, extras.prompt_tokens)
+        if extras.output_tokens is not None:
+            slots, row_slots, tokens = extras.output_tokens
+            self.output_counts.index_fill_(0, slots.long(), 0)
+            places = row_slots, tokens
+            self.output_counts.index_put_(places, torch.ones_like(tokens), accumulate=True)
         if extras.allowed is not None:
-            self._init_allowed(extras.allowed)
+            if self.allowed is None:
+                self.allowed = torch.zeros_like(self.in_prompt)
+            _set_true(self.allowed, extras.allowed)
 
     @property
     def penalties(self) -> tuple[torch.Tensor, ...]:
@@ -88,21 +101,6 @@ class DeviceState:
         is_penalised = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
         return is_penalised & (slots != 0)
 
-    def _init_penalties(self, init: PenaltyInit[torch.Tensor]) -> None:
-        slots = init.slots.long()
-        self.in_prompt.index_fill_(0, slots, False)  # `[slots] = False` would synchronise
-        self.output_counts.index_fill_(0, slots, 0)
-        _set_true(self.in_prompt, init.prompt_slots, init.prompt_tokens)
-        output = (init.output_slots, init.output_tokens)
-        ones = torch.ones_like(init.output_tokens)
-        self.output_counts.index_put_(output, ones, accumulate=True)
-
-    def _init_allowed(self, init: AllowedInit[torch.Tensor]) -> None:
-        if self.allowed is None:
-            self.allowed = torch.zeros_like(self.in_prompt)
-        self.allowed.index_fill_(0, init.slots.long(), False)
-        _set_true(self.allowed, init.row_slots, init.tokens)
-
     def advance(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Each slot's sampled token, and the position that it will be computed at.
 
@@ -112,9 +110,12 @@ class DeviceState:
         self.positions[slots] = torch.where(slots == 0, 0, positions)
 
 
-def _set_true(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
-    """table[rows, columns] = True, without a scalar that would have to travel to the device."""
-    table.index_put_((rows, columns), torch.ones_like(columns, dtype=torch.bool))
+def _set_true(table: torch.Tensor, lists: SlotTokens[torch.Tensor]) -> None:
+    """bool [slots, V]: these tokens of these slots, and no others. By no scalar that would have to
+    travel to the device: `[slots] = False` would synchronise."""
+    table.index_fill_(0, lists.slots.long(), False)
+    places = lists.row_slots, lists.tokens
+    table.index_put_(places, torch.ones_like(lists.tokens, dtype=torch.bool))
 
 
 # (state, slots int32 [rows]) -> the rows of a step of decodes alone. Counts the inputs. Only
@@ -125,8 +126,8 @@ GatherSlots = Callable[[DeviceState, torch.Tensor], SlotRows]
 def gather_slots_torch(state: DeviceState, slots: torch.Tensor) -> SlotRows:
     """The reference `GatherSlots`."""
     state.count_inputs(slots)
-    positions = state.positions[slots]
-    return SlotRows(state.last_tokens[slots], positions, positions + 1, state.block_tables[slots])
+    positions, tables = state.positions[slots], state.block_tables[:, slots].unbind()
+    return SlotRows(state.last_tokens[slots], positions, positions + 1, tables)
 
 
 # (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows of decodes beside
@@ -141,12 +142,12 @@ def fill_decodes_torch(
     """The reference `FillDecodes`."""
     state.count_inputs(slots)
     first, is_valid = tokens.first(len(slots)), slots > 0
-    rows = DecodeRows(state.block_tables[slots], state.positions[slots])
+    rows = DecodeRows(state.block_tables[:, slots].unbind(), state.positions[slots])
     for buffer, values in (
         (first.token_ids, state.last_tokens[slots]),
         (first.positions, rows.positions),
         (first.prompt_lens, state.prompt_lens[slots]),
-        (first.write_slots, rows.write_slots(block_size)),
+        *zip(first.write_slots, rows.write_slots(block_size), strict=True),
     ):
         buffer.copy_(torch.where(is_valid, values, buffer))
     return DecodeRows(rows.block_tables, torch.where(is_valid, rows.positions, -1))

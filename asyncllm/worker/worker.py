@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
@@ -21,7 +22,7 @@ from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import build_model, settled
+from asyncllm.models.registry import build_model, settle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
@@ -85,11 +86,13 @@ class Worker:
     ) -> None:
         self.phases: dict[str, float] = {}
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        with self._phase("implementation"):
-            self._config = config = settled(config)
+        with self._phase("cache_layout"):
+            self._config, model = settle(config)
+            config, layers = self._config, model.attention_layers
+            layout = CacheLayout(layers, config.block_size, self._dtype)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(config.attention_backend, self.device)
-        host_pages = begin_host_pages(config, self.device)
+        host_pages = begin_host_pages(config, layout, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
             early.begin_all(config)
@@ -103,13 +106,13 @@ class Worker:
             model, loading = self._load_model(ops, early, progress)
         with self._phase("profile"):
             early.wait_for_hash()
-            self.memory = plan_memory(model, config, self.device)
+            self.memory = plan_memory(model, config, layout, self.device)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
-            cache = allocate_cache(config, num_pages, host_pages, self.device)
+            cache = allocate_cache(layout, num_pages, host_pages, self.device)
             num_slots, vocab_size = config.num_slots, config.model.vocab_size
             table_pages = -(-self.memory.max_model_len // config.block_size)
-            state = DeviceState(num_slots, table_pages, vocab_size, self.device)
+            state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)
             self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)

@@ -91,7 +91,7 @@ class Experts:
             shared = self._shared.down_proj(self._shared.gated(x))
             if self._shared_gate is not None:
                 shared = shared.mul_(self._shared_gate(x).sigmoid())
-            out = out.sum(1).add_(shared)
+            out = out.add_(shared)
         return end.apply(self._ops, out)
 
     @property

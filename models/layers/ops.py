@@ -49,13 +49,11 @@ class Ops(Protocol):
         ...
 
     def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
-        """What each token's experts give, times their gates, or sums of it: [T, addends,
-        hidden_size], a new tensor."""
+        """The sum of each token's experts by their gates: [T, hidden_size], a new tensor."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
-        """In place: residual [T, size] += x [T, size], or the sum of x [T, addends, size]. Returns
-        the norm of the sum, perhaps in x's memory."""
+        """In place: residual [T, size] += x. Returns the norm of the sum, perhaps in x's memory."""
         ...
 
     def product(
@@ -114,7 +112,7 @@ class SwiGLU:
 @dataclass(frozen=True, slots=True, eq=False)
 class AddRMSNorm:
     """In place: residual [T, features] += the product. The result is the norm of the sum, or the
-    sum itself where `norm` is None. The product may be addends: [T, addends, features].
+    sum itself where `norm` is None.
 
     `after` normalises the product first, then `scale` multiplies it.
     """
@@ -125,9 +123,6 @@ class AddRMSNorm:
     scale: float = 1.0
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
-        if self._is_plain and self.norm is not None:
-            return ops.add_rms_norm(product, self.residual, self.norm)
-        product = product if product.dim() == 2 else product.sum(1)
         if self.after is not None:
             product = ops.rms_norm(product, self.after)
         if self.scale != 1.0:
@@ -139,10 +134,6 @@ class AddRMSNorm:
     def fused(
         self, ops: Ops, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Normed | None:
-        if self.norm is None or not self._is_plain:
+        if self.norm is None or self.after is not None or self.scale != 1.0:
             return None
         return ops.product_add_rms_norm(x, weight, bias, self.residual, self.norm)
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.after is None and self.scale == 1.0

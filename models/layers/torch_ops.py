@@ -38,10 +38,9 @@ class TorchOps(Ops):
         return route(logits, correction, routing)
 
     def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
-        return grouped_experts(x.values, weights, routed).unsqueeze(1)
+        return grouped_experts(x.values, weights, routed)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
-        x = x if x.dim() == 2 else x.sum(1)
         if norm.weight.dtype != x.dtype:
             return Normed(self.rms_norm(residual.add_(x), norm))
         residual32 = residual.add_(x).float()

@@ -25,7 +25,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import build_model, settled
+from asyncllm.models.registry import build_model, settle
 from asyncllm.models.transformers_backend import _parameters_on_meta
 from tests.engine.test_against_transformers import (
     LOGPROB_TOLERANCE,
@@ -212,7 +212,7 @@ def test_what_a_native_family_does_not_serve_falls_back(tmp_path: Path) -> None:
     asked = EngineArgs(str(tmp_path), model_impl="asyncllm")
     findings = [f for f in doctor.examine(asked) if f.section == "model"]
     with pytest.raises(ModelLoadError, match="hidden_act 'gelu' is not supported") as error:
-        settled(asked.create_engine_config())
+        settle(asked.create_engine_config())
     assert [(f.state, f.value) for f in findings] == [("MISSING", str(error.value))]
 
 

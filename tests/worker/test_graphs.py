@@ -33,7 +33,7 @@ from asyncllm.models.layers.embedding import Embedding
 from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.worker import kernels, static_inputs, step_captures, worker
 from asyncllm.worker.device_state import fill_decodes_torch
-from asyncllm.worker.packed_step import SlotChanges, StepTokens
+from asyncllm.worker.packed_step import PackedStep, SlotChanges
 from tests.engine.builders import finish, make_request, make_scheduler
 from tests.worker.recorded_graph import ForgetfulGraph, ForgetfulPool, RecordedGraph
 
@@ -113,7 +113,7 @@ class TokenAttention:
         self._positions.zero_()
         for row, kv_len in enumerate(prefills.kv_lens.tolist()):
             start, end = (prefills.query_indptr[row : row + 2] + num_decodes).tolist()
-            pages = prefills.pages[slice(*prefills.page_indptr[row : row + 2].tolist())]
+            pages = prefills.pages[0, slice(*prefills.page_indptr[row : row + 2].tolist())]
             self._tables[start:end, : len(pages)] = torch.from_numpy(pages)
             self._positions[start:end] = torch.arange(kv_len - (end - start), kv_len)
 
@@ -121,11 +121,11 @@ class TokenAttention:
         tables, positions = self._tables[: len(q)].clone(), self._positions[: len(q)].clone()
         if decodes is not None:
             rows, is_one = slice(len(decodes.positions)), decodes.positions >= 0
-            tables[rows] = torch.where(is_one.unsqueeze(1), decodes.block_tables, tables[rows])
+            tables[rows] = torch.where(is_one.unsqueeze(1), decodes.block_tables[0], tables[rows])
             positions[rows] = torch.where(is_one, decodes.positions, positions[rows])
 
         def attend(layer: AttentionLayer) -> None:
-            each = DecodeRows(tables, positions)
+            each = DecodeRows((tables,), positions)
             out.copy_(self._attention._attend_decodes(layer, q, each))
 
         return attend
@@ -309,7 +309,7 @@ def test_a_start_reads_decodes_from_tables_as_wide_as_those_of_steps(
     widths: list[int] = []
 
     def fill(state: Any, *args: Any) -> DecodeRows:
-        widths.append(state.block_tables.shape[1])
+        widths.append(state.block_tables.shape[2])
         return fill_decodes_torch(state, *args)
 
     monkeypatch.setattr(kernels, "fill_decodes_torch", fill)
@@ -341,14 +341,18 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
     slots = pages.repeat(lens) * 16 + positions
     ids = np.arange(start + 1, start + num_tokens + 1)
-    step = StepTokens(
-        decode_slots=np.zeros(0, np.int32),
-        decode_positions=np.zeros(0, np.int32),
-        tokens=np.stack((positions, np.full(num_tokens, 9), ids)).astype(np.int32),
-        write_slots=slots,
+    nothing = np.zeros(0, np.int32)
+    step = PackedStep(
+        decode_slots=nothing,
+        decode_positions=nothing,
+        sampled_slots=nothing,
+        tokens=np.stack((ids, positions, np.full(num_tokens, 9), slots)).astype(np.int32),
         samples=np.zeros((3, 0), np.int32),
         prefills=PrefillRows(
-            ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
+            ends,
+            np.array(lens, np.int32) + start,
+            np.arange(num_rows + 1, dtype=np.int32),
+            pages[None],
         ),
     )
     mixed = ours.runner.mixed
@@ -395,8 +399,8 @@ def test_a_captured_step_with_prompts_is_one_copy_and_two_replays(
         plan = scheduler.plan()
         assert plan is not None
         inputs = runner._packer.pack(plan)
-        assert inputs.tokens is not None
-        graph = runner.mixed.graph_shape(inputs.tokens)
+        assert inputs.has_prompts
+        graph = runner.mixed.graph_shape(inputs)
         assert graph is not None
         launched.names.clear()
         with launched:
@@ -422,7 +426,7 @@ def test_captured_decodes_are_told_what_changed(
     while plan := scheduler.plan():
         inputs = runner._packer.pack(plan)
         launched.names.clear()
-        if inputs.tokens is None:
+        if not inputs.has_prompts:
             with launched:
                 runner._sampling.run(inputs, plan, runner._forward(inputs, None))
             assert launched.names.pop() == "aten.slice.Tensor"
@@ -459,7 +463,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
         }
         with torch.inference_mode():
             if captured == "samples":
-                runner.mixed.capture_sampling(3, GraphPool(RecordedGraph))
+                runner.mixed.capture_sampling(3, ours._captures._pool)
             else:
                 graphs[captured].capture({"prefills": 12}.get(captured, 3))
         for layer, before in zip(runner._cache.layers, pages, strict=True):
@@ -473,7 +477,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
     run_rows(graphed, 3, 0, 8)
     run_rows(graphed, 7, 1, 5)
-    slots = graphed.runner.inputs.write_slots[:8].tolist()
+    slots = graphed.runner.inputs.write_slots[0, :8].tolist()
     assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
 
 
@@ -488,7 +492,7 @@ def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:
         return (slots + 1,)
 
     slots = torch.zeros(4, dtype=torch.int32)
-    graphs = DecodeGraphs(step, slots, slots.zero_, GraphPool(RecordedGraph))
+    graphs = DecodeGraphs(step, slots, GraphPool(RecordedGraph, clear=slots.zero_))
     with pytest.raises(MemoryError):
         graphs.capture(4)
     assert RecordedGraph.open == 0 and gc.isenabled()

@@ -7,8 +7,8 @@ on the device alone, and shapes depend on the number of tokens, so calls can be 
                  where there is none. Only the weights of experts that are taken are read, once.
     more         two small kernels sort the rows by expert, each expert's padded to whole blocks
 
-The results of a token's experts, times their gates, are rows of their own, which the norm after
-them adds. Sums are in float32. Experts in plain torch are models/layers/torch_ops.py's.
+The results of a token's experts, times their gates, are rows of their own, which a last kernel
+adds. Sums are in float32. Experts in plain torch are models/layers/torch_ops.py's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from asyncllm.kernels.records import ExpertWeights, Normed, Routed
 FEW_TOKENS = 64  # a block of rows holds them all
 MIN_ROWS = 16  # that a product of Triton's has
 PLACED = 128  # assignments to a program that sorts
+SUM_COLUMNS = 1024
 WIDTH_MULTIPLE = 16  # of hidden size and experts' sizes
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
@@ -198,6 +199,27 @@ def _place_kernel(
     tl.store(order_ptr + place, index + 1, inside)
 
 
+@triton.jit
+def _sum_kernel(
+    parts_ptr, out_ptr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """[tokens, TOP_K, SIZE] -> [tokens, SIZE]."""
+    if PDL:
+        start_next()
+        after = wait_previous()
+        parts_ptr += after
+        out_ptr += after
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(TOP_K):
+        at = parts_ptr + (row * TOP_K + part) * SIZE + column
+        total += tl.load(at, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + column, total.to(out_ptr.dtype.element_ty), inside)
+
+
 def takes(weights: ExpertWeights) -> bool:
     """Half precision, and sizes that vector loads divide."""
     hidden, size = weights.down.shape[1:]
@@ -249,7 +271,11 @@ def experts(
             ROWS=tiles.rows, TILE=tiles.features, BLOCK=tiles.block,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
         )  # fmt: skip
-    return parts.view(num_tokens, top_k, hidden)
+    out = torch.empty_like(x.values)
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, SUM_COLUMNS))](
+        parts, out, SIZE=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4, **flags
+    )
+    return out
 
 
 def _sort(ids: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,11 +29,9 @@ MANY_ROWS = 128  # more than skinny_gemm takes
 @triton.jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row to a program, of the sum of its parts. ADD: and of the residual, which becomes the
-    sum."""
+    """A row to a program. ADD: of the sum with the residual, which becomes the sum."""
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     weight = tl.load(weight_ptr + column, inside, other=0.0)
@@ -44,12 +42,8 @@ def _norm_kernel(
         out_ptr += after
         if ADD:
             residual_ptr += after
-    row = tl.program_id(0).to(tl.int64)
-    at = row * SIZE + column
-    part_ptr = x_ptr + row * (PARTS * SIZE) + column
-    x = tl.load(part_ptr, inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(part_ptr + part * SIZE, inside, other=0.0).to(tl.float32)
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + at, inside, other=0.0).to(tl.float32)
         rounded = x.to(residual_ptr.dtype.element_ty)
@@ -85,11 +79,9 @@ def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """`Ops.add_rms_norm`; of x [T, size] in its memory."""
-    out = x if x.dim() == 2 else torch.empty_like(residual)
-    _launch_norm(x, residual, norm, out)
-    return out
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
+    """In place: residual [T, size] += x [T, size], and x becomes the norm of the sum."""
+    _launch_norm(x, residual, norm, x)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -105,11 +97,10 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 def _launch_norm(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor
 ) -> None:
-    size, num_parts = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
-    block = triton.next_power_of_2(size)
+    block = triton.next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
         x, residual, norm.weight, out, norm.eps,
-        SIZE=size, BLOCK=block, PARTS=num_parts, ADD=residual is not None,
+        SIZE=x.shape[1], BLOCK=block, ADD=residual is not None,
         num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)),
         **launch_flags(x.device),
     )  # fmt: skip
