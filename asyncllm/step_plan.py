@@ -19,15 +19,16 @@ import numpy as np
 from asyncllm.types import Sequence
 
 
-class StepKind(enum.Enum):
+class StepKind(enum.StrEnum):
     DECODE = "decode"  # one token for each of its rows
     PREFILL = "prefill"  # prompts alone
     MIXED = "mixed"  # prompts, and decodes before them
+    SWAP = "swap"  # neither
 
     @classmethod
     def of(cls, num_decodes: int, num_prefill_tokens: int) -> StepKind:
         if not num_prefill_tokens:
-            return cls.DECODE
+            return cls.DECODE if num_decodes else cls.SWAP
         return cls.MIXED if num_decodes else cls.PREFILL
 
 

@@ -18,6 +18,7 @@ A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by t
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -73,12 +74,9 @@ class TokenConstraint(Protocol):
         ...
 
 
-class TokenForcer(Protocol):
-    """Decides some of one sequence's tokens instead of the model. Not thread-safe."""
-
-    def next_token(self, token_ids: list[int]) -> int | None:
-        """The token that must follow all these; None where the model decides."""
-        ...
+# Decides some of one sequence's tokens instead of the model: from all its tokens the one that must
+# follow, or None where the model decides. Not thread-safe.
+TokenForcer = Callable[[list[int]], int | None]
 
 
 @dataclass(slots=True, eq=False)

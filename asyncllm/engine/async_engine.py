@@ -24,7 +24,6 @@ from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
-from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
@@ -314,11 +313,6 @@ class AsyncLLMEngine:
         core.steps.observe()  # an answer that has been given is in it
         scheduler = core.live.scheduler
         return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
-
-    @property
-    def host_seconds(self) -> HostSeconds:
-        """The loop's time in each verb of a step, running totals."""
-        return self._running().steps.clock.host
 
     @property
     def work(self) -> WorkCounts:

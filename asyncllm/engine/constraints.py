@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -39,21 +38,16 @@ class Constrained:
     seconds: float  # that it took
 
 
-class MaskBuffer(Protocol):
-    def host(self) -> np.ndarray:
-        """int32 [rows or more, ceil(V / 32)], to be overwritten."""
-        ...
-
-
 def constrain(
     plan: StepPlan,
-    buffer: MaskBuffer,
+    buffer: Callable[[], np.ndarray],
     sample: Callable[[TokenMasks], None],
     filling: Callable[[], object],
 ) -> Constrained:
     """For a step that is about to be sampled, all tokens before it known; `sample` launches it.
 
-    `filling` is called when masks begin to be filled, which is where it lets go of the GIL.
+    `buffer` gives int32 [rows or more, ceil(V / 32)], to be overwritten. `filling` is called when
+    masks begin to be filled, which is where it lets go of the GIL.
     """
     start = time.monotonic()
     rows = [
@@ -65,7 +59,7 @@ def constrain(
         sample(NO_MASKS)
         return Constrained([], [], time.monotonic() - start)
     seqs = [seq for _, seq in rows]
-    bits = buffer.host()[: len(rows)]
+    bits = buffer()[: len(rows)]
     failures = _advance(seqs, bits, filling)
     sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
     forced, unanswered = _forced_tokens(seqs, bits, len(plan.sampled))

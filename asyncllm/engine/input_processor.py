@@ -166,7 +166,8 @@ class InputProcessor:
         ids = request.prompt_token_ids
         num_open = self._reasoning.num_open(ids)
         for seq in request.sequences:
-            seq.forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)
+            forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)
+            seq.forcer = forcer.next_token
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
         """The key that requests must have in common, beside tokens, to share KV; b"" for most.

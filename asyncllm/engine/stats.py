@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from asyncllm.outputs import FinishReasonText
+from asyncllm.step_plan import StepKind
 
-StepKind = Literal["decode", "prefill", "mixed", "swap"]  # mixed: prefill chunks beside decodes
 AbortCause = Literal["application", "disconnect", "slow_reader", "shutdown", "server_error"]
 
 

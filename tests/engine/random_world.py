@@ -154,7 +154,7 @@ class World:
         assert isinstance(launched, FakeLaunched)
         moments = [self.emit, lambda: None]  # the thread works beside the loop
         self.rng.shuffle(moments)
-        constrained = constrain(plan, self, launched.sample, moments[0])
+        constrained = constrain(plan, self.host, launched.sample, moments[0])
         moments[1]()
         assert not constrained.failures
         for _ in range(self.rng.randint(0, 2)):
