@@ -343,7 +343,7 @@ class AsyncLLMEngine:
             )
         if core.dead is not None:
             raise EngineDeadError(core.dead)
-        core.live.admission.check_room(request_id, num_tokens)
+        core.live.check_room(request_id, num_tokens)
         return core
 
     def _running(self) -> EngineCore:

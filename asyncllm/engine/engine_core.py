@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.engine_steps import EngineSteps
@@ -55,11 +54,11 @@ class EngineCore:
         )
         self.live = LiveRequests(
             self._new_scheduler(SchedulerStats()),
-            Admission(
-                config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
-            ),
             input_processor.tokenizer,
             recorder.aborts,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            max_queue_seconds=config.max_queue_seconds,
         )
         self.watchdog = Watchdog(
             config.watchdog_timeout,

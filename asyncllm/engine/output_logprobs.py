@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
-from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import Logprob, PromptLogprobs
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import TokenLogprobs
 
-TokenText = Callable[[int], str | None]
+TokenText = Callable[[int], str | None]  # how a request's log-probabilities show a token
 
 
-def token_text(params: SamplingParams, tokenizer: Tokenizer | None) -> TokenText:
-    """How a request's log-probabilities show a token; as None where it wants no text."""
-    if params.detokenize and tokenizer is not None:
-        return tokenizer.token_text
-    return lambda token_id: None
+def no_text(token_id: int) -> None:
+    """For a request that wants no text."""
 
 
 def logprob_dict(

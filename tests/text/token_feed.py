@@ -64,9 +64,9 @@ class TokenFeed:
             self._check_stop(seq, token_id)
             updates.append((seq, token_id, logprobs))
         stops = self.processor.process(updates, prompt_logprobs or {}, self.now)
-        for stop in stops:
-            assert stop.seq.status is not SequenceStatus.FINISHED, "the scheduler has it already"
-            finish(stop.seq, stop.reason, stop.stop_reason)
+        for seq, reason, stop_reason in stops:
+            assert seq.status is not SequenceStatus.FINISHED, "the scheduler has it already"
+            finish(seq, reason, stop_reason)
         self.now += 0.1
         return stops
 
