@@ -11,14 +11,11 @@ import itertools
 import time
 from collections.abc import Iterable
 from functools import partial
-from itertools import islice
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
-from asyncllm.engine.beam_client import BeamSearchClient
 from asyncllm.engine.engine_core import CoreLoader, EngineCore
-from asyncllm.engine.generation import Generation
+from asyncllm.engine.generation import Arrival, Arrivals, Generation
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
@@ -45,15 +42,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, model: str = "tiny", **engine_args: Any) -> None:
-        self._setup(EngineArgs(model=model, **engine_args))
-
-    @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> Self:
-        engine = cls.__new__(cls)
-        engine._setup(args)
-        return engine
-
-    def _setup(self, args: EngineArgs) -> None:
+        args = EngineArgs(model=model, **engine_args)
         self.config: EngineConfig = args.create_engine_config()
         self.recorder = Recorder()
         self.stat_loggers: list[StatLogger] = []
@@ -66,6 +55,10 @@ class AsyncLLMEngine:
         self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        return cls(**vars(args))
 
     # --- life --------------------------------------------------------------------------------
 
@@ -131,31 +124,12 @@ class AsyncLLMEngine:
         if sampling_params is not None:
             check_sampling_params(sampling_params)
             sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
-        name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
-        arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
-        submitted = False
-
-        async def start_and_queue(sink: Sink) -> None:
-            nonlocal submitted
-            await self.start()
-            params = sampling_params or self.input_processor.default_params({})
-            await self._queue(
-                arrival, name, prompt, params, sink, None, priority=priority, cache_salt=cache_salt
-            )
-            submitted = True
-
-        async def submit(sink: Sink) -> None:
-            try:
-                await arrival.run(start_and_queue(sink))
-            except RequestAbortedError:
-                sink(_aborted_output(name, prompt, sampling_params or SamplingParams()))
-
-        def abort() -> None:
-            if submitted:
-                self.abort(name)
-
+        arrival = self._arrival(
+            request_id if request_id is not None else f"gen-{next(self._request_ids)}"
+        )
+        submit = partial(self._submit, arrival, prompt, sampling_params, True, priority, cache_salt)
         kind = (sampling_params or SamplingParams()).output_kind
-        return Generation(submit, abort, kind)
+        return Generation(submit, partial(self.abort, arrival.request_id), kind)
 
     def beam_search(
         self,
@@ -194,48 +168,38 @@ class AsyncLLMEngine:
         and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
         Raises as `generate`; a refused request owns nothing.
         """
-        arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
-        try:
-            await arrival.run(
-                self._queue(
-                    arrival, request_id, prompt, params, sink, text_sink,
-                    priority=priority, cache_salt=cache_salt,
-                )
-            )  # fmt: skip
-        except RequestAbortedError:
-            sink(_aborted_output(request_id, prompt, params))
+        arrival = self._arrival(request_id)
+        await self._submit(arrival, prompt, params, False, priority, cache_salt, sink, text_sink)
 
-    async def _queue(
+    def _arrival(self, request_id: str) -> Arrival:
+        return self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
+
+    async def _submit(
         self,
         arrival: Arrival,
-        request_id: str,
         prompt: PromptInput,
-        params: SamplingParams,
-        sink: Sink,
-        text_sink: TextSink | None,
-        *,
+        params: SamplingParams | None,  # None: the model's defaults, known once it is loaded
+        starts: bool,
         priority: int,
         cache_salt: str | None,
+        sink: Sink,
+        text_sink: TextSink | None = None,
     ) -> None:
-        core = self._open(request_id)
-        request = await core.input_processor.process(
-            request_id, prompt, params, time.monotonic(), priority, cache_salt
-        )
-        if arrival.is_aborted:
-            raise RequestAbortedError
-        # Things may have changed while a long prompt was tokenised.
-        core = self._open(request_id, len(request.prompt_token_ids))
-        if self.config.logits_processors:
-            request.batch_processors = core.processors_for(params)
-        if params.use_beam_search:
-            seq_ids = list(islice(core.input_processor.seq_ids, params.num_sequences))
-            record = partial(core.steps.record, None)
-            search = BeamSearchClient(request, seq_ids, core.live, sink, record)
-            core.live.add(request, search.receive, None)
-            search.ask()
-        else:
-            core.live.add(request, sink, text_sink)
-        core.steps.wake()
+        request_id = arrival.request_id
+
+        async def queue() -> None:
+            if starts:
+                await self.start()
+            core = self._open(request_id)
+            given = params or core.input_processor.default_params({})
+            request = await core.input_processor.process(
+                request_id, prompt, given, time.monotonic(), priority, cache_salt
+            )
+            if not arrival.is_aborted:  # things may have changed while a long prompt was tokenised
+                self._open(request_id, len(request.prompt_token_ids)).add(request, sink, text_sink)
+
+        if not await arrival.run(queue()):
+            sink(_aborted_output(request_id, prompt, params or SamplingParams()))
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
@@ -245,10 +209,6 @@ class AsyncLLMEngine:
                 self.recorder.aborts[cause] += 1
             if self._core is not None and self._core.live.abort(name, cause):
                 self._core.steps.record(None)
-
-    async def encode(self, prompt: PromptInput) -> NoReturn:
-        """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""
-        raise NotImplementedError("encode: pooling models are not served yet")
 
     # --- views -------------------------------------------------------------------------------
 

@@ -18,12 +18,12 @@ from functools import partial
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.non_finite import end_without_token
-from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger, StepRecord
 from asyncllm.engine.step_clock import LoopLag, StepClock
 from asyncllm.engine.watchdog import Watchdog
+from asyncllm.host import in_own_thread
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import HostStep

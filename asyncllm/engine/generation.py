@@ -1,7 +1,10 @@
-"""The result of `engine.generate()`: to be awaited for the end, or iterated until there.
+"""A request from its arrival on: `Arrival` until it is queued, `Generation` until its end.
 
-It is both because an application wants either, and it aborts its request when it is dropped:
-leaving an `async for` early, or losing the last reference, frees its pages within a step.
+`Arrival` is there so that `abort` ends a request that nothing else knows yet: its engine starts, a
+thread encodes its text or its grammar is compiled. `Generation` is the result of `generate()`, to
+be awaited for the end or iterated until there, because an application wants either. It aborts its
+request when it is dropped: leaving an `async for` early, or losing the last reference, frees its
+pages within a step.
 """
 
 from __future__ import annotations
@@ -11,11 +14,57 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_state import Sink
 from asyncllm.outputs import RequestOutput
 from asyncllm.sampling_params import RequestOutputKind
+
+
+class Arrival:
+    """One id on its way, whoever shares it: of two with one id the second to be queued is refused.
+
+    `arrivals` has it until it is queued, refused or aborted; what is never awaited is forgotten
+    with the last reference to it. `asyncio.timeout` without a deadline is asyncio's own cancel
+    scope; an abort sets the deadline.
+    """
+
+    __slots__ = ("__weakref__", "_arrivals", "_scopes", "is_aborted", "request_id")
+
+    def __init__(self, request_id: str, arrivals: Arrivals) -> None:
+        self.request_id = request_id
+        self.is_aborted = False
+        self._arrivals = arrivals
+        self._scopes: list[asyncio.Timeout] = []
+
+    async def run(self, work: Coroutine[Any, Any, None]) -> bool:
+        """`work` queues the request at its end. False, and at once, where it is aborted before."""
+        if self.is_aborted:
+            work.close()
+            return False
+        scope = asyncio.timeout(None)
+        self._scopes.append(scope)
+        try:
+            async with scope:
+                await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            self._scopes.remove(scope)
+            if not (self._scopes or self.is_aborted):
+                self._arrivals.pop(self.request_id, None)
+        return not self.is_aborted
+
+    def abort(self) -> None:
+        """What it runs must look at `is_aborted` at its end, which may come in this very turn."""
+        self.is_aborted = True
+        for scope in self._scopes:
+            scope.reschedule(0.0)
+
+
+Arrivals = WeakValueDictionary[str, Arrival]  # of one engine
 
 
 class _Mailbox:
@@ -62,7 +111,8 @@ class Generation:
         self._submit = submit
         self._abort = abort
         self._kind = kind
-        self._mailbox: _Mailbox | None = None  # None until submitted
+        self._mailbox: _Mailbox | None = None  # None until it is being submitted
+        self._is_queued = False
         self._last: RequestOutput | None = None
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
@@ -76,6 +126,7 @@ class Generation:
         if mailbox is None:
             mailbox = self._mailbox = _Mailbox(self._kind)
             await self._or_abort(self._submit(mailbox.receive))
+            self._is_queued = True
         while not mailbox.ready:
             if mailbox.finished:
                 raise StopAsyncIteration
@@ -89,7 +140,7 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort the request if it is still running."""
-        if self._mailbox is not None and not self._mailbox.finished:
+        if self._is_queued and self._mailbox is not None and not self._mailbox.finished:
             self._abort()
 
     async def _final(self) -> RequestOutput:
@@ -109,13 +160,14 @@ class Generation:
         try:
             await work
         except BaseException:
-            self._abort()
+            if self._is_queued:
+                self._abort()
             if self._mailbox is not None:
                 self._mailbox.finished = True  # refused, it hears nothing more
             raise
 
     def __del__(self) -> None:
         """A collection may happen in any thread; the engine is for the loop's alone."""
-        if self._mailbox is not None and not self._mailbox.finished:
+        if self._is_queued and self._mailbox is not None and not self._mailbox.finished:
             with suppress(RuntimeError):  # the loop is closed: nothing runs any more
                 self._mailbox.loop.call_soon_threadsafe(self._abort)

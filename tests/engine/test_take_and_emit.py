@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.beam_client import BeamSearchClient
+from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.stats import AbortCause
 from asyncllm.outputs import RequestOutput
