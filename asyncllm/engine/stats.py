@@ -6,10 +6,12 @@ The records carry vLLM's meanings; `recorder.py` adds them up, /metrics publishe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncllm.outputs import FinishReasonText
-from asyncllm.step_plan import StepKind
+
+if TYPE_CHECKING:  # numpy is behind it, and --help prints no step
+    from asyncllm.step_plan import StepKind
 
 AbortCause = Literal["application", "disconnect", "slow_reader", "shutdown", "server_error"]
 
