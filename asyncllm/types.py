@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncllm.outputs import RequestMetrics
+from asyncllm.outputs import FinishReason, RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 
 PADDING_SLOT = 0
@@ -39,13 +39,6 @@ class SequenceStatus(enum.Enum):
     SWAPPED = enum.auto()  # its pages are in CPU memory
     RUNNING = enum.auto()  # owns a slot and pages
     FINISHED = enum.auto()
-
-
-class FinishReason(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 class TokenConstraint(Protocol):

@@ -29,8 +29,8 @@ from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.output_collector import BestAnswers
 from asyncllm.engine.output_state import Sink
 from asyncllm.outputs import PromptLogprobs, RequestMetrics, RequestOutput
-from asyncllm.sampling_params import EarlyStopping, SamplingParams
-from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs
 
 TOKENS_PER_TURN = 32  # of the loop, of those that are detokenised at the end: 0.2 ms
 
@@ -61,26 +61,15 @@ PROMPT = Beam(None, -1, None, 0.0, 0)
 class BeamSearch:
     """`live` are the beams that go on; `ended` (score, beam) those that were kept, best first."""
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        max_tokens: int,
-        stop_token_ids: frozenset[int],
-        length_penalty: float,
-        early_stopping: EarlyStopping,
-        num_top_logprobs: int = 0,
-    ) -> None:
-        """`num_top_logprobs`: how many of the tokens beside its own each beam remembers."""
+    def __init__(self, request: Request) -> None:
         self.live = [PROMPT]
         self.ended: list[tuple[float, Beam]] = []
         self.is_over = False
-        self._width = width
-        self._max_tokens = max_tokens
-        self._stop_token_ids = stop_token_ids
-        self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
-        self._num_top_logprobs = num_top_logprobs
+        self._params = request.sampling_params
+        self._width = request.sampling_params.num_sequences
+        self._max_tokens = request.max_tokens
+        self._stop_token_ids = request.stop_token_ids
+        self._num_top = request.num_shown_logprobs or 0  # tokens beside its own, in each beam
 
     def advance(self, rows: SequenceOf[TokenLogprobs]) -> None:
         """One token on. rows: what may follow each of `live`, most likely first."""
@@ -113,14 +102,14 @@ class BeamSearch:
         )
 
     def _child(self, index: int, row: TokenLogprobs, rank: int, total: float) -> Beam:
-        parent, top = self.live[index], self._num_top_logprobs
+        parent, top = self.live[index], self._num_top
         logprobs = TokenLogprobs(
             row.top_logprobs[rank], rank + 1, row.top_ids[:top], row.top_logprobs[:top]
         )
         return Beam(parent, row.top_ids[rank], logprobs, total, parent.num_tokens + 1)
 
     def _end(self, beam: Beam) -> None:
-        score = beam.total / beam.num_tokens**self._length_penalty
+        score = beam.total / beam.num_tokens**self._params.length_penalty
         self.ended.append((score, beam))
         self.ended.sort(key=lambda entry: entry[0], reverse=True)
         del self.ended[self._width :]
@@ -133,11 +122,12 @@ class BeamSearch:
         """
         if len(self.ended) < self._width:
             return False
-        if self._early_stopping is True:
+        stopping, penalty = self._params.early_stopping, self._params.length_penalty
+        if stopping is True:
             return True
-        if self._early_stopping == "never" and self._length_penalty > 0:
+        if stopping == "never" and penalty > 0:
             num_tokens = self._max_tokens
-        return self.live[0].total / num_tokens**self._length_penalty <= self.ended[-1][0]
+        return self.live[0].total / num_tokens**penalty <= self.ended[-1][0]
 
 
 class BeamSearchClient:
@@ -161,14 +151,7 @@ class BeamSearchClient:
         self._live = live
         self._on_end = on_end
         self._answers = BestAnswers(request, sink)
-        self._search = BeamSearch(
-            width=params.num_sequences,
-            max_tokens=request.max_tokens,
-            stop_token_ids=request.stop_token_ids,
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            num_top_logprobs=request.num_shown_logprobs or 0,
-        )
+        self._search = BeamSearch(request)
         num_logprobs = params.num_sequences + len(request.stop_token_ids)
         self._params = SamplingParams(temperature=0, logprobs=num_logprobs, detokenize=False)
         self._first_params = self._params  # the first step reports the prompt's logprobs, with text
@@ -222,7 +205,7 @@ class BeamSearchClient:
         if self._is_over:
             return
         if output.error is not None:
-            self._live.end(self._request, output.error)
+            self._live.end(self._request.request_id, output.error)
             return
         search, metrics = self._request, output.metrics
         assert metrics is not None and output.outputs[0].logprobs is not None
@@ -264,9 +247,9 @@ class BeamSearchClient:
     def _finish(self, seq: Sequence, token_ids: list[int]) -> None:
         request = self._request
         seq.token_ids += token_ids
-        seq.status, seq.finish_reason = SequenceStatus.FINISHED, FinishReason.LENGTH
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
         if token_ids[-1] in request.stop_token_ids:
-            seq.finish_reason = FinishReason.STOP
+            seq.finish_reason = "stop"
             asked_for = token_ids[-1] in (request.sampling_params.stop_token_ids or ())
             seq.stop_reason = token_ids[-1] if asked_for else None
 

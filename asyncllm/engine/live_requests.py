@@ -33,7 +33,6 @@ from asyncllm.errors import (
 )
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
-    FinishReason,
     Request,
     Sequence,
     SequenceStatus,
@@ -161,15 +160,10 @@ class LiveRequests:
         if self._is_emitting:
             self._deferred.append((request_id, cause))
             return False
-        self.scheduler.abort(request_id)
-        request = self.outputs.end(request_id, time.monotonic())
-        if request is None:
-            return False
-        self._count_queued(request, -1)
-        if request.parent is None:
+        request = self.end(request_id)
+        if request is not None and request.parent is None:
             self._aborts[cause] += 1
-        self.outputs.forget_ended()
-        return True
+        return request is not None
 
     def _abort_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
@@ -187,20 +181,22 @@ class LiveRequests:
                 break
             if request.parent is None and _is_queued(request):
                 error = QueueFullError(f"request {request.request_id}: waited over {limit}")
-                self.end(request, error)
+                self.end(request.request_id, error)
 
     def fail(self, requests: list[Request], message: str) -> None:
         """End those that are live with an error of the engine's."""
         for request in requests:
             name = (request.parent or request).request_id
-            self.end(request, RequestFailedError(f"request {name}: {message}"))
+            self.end(request.request_id, RequestFailedError(f"request {name}: {message}"))
 
-    def end(self, request: Request, error: Exception) -> None:
-        """End a request with this error; nothing where it is not live."""
-        self.scheduler.abort(request.request_id, FinishReason.ERROR)
-        if self.outputs.end(request.request_id, time.monotonic(), error) is not None:
+    def end(self, request_id: str, error: Exception | None = None) -> Request | None:
+        """End a request with this error, or as aborted; None where it is not live."""
+        self.scheduler.abort(request_id, "abort" if error is None else "error")
+        request = self.outputs.end(request_id, time.monotonic(), error)
+        if request is not None:
             self._count_queued(request, -1)
-        self.outputs.forget_ended()
+            self.outputs.forget_ended()
+        return request
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
         """End the request of `seq`, if it is live, for what it brought with it raised."""
@@ -208,7 +204,7 @@ class LiveRequests:
         if seq.status is SequenceStatus.FINISHED:
             return
         if isinstance(error, InvalidRequestError):  # it asked for what cannot be: nothing is broken
-            self.end(request, error.with_traceback(None))
+            self.end(request.request_id, error.with_traceback(None))
         else:
             logger.error("request %s: %s", request.request_id, what, exc_info=error)
             self.fail([request], f"{what}: {type(error).__name__}: {error}")

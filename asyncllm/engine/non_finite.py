@@ -16,7 +16,6 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     NO_TOKEN_LEFT,
     NON_FINITE_TOKEN,
-    FinishReason,
     Request,
     Sequence,
     SequenceStatus,
@@ -38,11 +37,11 @@ def end_without_token(
     if bad := _live_requests(broken):
         worker.command(ClearPages(_evict(live.scheduler, bad)))
         live.fail(bad, "its logits are not finite")
-    if any(seq.finish_reason is not FinishReason.ERROR for seq in broken):  # ended before, unseen
+    if any(seq.finish_reason != "error" for seq in broken):  # ended before, unseen
         live.scheduler.blocks.reset_prefix_cache()
         worker.command(ClearPages(live.scheduler.blocks.device.free_pages()))
     for request in _live_requests([seq for seq, token_id in rows if token_id == NO_TOKEN_LEFT]):
-        live.end(request, _no_token_left(request))
+        live.end(request.request_id, _no_token_left(request))
 
 
 def _live_requests(seqs: list[Sequence]) -> list[Request]:
@@ -71,6 +70,6 @@ def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
         for page in blocks.pages_of(seq)
     }
     for request in requests:
-        scheduler.abort(request.request_id, FinishReason.ERROR)
+        scheduler.abort(request.request_id, "error")
     blocks.reset_prefix_cache()
     return [page for page in pages if blocks.device.is_free(page)]

@@ -19,9 +19,8 @@ from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.text.sequence_text import hides_last_token
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import RequestFailedError
-from asyncllm.outputs import CompletionOutput, FinishReasonText
+from asyncllm.outputs import CompletionOutput, FinishReason
 from asyncllm.types import (
-    FinishReason,
     Request,
     Sequence,
     SequenceStatus,
@@ -202,17 +201,17 @@ class OutputProcessor:
             delta.finish_reason, delta.stop_reason = "stop", stop_reason
             self._finish(state, delta)
             if not finished:
-                stops.append((seq, FinishReason.STOP, stop_reason))
+                stops.append((seq, "stop", stop_reason))
         elif is_last:
             assert seq.finish_reason is not None, f"sequence {seq.seq_id} ended for no reason"
-            delta.finish_reason, delta.stop_reason = seq.finish_reason.value, seq.stop_reason
+            delta.finish_reason, delta.stop_reason = seq.finish_reason, seq.stop_reason
             self._finish(state, delta)
 
     def _fail(self, state: SequenceState, error: Exception, stops: list[Stop]) -> None:
         state.owner.error = _failed(state.owner, "output", error)
         self._end_sequence(state, "", "error")
         if state.seq.status is not SequenceStatus.FINISHED:
-            stops.append((state.seq, FinishReason.ERROR, None))
+            stops.append((state.seq, "error", None))
 
     # --- the end of a sequence, the end of a request ------------------------------------------
 
@@ -228,13 +227,13 @@ class OutputProcessor:
             assert delta.finish_reason is not None
             owner.first_reason, owner.num_first_generated = delta.finish_reason, state.num_tokens
 
-    def _end_sequence(self, state: SequenceState, text: str, reason: FinishReasonText) -> None:
+    def _end_sequence(self, state: SequenceState, text: str, reason: FinishReason) -> None:
         """End a sequence without a token."""
         delta = state.add_text(text)
         delta.finish_reason = reason
         self._finish(state, delta)
 
-    def _end(self, owner: RequestState, reason: FinishReasonText, now: float) -> None:
+    def _end(self, owner: RequestState, reason: FinishReason, now: float) -> None:
         """End what still goes on in a request."""
         for seq in owner.request.sequences:
             state = self._sequences.get(seq.seq_id)
@@ -272,7 +271,7 @@ class OutputProcessor:
         failed = _failed(owner, "its sink", error)
         if owner.request.request_id in self.requests:  # else it was its last output
             live = [seq for seq in owner.request.sequences if seq.seq_id in self._sequences]
-            stops += [(seq, FinishReason.ERROR, None) for seq in live]
+            stops += [(seq, "error", None) for seq in live]
             owner.error = failed
             self._end(owner, "error", now)
 

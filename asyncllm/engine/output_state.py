@@ -16,7 +16,7 @@ from asyncllm.engine.text.stop_checker import NO_STOP_STRINGS, StopStrings
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import (
     CompletionOutput,
-    FinishReasonText,
+    FinishReason,
     PromptLogprobs,
     RequestOutput,
     SampleLogprobs,
@@ -40,7 +40,7 @@ class RequestState:
     deltas: list[CompletionOutput] = field(default_factory=list)
     num_generated: int = 0  # by sequences that ended
     num_first_generated: int = 0  # by sequence 0
-    first_reason: FinishReasonText = "abort"  # of sequence 0
+    first_reason: FinishReason = "abort"  # of sequence 0
     error: Exception | None = None
 
     def take_output(self, now: float) -> RequestOutput:

@@ -23,7 +23,7 @@ from asyncllm.engine.stats import (
     SchedulerStats,
     StepRecord,
 )
-from asyncllm.outputs import FinishReasonText
+from asyncllm.outputs import FinishReason
 from asyncllm.step_plan import StepKind
 
 WINDOW_S = 60.0
@@ -51,7 +51,7 @@ LEAD = (0.0, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 
 LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
        5.0)  # fmt: skip
 
-FINISH_REASONS: tuple[FinishReasonText, ...] = get_args(FinishReasonText)
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 ABORT_CAUSES: tuple[AbortCause, ...] = get_args(AbortCause)
 
 Counts = np.ndarray  # int64 [bins]
@@ -177,7 +177,7 @@ class Recorder:
         self.starved_seconds = 0.0
         self.swapped_out_pages = 0
         self.swapped_in_pages = 0
-        self.finished: Counter[FinishReasonText] = Counter()
+        self.finished: Counter[FinishReason] = Counter()
         self.aborts: Counter[AbortCause] = Counter()
         # Wall time in each verb of a step: the loop's, but for `constrain`, a thread's.
         self.host_seconds = dict.fromkeys(("plan", "launch", "finish", "constrain"), 0.0)

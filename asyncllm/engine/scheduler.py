@@ -28,9 +28,9 @@ from asyncllm.engine.prefill_planner import PrefillPlanner, StepDraft
 from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.outputs import FinishReason
 from asyncllm.step_plan import PrefillRow, StepPlan
 from asyncllm.types import (
-    FinishReason,
     Request,
     Sequence,
     SequenceStatus,
@@ -95,7 +95,7 @@ class Scheduler:
             self.waiting.hold_back(siblings)
         self.waiting.add(first)
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
         """End a request at any point of its life; None where it is not live."""
         request = self._requests.get(request_id)
         if request is not None:
@@ -262,9 +262,9 @@ class Scheduler:
         may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None
         if may_stop and token_id in request.stop_token_ids:
             asked_for = token_id in (request.sampling_params.stop_token_ids or ())
-            self.finish(seq, FinishReason.STOP, token_id if asked_for else None)
+            self.finish(seq, "stop", token_id if asked_for else None)
         elif num_output >= request.max_tokens:
-            self.finish(seq, FinishReason.LENGTH)
+            self.finish(seq, "length")
 
     # --- books -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from asyncllm.outputs import FinishReasonText
+from asyncllm.outputs import FinishReason
 
 if TYPE_CHECKING:  # numpy is behind it, and --help prints no step
     from asyncllm.step_plan import StepKind
@@ -42,7 +42,7 @@ class FinishedRequestStats:
     """One request at its end. Times in seconds; None where the stage was never reached."""
 
     request_id: str
-    finish_reason: FinishReasonText  # of its first sequence
+    finish_reason: FinishReason  # of its first sequence
     num_prompt_tokens: int
     num_generation_tokens: int  # all sequences
     max_num_generation_tokens: int  # of its longest sequence

@@ -26,7 +26,6 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     PADDING_SLOT,
-    FinishReason,
     Request,
     Sequence,
     SequenceStatus,
@@ -171,8 +170,7 @@ class World:
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.seen["wasted row"] += sum(
-            s.status is SequenceStatus.FINISHED and s.finish_reason is not FinishReason.ABORT
-            for s in plan.sampled
+            s.status is SequenceStatus.FINISHED and s.finish_reason != "abort" for s in plan.sampled
         )
         self._pending_emit = self.scheduler.finish_step(plan, result)
         self._check_sequences()
@@ -183,7 +181,7 @@ class World:
 
     def emit(self) -> None:
         updates, self._pending_emit = self._pending_emit, []
-        self._take([u for u in updates if u[0].finish_reason is not FinishReason.ABORT])
+        self._take([u for u in updates if u[0].finish_reason != "abort"])
 
     def _take(self, updates: list[TokenUpdate]) -> None:
         """As the output processor: ends by text, after the scheduler's own."""
@@ -202,7 +200,7 @@ class World:
             elif end is not None:
                 if seq.status is not SequenceStatus.RUNNING:
                     self.seen["finished while preempted"] += 1
-                self.scheduler.finish(seq, FinishReason.STOP, "string")
+                self.scheduler.finish(seq, "stop", "string")
                 self.seen["finish by the output processor"] += 1
                 self._note_finish(seq)
 
@@ -333,7 +331,7 @@ class World:
 
     def _note_finish(self, seq: Sequence) -> None:
         assert seq.finish_reason is not None
-        self.seen[f"finish {seq.finish_reason.value}"] += 1
+        self.seen[f"finish {seq.finish_reason}"] += 1
         self.finished_texts.append((list(seq.token_ids), seq.num_prompt_tokens))
         if self.rng.random() < 0.2 and len(self.requests) < MAX_REQUESTS:
             self.num_to_come += 1  # the dialogue goes on
@@ -373,10 +371,10 @@ class World:
         right = generate_alone(seq, seq.request.request_id in self.stop_strings)
         output_ids = seq.token_ids[seq.num_prompt_tokens :]
         if seq.seq_id in self.cut:
-            assert right == Answer(output_ids[: self.cut[seq.seq_id]], FinishReason.STOP, "string")
+            assert right == Answer(output_ids[: self.cut[seq.seq_id]], "stop", "string")
             return
         what = f"{seq.request.request_id}, sequence {seq.index}"
-        if seq.finish_reason is FinishReason.ABORT:
+        if seq.finish_reason == "abort":
             assert output_ids == right.output_ids[: len(output_ids)], what
         else:
             assert Answer(output_ids, seq.finish_reason, seq.stop_reason) == right, what  # type: ignore[arg-type]
