@@ -8,7 +8,6 @@ them must not cost 256 objects; prefills, which are few, are objects.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import compress
@@ -74,19 +73,12 @@ class PrefillRow:
     samples: tuple[Sequence, ...]
 
 
-class DecodeRow(NamedTuple):
-    """One token at `position`; its id is in the slot on the device. It always samples."""
-
-    seq: Sequence
-    slot: int
-    position: int
-
-
 @dataclass(slots=True, frozen=True, eq=False)
 class DecodeBatch:
-    """A step's decodes as columns; iterating gives each as a `DecodeRow`.
+    """A step's decodes as columns: one token each, at `positions`, whose id is in the slot.
 
-    While the same sequences decode, `seqs` and `slots` are the same objects from step to step.
+    All of them sample. While the same sequences decode, `seqs` and `slots` are the same objects
+    from step to step.
     """
 
     seqs: tuple[Sequence, ...]
@@ -154,10 +146,6 @@ class DecodeBatch:
 
     def __len__(self) -> int:
         return len(self.seqs)
-
-    def __iter__(self) -> Iterator[DecodeRow]:
-        columns = self.seqs, self.slots.tolist(), self.positions.tolist()
-        return map(DecodeRow, *columns)
 
 
 NO_DECODES = DecodeBatch.of(())

@@ -99,7 +99,8 @@ def _forced_tokens(
         if may_jump_forward(seq):
             assert seq.constraint is not None
             try:
-                forced = seq.constraint.forced_tokens()[: _num_tokens_left(seq)]
+                num_left = seq.request.max_tokens - seq.num_output_tokens
+                forced = seq.constraint.forced_tokens()[:num_left]
             except Exception as error:  # as in `constrain`; its sampling is launched, for nobody
                 failures.append((seq, error))
                 continue
@@ -121,7 +122,3 @@ def may_jump_forward(seq: Sequence) -> bool:
     wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
     processed = params.logits_processors or seq.request.batch_processors
     return not (wants_logprobs or processed)
-
-
-def _num_tokens_left(seq: Sequence) -> int:
-    return seq.request.max_tokens - seq.num_output_tokens

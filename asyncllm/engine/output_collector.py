@@ -65,16 +65,8 @@ def _extend(known: CompletionOutput, delta: CompletionOutput) -> None:
 
 
 def _copy(completion: CompletionOutput, text: str) -> CompletionOutput:
-    logprobs = completion.logprobs
-    return CompletionOutput(
-        completion.index,
-        text,
-        list(completion.token_ids),
-        completion.cumulative_logprob,
-        None if logprobs is None else list(logprobs),
-        completion.finish_reason,
-        completion.stop_reason,
-    )
+    logprobs = None if completion.logprobs is None else list(completion.logprobs)
+    return replace(completion, text=text, token_ids=list(completion.token_ids), logprobs=logprobs)
 
 
 class BestAnswers:

@@ -131,7 +131,7 @@ class World:
     def _check_chunk(self, plan: StepPlan) -> None:
         """Prompt tokens beside decodes are few; those of who just came back do not count."""
         back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.forced}
-        num_decodes = sum(id(row.seq) not in back for row in plan.decodes)
+        num_decodes = sum(id(seq) not in back for seq in plan.decodes.seqs)
         jumped = [row for row in plan.prefills if id(row.seq) in self.forced]
         if (num_decodes or jumped) and self.chunk.chunk_tokens is not None:
             num_prompt_tokens = plan.num_tokens - len(plan.decodes)

@@ -34,7 +34,7 @@ from tests.engine.builders import finish, make_request, make_scheduler, run_step
 
 def decoding(plan: StepPlan | None) -> list[str]:
     assert plan is not None
-    return [row.seq.request.request_id for row in plan.decodes]
+    return [seq.request.request_id for seq in plan.decodes.seqs]
 
 
 def prefilling(plan: StepPlan | None) -> list[tuple[str, int, int]]:
