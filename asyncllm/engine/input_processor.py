@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.request_limits import (
+from asyncllm.engine.logprobs import (
     check_output_logprobs,
     check_prompt_logprobs,
     most_output_tokens,

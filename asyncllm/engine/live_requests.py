@@ -20,26 +20,15 @@ import logging
 import time
 from collections import Counter
 
-from asyncllm.engine.output_collector import BestAnswers
+from asyncllm.engine.generation import BestAnswers
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.errors import (
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
-)
+from asyncllm.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import (
-    Request,
-    Sequence,
-    SequenceStatus,
-    StepResult,
-    TokenLogprobs,
-    TokenUpdate,
-)
+from asyncllm.types import Request, Sequence, SequenceStatus, StepResult, TokenLogprobs, TokenUpdate
 
 logger = logging.getLogger("asyncllm")
 

@@ -13,20 +13,20 @@ from __future__ import annotations
 import logging
 import math
 
-from asyncllm.engine.output_state import RequestState, SequenceState, Sink, TextSink, new_states
-from asyncllm.engine.repetition import REPETITION_STOP_REASON
+from asyncllm.engine.output_state import (
+    REPETITION_STOP_REASON,
+    RequestState,
+    SequenceState,
+    Sink,
+    TextSink,
+    new_states,
+)
 from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.text.sequence_text import hides_last_token
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import RequestFailedError
 from asyncllm.outputs import CompletionOutput, FinishReason
-from asyncllm.types import (
-    Request,
-    Sequence,
-    SequenceStatus,
-    TokenLogprobs,
-    TokenUpdate,
-)
+from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs, TokenUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -30,14 +30,7 @@ from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.outputs import FinishReason
 from asyncllm.step_plan import PrefillRow, StepPlan
-from asyncllm.types import (
-    Request,
-    Sequence,
-    SequenceStatus,
-    StepResult,
-    SwapCost,
-    TokenUpdate,
-)
+from asyncllm.types import Request, Sequence, SequenceStatus, StepResult, SwapCost, TokenUpdate
 
 PUBLISHED_BLOCKS = 16  # of an answer at a time, and the rest at its end
 

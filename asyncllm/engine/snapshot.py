@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.recorder import (
-    FINISH_REASONS,
-    WINDOW_S,
-    Counts,
-    Histogram,
-    Mark,
-    Recorder,
-)
+from asyncllm.engine.recorder import FINISH_REASONS, WINDOW_S, Counts, Histogram, Mark, Recorder
 from asyncllm.engine.stats import SchedulerStats, StepRecord
 
 RATE_WINDOW_S = 5.0
