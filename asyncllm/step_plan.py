@@ -130,18 +130,11 @@ class DecodeBatch:
             self.needs_host or more.needs_host,
         )
 
-    def at_block_start(self, block_size: int) -> list[Sequence]:
-        """Whose token is the first of a block."""
+    def at_block(self, block_size: int, place: int) -> list[Sequence]:
+        """Whose token is at this place of a block: 0 is its first, block_size - 1 its last."""
         if not self.seqs:
             return []
-        rows = np.flatnonzero(self.positions % block_size == 0).tolist()
-        return [self.seqs[i] for i in rows]
-
-    def at_block_end(self, block_size: int) -> list[Sequence]:
-        """Whose token is the last of a block."""
-        if not self.seqs:
-            return []
-        rows = np.flatnonzero((self.positions + 1) % block_size == 0).tolist()
+        rows = np.flatnonzero(self.positions % block_size == place).tolist()
         return [self.seqs[i] for i in rows]
 
     def __len__(self) -> int:

@@ -140,7 +140,7 @@ class Scheduler:
         """One token of each that decodes; the youngest are preempted while pages are short."""
         blocks, running, batch = self.blocks, self.running, self.running.next_batch()
         # A page is full, or (right after a fork) shared: the rest of the rows need no look.
-        seqs = batch.seqs if running.has_forks else batch.at_block_start(blocks.block_size)
+        seqs = batch.seqs if running.has_forks else batch.at_block(blocks.block_size, 0)
         if running.has_forks or running.forced or blocks.device.num_free < len(seqs):
             for seq in running.in_order([*seqs, *running.forced]):
                 if seq.status is SequenceStatus.RUNNING:
@@ -209,7 +209,8 @@ class Scheduler:
 
         Rows of sequences that ended or got forced tokens while the step was in flight are dropped.
         """
-        for seq in plan.decodes.at_block_end(PUBLISHED_BLOCKS * self.blocks.block_size):
+        num_published = PUBLISHED_BLOCKS * self.blocks.block_size
+        for seq in plan.decodes.at_block(num_published, num_published - 1):
             if seq.status is SequenceStatus.RUNNING:
                 self.blocks.publish(seq)
         updates: list[TokenUpdate] = []
