@@ -54,10 +54,6 @@ def require_int(param: str, value: object, name: str = "") -> None:
     require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer", name)  # type: ignore[arg-type]
 
 
-def require_bool(param: str, value: object) -> None:
-    require(isinstance(value, bool), param, value, "a bool")
-
-
 def require_finite(param: str, value: object) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
@@ -147,7 +143,7 @@ def _check_logits_processors(name: str, value: Any) -> None:
 
 _CHECK_OF_TYPE: dict[str, Callable[[str, Any], None]] = {
     "int": require_int,
-    "bool": require_bool,
+    "bool": lambda name, value: require(isinstance(value, bool), name, value, "a bool"),
     "float": require_finite,
 }
 # field -> of its own, in place of its type's

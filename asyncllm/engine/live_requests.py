@@ -119,7 +119,7 @@ class LiveRequests:
 
     def emit_whole(self, updates: list[TokenUpdate], now: float) -> None:
         """Give a client tokens that were complete before, and that no scheduler knows."""
-        self.outputs.process_whole(updates, now)
+        self.outputs.process(updates, {}, now, were_complete=True)
         self.outputs.forget_ended()
 
     def jump_forward(self, forced: list[tuple[Sequence, list[int]]]) -> None:

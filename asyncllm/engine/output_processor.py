@@ -64,9 +64,12 @@ class OutputProcessor:
         updates: list[TokenUpdate],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
         now: float,
+        *,
+        were_complete: bool = False,
     ) -> list[Stop]:
         """Take a step's tokens and emit what they bring. now: monotonic seconds.
 
+        were_complete: the tokens were all there before, so no time passed between them.
         Returns the sequences that ended here and that the scheduler still has; their last output is
         out already.
         """
@@ -80,17 +83,14 @@ class OutputProcessor:
             ):
                 state.owner.prompt_logprobs += chunk
         stops: list[Stop] = []
+        latencies = self._iteration.inter_token_latencies
+        num_known = len(latencies)
         with_text, touched = self._take_all(updates, now, stops)
+        if were_complete:
+            del latencies[num_known:]
         self._emit_all(with_text, touched, now, stops)
         self._iteration.num_generation_tokens += len(updates)
         return stops
-
-    def process_whole(self, updates: list[TokenUpdate], now: float) -> None:
-        """As `process`, for tokens that were complete before: no time passed between them."""
-        latencies = self._iteration.inter_token_latencies
-        num_known = len(latencies)
-        self.process(updates, {}, now)
-        del latencies[num_known:]
 
     def end(self, request_id: str, now: float, error: Exception | None = None) -> Request | None:
         """End a request from outside, its last output out: with "error", or with "abort".

@@ -189,7 +189,9 @@ class Recorder:
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
         now = time.monotonic()
         if not self._marks or now - self._marks[-1].time >= MARK_EVERY_S:
-            self._mark(now)
+            self._marks.append(self.mark(now))
+            while self._marks[0].time < now - WINDOW_S:
+                self._marks.popleft()
         self.prompt_tokens += iteration.num_prompt_tokens
         self.cached_tokens += iteration.num_cached_tokens
         self.generation_tokens += iteration.num_generation_tokens
@@ -231,11 +233,6 @@ class Recorder:
             self.inference_time.observe(request.prefill_time + request.decode_time)
 
     # --- the last minute ---------------------------------------------------------------------
-
-    def _mark(self, now: float) -> None:
-        self._marks.append(self.mark(now))
-        while self._marks[0].time < now - WINDOW_S:
-            self._marks.popleft()
 
     def mark(self, now: float) -> Mark:
         """The totals as they are. Call it on the loop's thread: its CPU time is one of them."""

@@ -33,7 +33,7 @@ def accept(constraint: GrammarConstraint, token_id: int) -> None:
 
 
 def fill(constraint: GrammarConstraint, bitmask: np.ndarray) -> None:
-    (error,) = GrammarConstraint.fill_many([constraint], bitmask[None])
+    (error,) = GrammarConstraint.fill_many([constraint], bitmask.reshape(1, -1))
     if error is not None:
         raise error
 
