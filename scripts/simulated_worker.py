@@ -89,7 +89,7 @@ class SimulatedWorker:
         imported()
         window = config.model.context_window
         pages = config.max_num_seqs * -(-window // config.block_size)
-        self.memory = MemoryPlan(pages, 0, window)
+        self.memory = MemoryPlan(pages, 0, window, (CacheGroup(config.block_size),))
         self.phases: dict[str, float] = {}
         self.work = WorkCounts()
         self.packer = StepPacker(config.num_slots, config.block_size)
