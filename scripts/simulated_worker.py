@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
+from asyncllm.cache_group import CacheGroup
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.text.tokenizer import Tokenizer
