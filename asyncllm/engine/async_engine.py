@@ -124,12 +124,11 @@ class AsyncLLMEngine:
         if sampling_params is not None:
             check_sampling_params(sampling_params)
             sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
-        arrival = self._arrival(
-            request_id if request_id is not None else f"gen-{next(self._request_ids)}"
-        )
+        name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
+        arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
         submit = partial(self._submit, arrival, prompt, sampling_params, True, priority, cache_salt)
         kind = (sampling_params or SamplingParams()).output_kind
-        return Generation(submit, partial(self.abort, arrival.request_id), kind)
+        return Generation(submit, partial(self.abort, name), kind)
 
     def beam_search(
         self,
@@ -168,11 +167,8 @@ class AsyncLLMEngine:
         and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
         Raises as `generate`; a refused request owns nothing.
         """
-        arrival = self._arrival(request_id)
+        arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
         await self._submit(arrival, prompt, params, False, priority, cache_salt, sink, text_sink)
-
-    def _arrival(self, request_id: str) -> Arrival:
-        return self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
 
     async def _submit(
         self,

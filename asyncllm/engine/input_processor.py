@@ -52,6 +52,7 @@ class InputProcessor:
         self._known_params = lru_cache(MAX_KNOWN_PARAMS, typed=True)(self._make_params)
         self._encoder = PromptEncoder(tokenizer, config.model.vocab_size, max_model_len)
         self._max_logprobs = config.max_logprobs
+        self._default_max_tokens = config.generation_defaults.max_tokens
         self._vocab_size = config.model.vocab_size
         self._rope_window = _dynamic_rope_window(config)
         self._eos_token_ids = end_of_text_ids(config, tokenizer)
@@ -194,7 +195,7 @@ class InputProcessor:
         """`max_tokens` as a number. Raises `ContextLengthError` where prompt and it do not fit."""
         asked, room = params.max_tokens, self.max_model_len - num_prompt
         most = most_output_tokens(params)
-        if asked is not None and asked == self._defaults.max_tokens:
+        if asked is not None and asked == self._default_max_tokens:
             asked = max(min(asked, room, most), 1)  # the model's wish, not the client's: it yields
         needed = asked or 1
         if needed <= room:
@@ -220,7 +221,8 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(params, name)) is not None:
                 require(asked <= self._max_logprobs, name, asked, f"at most {self._max_logprobs}")
-        check_prompt_logprobs(params, num_prompt)
+        if params.prompt_logprobs is not None:
+            check_prompt_logprobs(params.prompt_logprobs, num_prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             if ids := getattr(params, name):
                 self._encoder.check_ids(ids, name)

@@ -82,7 +82,9 @@ class LiveRequests:
         name = request.request_id
         if name in self.outputs.requests:
             raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
-        self._count_queued(request, 1)
+        if request.parent is None:
+            self._num_queued += 1
+            self._num_queued_tokens += len(request.prompt_token_ids)
         params = request.sampling_params
         if len(request.sequences) > params.n and not params.use_beam_search:
             sink, text_sink = BestAnswers(request, sink).receive, None
@@ -95,14 +97,14 @@ class LiveRequests:
         for init in plan.slot_inits:
             request = init.seq.request.parent or init.seq.request
             if _is_queued(request):
-                self._count_queued(request, -1)
+                self._leave_queue(request)
                 request.metrics.first_scheduled_time = time.monotonic()
 
-    def _count_queued(self, request: Request, change: int) -> None:
-        """One that enters or leaves, at its first step or at its end before that."""
+    def _leave_queue(self, request: Request) -> None:
+        """At its first step, or at its end before that."""
         if request.parent is None and _is_queued(request):
-            self._num_queued += change
-            self._num_queued_tokens += change * len(request.prompt_token_ids)
+            self._num_queued -= 1
+            self._num_queued_tokens -= len(request.prompt_token_ids)
 
     # --- what a step brings ------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class LiveRequests:
         self.scheduler.abort(request_id, "abort" if error is None else "error")
         request = self.outputs.end(request_id, time.monotonic(), error)
         if request is not None:
-            self._count_queued(request, -1)
+            self._leave_queue(request)
             self.outputs.forget_ended()
         return request
 

@@ -30,10 +30,10 @@ def most_output_tokens(params: SamplingParams, num_requests: int = 1) -> int:
     return MAX_OUTPUT_LOGPROB_ENTRIES // entries if entries else sys.maxsize
 
 
-def check_prompt_logprobs(params: SamplingParams, num_prompt: int) -> None:
+def check_prompt_logprobs(num_top: int, num_prompt: int) -> None:
     """Raises `InvalidRequestError` where a prompt of so many tokens has too many."""
-    num_entries = num_prompt * (1 + (params.prompt_logprobs or 0))
-    if params.prompt_logprobs is not None and num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+    num_entries = num_prompt * (1 + num_top)
+    if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
         raise InvalidRequestError(
             f"prompt_logprobs of this prompt are {num_entries} entries, at most "
             f"{MAX_PROMPT_LOGPROB_ENTRIES}: ask for fewer, or send less",

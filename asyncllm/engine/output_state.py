@@ -207,9 +207,10 @@ def new_states(
         prompt_logprobs=None if params.prompt_logprobs is None else [],
     )
     stops = StopStrings(params.stop) if params.stop else NO_STOP_STRINGS
-    texts = [sequence_text(request, tokenizer, stops) for _ in request.sequences]
-    return owner, [
-        SequenceState(
+    states = []
+    for seq in request.sequences:
+        text = sequence_text(request, tokenizer, stops)
+        state = SequenceState(
             seq,
             owner,
             text,
@@ -219,5 +220,5 @@ def new_states(
             num_tokens=seq.num_output_tokens,  # 0, but for a beam's
             repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
         )
-        for seq, text in zip(request.sequences, texts, strict=True)
-    ]
+        states.append(state)
+    return owner, states
