@@ -45,6 +45,10 @@ class ModelLoadError(RuntimeError):
     """A model folder that cannot be loaded; the message names the file and the key."""
 
 
+class LoRALoadError(ValueError):
+    """An adapter that cannot be served; the message names the file, the tensor and the value."""
+
+
 def one_line(error: BaseException) -> str:
     """Another library's complaint as part of a message of ours: it may have many lines or none."""
     text = " ".join(str(error).split())

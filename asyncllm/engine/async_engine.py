@@ -24,6 +24,7 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
+from asyncllm.lora import LoRARequest
 from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
 from asyncllm.worker.work_counts import WorkCounts
@@ -111,12 +112,14 @@ class AsyncLLMEngine:
         priority: int = 0,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """Await the result for the final output, or iterate over it for the outputs until then.
 
         prompt: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or chat messages.
         Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
-        `priority` values run first under --scheduling-policy priority.
+        `priority` values run first under --scheduling-policy priority. `lora_request`: the adapter
+        to use, which is loaded where it is not.
         Raises, when awaited or iterated, `InvalidRequestError` (a ValueError naming the field),
         `QueueFullError`, `EngineDeadError`, `RequestFailedError`; at once `InvalidRequestError` for
         a field of `sampling_params` that was set out of range after they were made.
@@ -126,7 +129,9 @@ class AsyncLLMEngine:
             sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
-        submit = partial(self._submit, arrival, prompt, sampling_params, True, priority, cache_salt)
+        submit = partial(
+            self._submit, arrival, prompt, sampling_params, True, priority, cache_salt, lora_request
+        )
         kind = (sampling_params or SamplingParams()).output_kind
         return Generation(submit, partial(self.abort, name), kind)
 
@@ -138,6 +143,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """As `generate`; there is one output, the final one, with `beam_width` completions.
 
@@ -146,8 +152,9 @@ class AsyncLLMEngine:
         what no model could search.
         """
         return self.generate(
-            prompt, params.sampling_params(), request_id, priority, cache_salt=cache_salt
-        )
+            prompt, params.sampling_params(), request_id, priority,
+            cache_salt=cache_salt, lora_request=lora_request,
+        )  # fmt: skip
 
     async def add_request(
         self,
@@ -159,6 +166,7 @@ class AsyncLLMEngine:
         text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Validate, tokenise and queue a request; its deltas go to `sink`, at most one per step.
 
@@ -168,7 +176,9 @@ class AsyncLLMEngine:
         Raises as `generate`; a refused request owns nothing.
         """
         arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
-        await self._submit(arrival, prompt, params, False, priority, cache_salt, sink, text_sink)
+        await self._submit(
+            arrival, prompt, params, False, priority, cache_salt, lora_request, sink, text_sink
+        )
 
     async def _submit(
         self,
@@ -178,6 +188,7 @@ class AsyncLLMEngine:
         starts: bool,
         priority: int,
         cache_salt: str | None,
+        lora_request: LoRARequest | None,
         sink: Sink,
         text_sink: TextSink | None = None,
     ) -> None:
@@ -191,8 +202,19 @@ class AsyncLLMEngine:
             request = await core.input_processor.process(
                 request_id, prompt, given, time.monotonic(), priority, cache_salt
             )
-            if not arrival.is_aborted:  # things may have changed while a long prompt was tokenised
-                self._open(request_id, len(request.prompt_token_ids)).add(request, sink, text_sink)
+            adapter, receive, is_added = None, sink, False
+            if lora_request is not None:
+                adapter = await core.acquire_adapter(lora_request)
+                request.use_adapter(adapter.slot, adapter.content)
+                receive = core.lora.releasing(adapter, sink)
+            try:
+                if not arrival.is_aborted:  # and what may have changed while this was prepared
+                    core = self._open(request_id, len(request.prompt_token_ids))
+                    core.add(request, receive, text_sink)
+                    is_added = True
+            finally:
+                if adapter is not None and not is_added:
+                    core.lora.release(adapter)
 
         if not await arrival.run(queue()):
             sink(_aborted_output(request_id, prompt, params or SamplingParams()))
@@ -205,6 +227,34 @@ class AsyncLLMEngine:
                 self.recorder.aborts[cause] += 1
             if self._core is not None and self._core.live.abort(name, cause):
                 self._core.steps.record(None)
+
+    # --- adapters ----------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Read an adapter's files, so that requests may name it. Raises `LoRALoadError` naming the
+        tensor or the setting that is not served; the engine is as before then."""
+        await self._running().lora.add(lora_request)
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Requests that use it go on to their end. Whether it was there."""
+        return self._running().lora.remove(lora_name)
+
+    def pin_lora(self, lora_name: str) -> None:
+        """Let no other adapter take its memory. Raises `LoRALoadError` where it is not loaded."""
+        self._running().lora.pin(lora_name)
+
+    def list_loras(self) -> list[LoRARequest]:
+        adapters = self._running().adapters
+        return [] if adapters is None else adapters.requests
+
+    def lora_activity(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters that requests have, and of those that requests wait for."""
+        adapters = self._running().adapters
+        return ([], []) if adapters is None else (adapters.running, adapters.waiting)
+
+    def find_lora(self, lora_name: str) -> LoRARequest | None:
+        adapters = self._running().adapters
+        return None if adapters is None else adapters.find(lora_name)
 
     # --- views -------------------------------------------------------------------------------
 

@@ -138,6 +138,15 @@ class Normed:
         return (self.values * (mean + self.eps).rsqrt()).to(self.values.dtype)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRAWeights:
+    """A linear layer's low-rank matrices, of all adapter slots; see models/layers/lora.py."""
+
+    a: torch.Tensor  # [slots, parts * max_rank, in]
+    b: torch.Tensor  # [slots, out, max_rank]
+    sizes: tuple[int, ...]  # of each part, in output features
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRows:
     """The state of a step's slots, one row each, as the step found it."""
@@ -168,6 +177,7 @@ class SlotState(Protocol):
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     top_ks: torch.Tensor
+    adapters: torch.Tensor
     seeds: torch.Tensor
     output_counts: torch.Tensor
 
