@@ -16,8 +16,9 @@ import torch
 
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import EngineConfig
+from asyncllm.errors import one_line
 from asyncllm.graphs.decode_graphs import DecodeGraphs, DecodeKernel
-from asyncllm.graphs.pool import GraphPool, Recorded
+from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
 from asyncllm.kernels.declaration import Launch, num_sms
 from asyncllm.kernels.persistent_decode import MAX_ROWS
@@ -25,6 +26,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.loader import DELAY_S, ProgressBar
 from asyncllm.models.persistent_decode import PersistentDecode
+from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncllm")
@@ -42,6 +44,27 @@ def persistent_kernel(
     persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
     step = partial(runner.decode_step, forward=persistent.forward)
     return DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))
+
+
+def capture_obstacle(model: CausalLM, device: torch.device) -> str | None:
+    """Why the model's forward pass cannot be captured, in one line; None: it can. On the current
+    stream, not the default one, after a run that has compiled its kernels."""
+
+    def run() -> Outputs:
+        return (model.compute_logits(forward_without_attention(model, 2, device)),)
+
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run()
+        torch.cuda.set_sync_debug_mode(mode)
+        GraphPool().record(run)
+    except Exception as error:  # whatever the code of a library's model raises
+        return one_line(error)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.empty_cache()
+    return None
 
 
 class StepCaptures:
@@ -72,8 +95,10 @@ class StepCaptures:
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
         if not sizes:
             return
-        shape = max(sizes[-1], most_rows), config.model.hf_config.hidden_size
-        hidden = torch.zeros(shape, dtype=runner.mixed.dtype, device=runner.inputs.token_ids.device)
+        device, dtype = runner.inputs.token_ids.device, runner.mixed.dtype
+        # What the head takes: a model may have another size between its layers.
+        hidden_size = forward_without_attention(runner.mixed.model, 1, device).shape[1]
+        hidden = torch.zeros(max(sizes[-1], most_rows), hidden_size, dtype=dtype, device=device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
         for size in first_sizes(config.cuda_graph_sizes):

@@ -6,6 +6,7 @@ to the engine what follows: how many pages there are, how long a context may be,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,10 +51,12 @@ from asyncllm.worker.memory import (
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
-from asyncllm.worker.step_captures import StepCaptures
+from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
+
+logger = logging.getLogger("asyncllm")
 
 # Lengths that bring in the kernel variants: one token, few, many. The largest was the profile's.
 WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
@@ -148,7 +151,7 @@ class Worker:
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
-        if attention.supports_graphs and not config.enforce_eager:
+        if attention.supports_graphs and not config.enforce_eager and self._can_capture(model):
             self._capture(model, cache, loading)
         self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
         if self.device.type == "cuda":
@@ -251,6 +254,16 @@ class Worker:
             self.runner.run_padding(min(num_tokens, self._most_tokens))
         early.wait()
         prewarm_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
+
+    def _can_capture(self, model: CausalLM) -> bool:
+        """transformers' own code may wait for the device: its steps are then eager."""
+        if self._config.model.implementation == "asyncllm":
+            return True
+        with self._executor.between_steps():
+            reason = capture_obstacle(model, self.device)
+        if reason is not None:
+            logger.warning("%s runs without graphs: %s", self._config.model.architecture, reason)
+        return reason is None
 
     def _capture(
         self, model: CausalLM, cache: KVCache, loading: Callable[[], Launch | None]

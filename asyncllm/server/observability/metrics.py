@@ -282,7 +282,7 @@ def _ran(kind: str, mode: str) -> Read:
 
 def _cache_labels(engine: AsyncLLMEngine, stats: SchedulerStats) -> Labels:
     config = engine.config
-    num_tokens = stats.num_pages * config.block_size
+    num_tokens = stats.num_pages // stats.num_groups * config.block_size
     return {
         "kv_cache_size_tokens": str(num_tokens),
         "kv_cache_max_concurrency": f"{num_tokens / engine.max_model_len:.2f}",
