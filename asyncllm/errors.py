@@ -53,12 +53,6 @@ class UnsupportedModelError(ModelLoadError):
     """What a native family would not compute exactly, though transformers' own code may."""
 
 
-def output_failed(request_id: str, error: Exception) -> RequestFailedError:
-    """The error of a request whose own text, scores or sink raised."""
-    what = f"{type(error).__name__}: {error}"
-    return RequestFailedError(f"request {request_id}: output failed: {what}")
-
-
 def one_line(error: BaseException) -> str:
     """Another library's complaint as part of a message of ours: it may have many lines or none."""
     text = " ".join(str(error).split())
