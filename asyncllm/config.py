@@ -143,7 +143,7 @@ class EngineArgs:
     prefill_graph_sizes: list[int] | None = flag(
         None, "tokens per step with prefills to capture; 0 for none"
     )
-    max_logprobs: int = flag(20, "most logprobs a request may ask for", least=0)
+    max_logprobs: int = flag(20, "most logprobs a request may ask for; -1: all", least=-1)
     logits_processors: list[str | type] | None = flag(
         None, "classes of LogitsProcessor as module:Class, for requests that need them"
     )

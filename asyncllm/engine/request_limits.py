@@ -33,7 +33,8 @@ class RequestLimits:
         """max_model_len: tokens of prompt and output, no more than the KV cache holds."""
         self._encoder = encoder
         self._max_model_len = max_model_len
-        self._max_logprobs = config.max_logprobs
+        most = config.max_logprobs
+        self._max_logprobs = config.model.vocab_size if most == -1 else most
         self._default_max_tokens = config.generation_defaults.max_tokens
 
     def max_tokens(self, num_prompt: int, params: SamplingParams, parsed: ParsedPrompt) -> int:
