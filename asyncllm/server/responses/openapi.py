@@ -110,13 +110,13 @@ class ResponseBody(Struct):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     output: list[OutputItem]
     usage: ResponseUsage | None
     model: str
-    background: Literal[False]
+    background: bool
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -222,6 +222,9 @@ RESPONSES_FIELD_DOCS: dict[str, FieldDoc] = {
     "generate_summary": FieldDoc("An older name of summary."),
     "ReasoningConfig.context": FieldDoc("Which earlier thoughts stay is up to the chat template."),
     "ReasoningConfig.mode": FieldDoc("standard"),
+    "background": FieldDoc(
+        "Answer at once, and go on without the client: GET says how far it is; needs store."
+    ),
     "text": FieldDoc("The form of the answer's text."),
     "TextConfig.format": FieldDoc("Free text, any JSON object, or JSON of a schema."),
     "TextConfig.verbosity": FieldDoc('Refused, except "medium".'),
@@ -246,7 +249,6 @@ RESPONSES_FIELD_DOCS: dict[str, FieldDoc] = {
     "ResponsesRequest.return_token_ids": refused(),
     "conversation": refused("Send previous_response_id."),
     "personality": refused(),
-    "background": refused("Every response is waited for."),
     "ResponsesRequest.prompt": refused("There are no stored prompts."),
     "access_programs": ignored(),
     "image": ignored(),
