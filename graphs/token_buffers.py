@@ -15,6 +15,7 @@ from asyncllm.attention.base import (
     AttentionMixer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.models.base import CausalLM, TokenInputs
@@ -53,7 +54,9 @@ def forward(
     """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write."""
     out = tokens.out.flatten(1)
 
-    def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def attend(
+        layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+    ) -> torch.Tensor:
         attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
         attend_rows(layer)
         return out

@@ -16,7 +16,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,7 +213,8 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
     try:
-        config = engine_args.create_engine_config()
+        # Dummy weights: what is on the hub is judged by its small files, before all of it is here.
+        config = replace(engine_args, load_format="dummy").create_engine_config()
         yield Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
         yield Finding("model", "implementation", config.model.implementation)
         yield from _needs(config)
