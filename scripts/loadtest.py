@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--api-key", help="sent as bearer token, never printed")
     add("--json", type=Path, metavar="FILE", help="for the JSON line too")
     add("--html", type=Path, metavar="FILE", help="a report with plots (extra: bench)")
-    add("--num-seeds", type=above(0), default=1, help="runs, for confidence intervals (1)")
+    add("--num-seeds", type=above(0), help="runs, for confidence intervals (1; with --ab-url 5)")
     add("--ab-url", help="a second server, run in turn with the first; prints the ratios")
     add("--find-knee", action="store_true", help="the highest rate that meets --slo")
     add("--probe-s", type=above(0, float), default=20.0, help="of one rate of it (20)")
@@ -72,7 +72,7 @@ def carry_out(given: dict[str, Any], settings: Settings) -> tuple[dict[str, Any]
         with live_table(f"{asked.base_url}, seed {asked.seed}{rate}") as watch:
             return run_once(asked, given.get("api_key"), watch)
 
-    num = given["num_seeds"]
+    num = given.get("num_seeds", 5 if "ab_url" in given else 1)
     if given.get("ceiling"):
         return find_ceiling(settings, MockSettings(**pick(given, MockSettings)), run), []
     if given.get("find_knee"):

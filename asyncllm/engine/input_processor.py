@@ -80,11 +80,9 @@ class InputProcessor:
 
     def with_counts(self, params: SamplingParams) -> SamplingParams:
         """With the number of log-probabilities that -1, the whole vocabulary, stands for."""
-        if -1 not in (params.logprobs, params.prompt_logprobs):
-            return params
         names = ("logprobs", "prompt_logprobs")
         whole = {name: self._vocab_size for name in names if getattr(params, name) == -1}
-        return replace(params, **whole)
+        return replace(params, **whole) if whole else params
 
     async def process(
         self,
@@ -100,7 +98,8 @@ class InputProcessor:
         Large texts and grammars are for threads: the libraries drop the GIL.
         """
         parsed = parse_prompt(prompt)
-        params = self.with_counts(params)
+        if params.logprobs == -1 or params.prompt_logprobs == -1:
+            params = self.with_counts(params)
         text, ids, bad_words = await self._encode(parsed, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else await self.grammars.compile_async(wanted)
