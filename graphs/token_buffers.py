@@ -13,7 +13,6 @@ from asyncllm.attention.base import (
     AttentionBackend,
     AttentionLayer,
     AttentionMixer,
-    DecodeRows,
     PrefillRows,
     RotatedHeads,
     Rotation,
@@ -72,10 +71,3 @@ Forward = Callable[[TokenBuffers, AttendRows], object]
 # (tokens, the decodes' positions int32 [decodes], prefills) -> attention over rows and pages that
 # the host knows
 BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]
-# (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
-ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
-# Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
-# that writes must go to the padding page.
-Clear = Callable[[], object]
-# The step's changes of slots, which its decodes read: before them.
-WriteChanges = Callable[[], object]
