@@ -135,6 +135,25 @@ def test_streamed_and_resumed() -> None:
     run(test())
 
 
+def test_another_key_finds_nothing() -> None:
+    async def test() -> None:
+        async with client(api_key=["key", "other"]) as (api, engine):
+            engine.go.clear()
+            asked = await api.responses.create(**ASKED)
+            other = api.with_options(api_key="other")
+            for refused in (
+                other.responses.cancel(asked.id),
+                other.responses.retrieve(asked.id),
+                other.responses.delete(asked.id),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await refused
+            engine.go.set()
+            assert (await ended(api, asked.id)).status == "completed"
+
+    run(test())
+
+
 def test_what_fails_is_said_where_it_can_be() -> None:
     async def test() -> None:
         async with client() as (api, engine):

@@ -60,7 +60,7 @@ FIELD_DOCS: dict[str, FieldDoc] = {
         schema={"minItems": 1, "maxItems": MAX_CONVERSATIONS}, type=list[list[types.Message]],
     ),
     **{
-        f"BatchChatRequest.{name}": _refused("One choice for each conversation, told whole.")
+        f"BatchChatRequest.{name}": _refused("Each conversation has one choice, and no stream.")
         for name in REFUSED
     },
     "prompt": FieldDoc("Text, or token ids, or a list of either: one answer for each."),
@@ -170,9 +170,9 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     "StreamOptions.continuous_usage_stats": FieldDoc("Every event has the usage so far."),
     "include_obfuscation": _ignored("No padding is sent."),
     "include_reasoning": FieldDoc(
-        "Whether the answer tells the reasoning before it.", schema={"default": True}
+        "Whether the answer includes the reasoning before it.", schema={"default": True}
     ),
-    "return_prompt_text": FieldDoc("Tell the prompt as the chat template wrote it."),
+    "return_prompt_text": FieldDoc("Report the prompt as the chat template wrote it."),
     # --- the prompt ---
     "add_special_tokens": FieldDoc(
         "Whether the tokenizer puts its own special tokens around the text. Messages: not unless "
