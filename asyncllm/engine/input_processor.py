@@ -81,7 +81,7 @@ class InputProcessor:
     def with_counts(self, params: SamplingParams) -> SamplingParams:
         """With the number of log-probabilities that -1, the whole vocabulary, stands for."""
         names = ("logprobs", "prompt_logprobs")
-        whole = {name: self._vocab_size for name in names if getattr(params, name) == -1}
+        whole: dict[str, Any] = {n: self._vocab_size for n in names if getattr(params, n) == -1}
         return replace(params, **whole) if whole else params
 
     async def process(
