@@ -67,10 +67,16 @@ def pick(given: dict[str, Any], kind: type) -> dict[str, Any]:
 def carry_out(given: dict[str, Any], settings: Settings) -> tuple[dict[str, Any], list[Run]]:
     """The report, and the runs behind it for the page."""
 
+    vocab_sizes: dict[str, int | None] = {}  # by server, where the first run had to find it
+
     def run(asked: Settings) -> Run:
+        if (known := vocab_sizes.get(asked.base_url)) is not None:
+            asked = replace(asked, vocab_size=known)
         rate = f", {asked.request_rate:.3g} requests/s" if asked.request_rate < 1e9 else ""
         with live_table(f"{asked.base_url}, seed {asked.seed}{rate}") as watch:
-            return run_once(asked, given.get("api_key"), watch)
+            done = run_once(asked, given.get("api_key"), watch)
+        vocab_sizes[asked.base_url] = done.report["conditions"]["vocab_size"]
+        return done
 
     num = given.get("num_seeds", 5 if "ab_url" in given else 1)
     if given.get("ceiling"):

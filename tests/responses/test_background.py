@@ -163,6 +163,7 @@ def test_what_fails_is_said_where_it_can_be() -> None:
             asked = await api.responses.create(**ASKED | {"input": "<fail>"})
             failed = await ended(api, asked.id)
             assert failed.status == "failed" and failed.error.code == "server_error"
+            assert failed.output_text and reply(0).startswith(failed.output_text)
             stream = await api.responses.create(**ASKED | {"input": "<fail>"}, stream=True)
             events = [event async for event in stream]
             assert events[-1].type == "response.failed"

@@ -119,9 +119,9 @@ async def _in_background(
         try:
             await wait()
         except ApiError as error:
-            keep(view.failed(error, []))
+            keep(view.failed(error, view.cut_off(sink.parts)))
         except asyncio.CancelledError:
-            keep(view.cancelled(sink.parts))
+            keep(view.body("cancelled", view.cut_off(sink.parts)))
             if log is not None:
                 log.end(b"")
             raise

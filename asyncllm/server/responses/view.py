@@ -69,12 +69,10 @@ class ResponseView:
         code = _FAILURE_CODES.get(error.status, "server_error")
         return self.body("failed", output, error={"code": code, "message": error.message})
 
-    def cancelled(self, parts: list[OutputPart]) -> dict[str, Any]:
-        """parts: what there is of it, the last of them cut off."""
-        output = [self.item(part, "completed") for part in parts]
-        if output:
-            output[-1]["status"] = "incomplete"
-        return self.body("cancelled", output)
+    def cut_off(self, parts: list[OutputPart]) -> list[dict[str, Any]]:
+        """The output so far; its last item is incomplete."""
+        last = parts[-1:]
+        return [self.item(part, "incomplete" if part in last else "completed") for part in parts]
 
     def item_id(self, part: OutputPart) -> str:
         return f"{_ID_PREFIXES[part.kind]}_{self._unique}_{part.index}"
