@@ -187,8 +187,8 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda seed: -MAX_SEED - 1 <= seed <= MAX_SEED, "a 64-bit integer"),
     "max_tokens": (lambda number: number >= 1, "at least 1"),
     "min_tokens": (lambda number: number >= 0, "at least 0"),
-    "logprobs": (lambda number: number >= 0, "at least 0"),
-    "prompt_logprobs": (lambda number: number >= 0, "at least 0"),
+    "logprobs": (lambda number: number >= -1, "-1 (the whole vocabulary) or at least 0"),
+    "prompt_logprobs": (lambda number: number >= -1, "-1 (the whole vocabulary) or at least 0"),
     "thinking_token_budget": (lambda budget: budget >= -1, "-1 (no limit) or at least 0"),
     "truncate_prompt_tokens": (
         lambda number: number >= 1 or number == -1, "-1 (the context window) or at least 1"

@@ -86,9 +86,9 @@ class SamplingParams:
     `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off.
     `max_tokens=None` means up to the end of the context window. `logprobs=k` returns the k most
     likely tokens and the sampled one, as natural logarithms of the raw distribution (before
-    temperature, penalties and filters); `logprob_token_ids` returns those of these tokens instead
-    of the most likely. A `seed` makes a request's tokens independent of what else is in its batch;
-    -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
+    temperature, penalties and filters), -1 all; `logprob_token_ids` returns those of these tokens
+    instead of the most likely. A `seed` makes a request's tokens independent of what else is in its
+    batch; -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
     `repetition_detection` may be a dict of its fields. Source: vllm.SamplingParams.
 
     `best_of` answers are made and the `n` with the highest mean log-probability returned, at the

@@ -51,7 +51,8 @@ class InputProcessor:
         self._defaults = config.generation_defaults
         self._known_params = lru_cache(MAX_KNOWN_PARAMS, typed=True)(self._make_params)
         self._encoder = PromptEncoder(tokenizer, config.model.vocab_size, max_model_len)
-        self._max_logprobs = config.max_logprobs
+        most = config.max_logprobs
+        self._max_logprobs = config.model.vocab_size if most == -1 else most
         self._default_max_tokens = config.generation_defaults.max_tokens
         self._vocab_size = config.model.vocab_size
         self._rope_window = _rope_window(config)
@@ -81,7 +82,13 @@ class InputProcessor:
         for name, value in overrides.items():
             if value is not None or (name == "max_tokens" and name not in values):
                 values[name] = value
-        return SamplingParams(**values)
+        return self.with_counts(SamplingParams(**values))
+
+    def with_counts(self, params: SamplingParams) -> SamplingParams:
+        """With the number of log-probabilities that -1, the whole vocabulary, stands for."""
+        names = ("logprobs", "prompt_logprobs")
+        whole: dict[str, Any] = {n: self._vocab_size for n in names if getattr(params, n) == -1}
+        return replace(params, **whole) if whole else params
 
     async def process(
         self,
@@ -97,6 +104,8 @@ class InputProcessor:
         Large texts and grammars are for threads: the libraries drop the GIL.
         """
         parsed = parse_prompt(prompt)
+        if params.logprobs == -1 or params.prompt_logprobs == -1:
+            params = self.with_counts(params)
         text, ids, bad_words = await self._encode(parsed, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else await self.grammars.compile_async(wanted)
