@@ -22,7 +22,7 @@ from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import build_model, settle
+from asyncllm.models.registry import build_model, keeps_latents, settle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
@@ -213,7 +213,8 @@ class Worker:
         load it. What can be compiled without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        model = build_model(config.model, self._dtype, self.device, ops, model_len)
+        latents = keeps_latents(config)  # as of the layout, whatever could be imported since
+        model = build_model(config.model, self._dtype, self.device, ops, model_len, latents)
         # One row, whose GEMMs are other kernels; weights may be missing.
         early.begin(lambda: model.compute_logits(forward_without_attention(model, 1, self.device)))
         loading = decode_kernels.begin_loading(start_of(config, model, self.device))
