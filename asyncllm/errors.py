@@ -45,6 +45,10 @@ class ModelLoadError(RuntimeError):
     """A model folder that cannot be loaded; the message names the file and the key."""
 
 
+class LoRALoadError(ValueError):
+    """An adapter that cannot be served; the message names the file, the tensor and the value."""
+
+
 class UnsupportedModelError(ModelLoadError):
     """What a native family would not compute exactly, though transformers' own code may."""
 

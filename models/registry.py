@@ -20,6 +20,7 @@ from asyncllm.models.gpt_oss import build_gpt_oss
 from asyncllm.models.granite import build_granite
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.llama import build_llama
@@ -64,6 +65,7 @@ def build_model(
     device: torch.device,
     ops: Ops,
     max_model_len: int,
+    lora: LoRALayers | None = None,
     keeps_latents: bool = False,
 ) -> CausalLM:
     """The model with its weights allocated and uninitialised: `load_weights` fills them.
@@ -71,7 +73,7 @@ def build_model(
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
     linear_methods = {"": UnquantizedLinearMethod(dtype, device, ops)}
-    build = Build(dtype, device, ops, linear_methods, max_model_len, keeps_latents)
+    build = Build(dtype, device, ops, linear_methods, max_model_len, lora, keeps_latents)
     if model_config.implementation == "transformers":
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
@@ -109,8 +111,10 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
 
 
 def keeps_latents(config: EngineConfig) -> bool:
-    """Whether attention takes latents: torch's does, where it is what was asked for."""
-    return resolve_backend(config.attention_backend, torch.device(config.device)) == "torch"
+    """Whether attention takes latents: torch's does, where it is what was asked for. With adapters
+    keys and values are made, as an adapter may change how."""
+    backend = resolve_backend(config.attention_backend, torch.device(config.device))
+    return backend == "torch" and not config.enable_lora
 
 
 def model_without_memory(
@@ -121,4 +125,6 @@ def model_without_memory(
 ) -> CausalLM:
     """For what is to be known before there are weights. Raises as `build_model`."""
     meta = torch.device("meta")
-    return build_model(model_config, dtype, meta, TorchOps(), max_model_len, keeps_latents)
+    return build_model(
+        model_config, dtype, meta, TorchOps(), max_model_len, keeps_latents=keeps_latents
+    )

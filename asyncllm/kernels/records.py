@@ -198,14 +198,13 @@ class ExpertWeights:
     activation: Activation
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRows:
-    """The state of a step's slots, one row each, as the step found it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRAWeights:
+    """A linear layer's low-rank matrices, of all adapter slots; see models/layers/lora.py."""
 
-    last_tokens: torch.Tensor  # int32 [rows]
-    positions: torch.Tensor  # int32 [rows]
-    next_positions: torch.Tensor  # int32 [rows], of the tokens to be sampled
-    block_tables: tuple[torch.Tensor, ...]  # by cache group: int32 [rows, pages per sequence]
+    a: torch.Tensor  # [slots, parts * max_rank, in]
+    b: torch.Tensor  # [slots, out, max_rank]
+    sizes: tuple[int, ...]  # of each part, in output features
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +227,7 @@ class SlotState(Protocol):
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     top_ks: torch.Tensor
+    adapters: torch.Tensor
     seeds: torch.Tensor
     output_counts: torch.Tensor
 

@@ -14,6 +14,7 @@ P = pages per sequence, V = vocabulary.
   block_tables     int32  [G, S, P]  init, page appends            attention
   temperatures ..  f32    [S]        init                          sampler
   top_ks           int32  [S]        init                          sampler
+  adapters         int32  [S]        init                          linear layers with adapters
   seeds            int64  [S]        init                          sampler
   output_counts    int32  [S, V]     init, inputs (if penalised)   penalties
   in_prompt        bool   [S, V]     init (if penalised)           repetition penalty
@@ -28,7 +29,6 @@ import torch
 
 from asyncllm.attention.base import DecodeRows
 from asyncllm.graphs.token_buffers import TokenBuffers
-from asyncllm.kernels.records import SlotRows
 from asyncllm.worker.packed_step import SamplingExtras, SlotTokens
 
 FLOAT_PARAMS = (
@@ -63,6 +63,7 @@ class DeviceState:
         self.presence_penalties, self.frequency_penalties = self.float_params[3:5]
         self.repetition_penalties = self.float_params[5]
         self.top_ks = int32(num_slots)
+        self.adapters = int32(num_slots)  # adapter slots
         self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.output_counts = int32(num_slots, vocab_size)
         self.in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
@@ -118,16 +119,19 @@ def _set_true(table: torch.Tensor, lists: SlotTokens[torch.Tensor]) -> None:
     table.index_put_(places, torch.ones_like(lists.tokens, dtype=torch.bool))
 
 
-# (state, slots int32 [rows]) -> the rows of a step of decodes alone. Counts the inputs. Only
-# enqueues, and may be captured.
-GatherSlots = Callable[[DeviceState, torch.Tensor], SlotRows]
+# (state, slots int32 [rows]) -> of a step of decodes alone the last tokens and the positions of the
+# tokens to be sampled, int32 [rows], and the rows. Counts the inputs. Only enqueues, and may be
+# captured.
+GatherSlots = Callable[[DeviceState, torch.Tensor], tuple[torch.Tensor, torch.Tensor, DecodeRows]]
 
 
-def gather_slots_torch(state: DeviceState, slots: torch.Tensor) -> SlotRows:
+def gather_slots_torch(
+    state: DeviceState, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, DecodeRows]:
     """The reference `GatherSlots`."""
     state.count_inputs(slots)
-    positions, tables = state.positions[slots], state.block_tables[:, slots].unbind()
-    return SlotRows(state.last_tokens[slots], positions, positions + 1, tables)
+    rows = DecodeRows(state.block_tables[:, slots].unbind(), state.positions[slots])
+    return state.last_tokens[slots], rows.positions + 1, rows
 
 
 # (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows of decodes beside
@@ -146,7 +150,7 @@ def fill_decodes_torch(
     for buffer, values in (
         (first.token_ids, state.last_tokens[slots]),
         (first.positions, rows.positions),
-        (first.prompt_lens, state.prompt_lens[slots]),
+        (first.slots, slots),
         *zip(first.write_slots, rows.write_slots(block_size), strict=True),
     ):
         buffer.copy_(torch.where(is_valid, values, buffer))

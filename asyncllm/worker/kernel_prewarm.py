@@ -48,7 +48,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
     dtype = getattr(torch, config.dtype)
     is_captured = not config.enforce_eager
     # Who names a backend gets its kernels in every step.
-    is_autotuned = is_captured and config.attention_backend == "auto"
+    is_free = is_captured and config.attention_backend == "auto"
     return Start(
         device=device,
         dtype=dtype,
@@ -59,7 +59,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         attention_backend=resolve_backend(config.attention_backend, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
-        autotuned_sizes=config.cuda_graph_sizes if is_autotuned else (),
+        free_decode_sizes=config.cuda_graph_sizes if is_free else (),
         new_state=lambda num_pages, vocab_size: DeviceState(1, num_pages, vocab_size, device),
     )
 
@@ -114,7 +114,7 @@ def prewarm_slots(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
-    """The padding slot written and read, a row sampled in each way that no step of padding is. On
+    """The padding slot written and read, a row sampled as no step of padding is. On
     the current stream. `dtype`: of the model's logits.
 
     A variant that steps can meet and that is not launched here, nor by `ModelRunner.run_padding` or

@@ -15,8 +15,8 @@ import torch
 
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
-from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
-from asyncllm.kernels.gemm.gemm_cache import GemmCache
+from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
+from asyncllm.models.layers.lora import AddLoRA, add_lora_torch
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.device_state import (
@@ -46,10 +46,7 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
         return SlotKernels(
-            gather_slots_torch,
-            fill_decodes_torch,
-            write_slots_torch,
-            sample_slots_torch,
+            gather_slots_torch, fill_decodes_torch, write_slots_torch, sample_slots_torch
         )
     # Slow to import: only where they are used.
     from asyncllm.kernels.sampling.kernel import sample_slots_triton
@@ -60,11 +57,17 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     )
 
     return SlotKernels(
-        gather_slots_triton,
-        fill_decodes_triton,
-        write_slots_triton,
-        sample_slots_triton,
+        gather_slots_triton, fill_decodes_triton, write_slots_triton, sample_slots_triton
     )
+
+
+def select_add_lora(device: torch.device) -> AddLoRA:
+    """Triton's on CUDA, else plain torch."""
+    if device.type != "cuda":
+        return add_lora_torch
+    from asyncllm.kernels.lora.kernel import add_lora_triton  # slow to import
+
+    return add_lora_triton
 
 
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:

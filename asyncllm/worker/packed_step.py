@@ -98,14 +98,6 @@ class SlotChanges:
 NO_CHANGES = SlotChanges()
 
 
-class PageMoves(NamedTuple):
-    """Pages that change their place before the forward pass, in this order."""
-
-    swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
-    copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
-    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """A prefill row that wants logprobs: of the prompt token that follows each of its tokens."""
@@ -116,7 +108,6 @@ class PromptLogprobs:
     num_top: int
 
 
-NO_MOVES = PageMoves()
 NO_ROWS = np.zeros(0, np.int32)
 NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS[None])
 
@@ -129,17 +120,21 @@ class PackedStep(NamedTuple):
     decode_positions: np.ndarray  # int32 [D]
     sampled_slots: np.ndarray  # int32 [R]
     # The next three are of steps with prompts alone.
-    # int32 [3 + groups, P]: ids, positions, prompts' lengths; flat positions in each group's cache
+    # int32 [3 + groups, P]: ids, positions, slots; flat positions in each group's cache
     tokens: np.ndarray = NO_ROWS
     samples: np.ndarray = NO_ROWS  # int32 [3, R]: which of D + P tokens; slots; the new positions
     prefills: PrefillRows = NO_PROMPTS
-    moves: PageMoves = NO_MOVES
+    # Pages that change their place before the forward pass, in this order.
+    swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
+    page_copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
     changes: SlotChanges = NO_CHANGES
     features: int = NO_FEATURE  # all that any row that samples needs
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS
     num_top_logprobs: int | None = None  # the most that any row wants; None: none wants logprobs
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     needs_host: bool = False  # its sampling is launched later, when the tokens before it are known
+    adapters: bool = False  # some token's sequence has one
 
     @property
     def has_prompts(self) -> bool:
@@ -150,14 +145,14 @@ class PackedStep(NamedTuple):
         """Not padded."""
         num_decodes, num_prompt_tokens = len(self.decode_slots), self.prefills.num_tokens
         kind = StepKind.of(num_decodes, num_prompt_tokens)
-        return StepShape(kind, num_decodes + num_prompt_tokens)
+        return StepShape(kind, num_decodes + num_prompt_tokens, self.adapters)
 
 
 def padding_prompt(num_tokens: int, block_size: int, num_groups: int = 1) -> PackedStep:
     """A step of one prompt, and its first token, on the padding page and slot."""
     num_pages = -(-num_tokens // block_size)
     tokens = np.zeros((3 + num_groups, num_tokens), np.int32)
-    tokens[1], tokens[2] = np.arange(num_tokens), num_tokens
+    tokens[1], tokens[2] = np.arange(num_tokens), PADDING_SLOT
     return PackedStep(
         decode_slots=NO_ROWS,
         decode_positions=NO_ROWS,

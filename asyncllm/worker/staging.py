@@ -1,7 +1,6 @@
 """Host arrays to device tensors, one copy per step however many arrays there are; tokens back.
 
-On CUDA the arrays of a step are packed into one pinned buffer, one of a few that rotate, and copied
-once. On the CPU a tensor owns its array.
+The arrays of a step are packed into one buffer, pinned for CUDA, one of a few that rotate.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 class Staging:
     def __init__(self, device: torch.device) -> None:
-        self._buffers: RotatingBuffers[Twins] | None = None
-        if device.type == "cuda":
-            self._buffers = RotatingBuffers([Twins(device) for _ in range(NUM_BUFFERS)], device)
+        self._buffers = RotatingBuffers([Twins(device) for _ in range(NUM_BUFFERS)], device)
 
     def upload(self, record: tuple[Any, ...]) -> Any:
         """The record, and the records in it, with tensors on the device in place of its arrays, of
@@ -36,8 +33,6 @@ class Staging:
         arrays = list(_arrays_of(record))
         if not arrays:
             return record
-        if self._buffers is None:
-            return _with_tensors(record, iter([torch.from_numpy(a.copy()) for a in arrays]))
         with self._buffers as buffer:
             return _with_tensors(record, iter(buffer.copy(arrays)))
 
@@ -102,15 +97,15 @@ class ResultBuffers:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._capacity = capacity
         self._pinned = device.type == "cuda"
-        self._free: list[_TokenBuffer] = []
+        self._free: list[torch.Tensor] = []
 
     def fetch(self, tokens: torch.Tensor, num_rows: int) -> Callable[[], list[int]]:
         """Enqueue the copy of `tokens`, int32; call the result once, after the step's end. What is
         behind the first `num_rows` is padding."""
         if not self._pinned:
             return tokens[:num_rows].tolist
-        buffer = self._free.pop() if self._free else _TokenBuffer(self._allocate())
-        host = buffer.first(len(tokens))
+        buffer = self._free.pop() if self._free else self._allocate()
+        host = buffer[: len(tokens)]
         host.copy_(tokens, non_blocking=True)
 
         def read() -> list[int]:
@@ -122,16 +117,3 @@ class ResultBuffers:
 
     def _allocate(self) -> torch.Tensor:
         return torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)
-
-
-class _TokenBuffer:
-    """A buffer and views of its first tokens, made once each: captured steps have few sizes."""
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self._whole = whole
-        self._first: dict[int, torch.Tensor] = {}
-
-    def first(self, number: int) -> torch.Tensor:
-        if number not in self._first:
-            self._first[number] = self._whole[:number]
-        return self._first[number]

@@ -15,13 +15,11 @@ from asyncllm.step_plan import DecodeBatch, StepPlan
 from asyncllm.worker.packed_step import (
     NO_EXTRAS,
     NO_FEATURE,
-    NO_MOVES,
     NO_PROMPTS,
     NO_ROWS,
     Feature,
     LogitEdits,
     PackedStep,
-    PageMoves,
     PromptLogprobs,
 )
 from asyncllm.worker.slot_changes import pack_changes
@@ -36,11 +34,9 @@ class StepPacker:
         self._decode_slots, self._decode_features = NO_ROWS, NO_FEATURE  # of the last step
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        extras, moves = NO_EXTRAS, NO_MOVES  # as of most steps
+        extras = NO_EXTRAS  # as of most steps
         if plan.slot_inits:
             extras = self._sampling.init(plan.slot_inits)
-        if plan.swap_out or plan.page_copies or plan.swap_in:
-            moves = PageMoves(plan.swap_out, plan.page_copies, plan.swap_in)
         sampled_slots = plan.decodes.slots
         tokens = samples = NO_ROWS
         prefills, num_top = NO_PROMPTS, None
@@ -66,13 +62,16 @@ class StepPacker:
             tokens=tokens,
             samples=samples,
             prefills=prefills,
-            moves=moves,
+            swap_out=plan.swap_out,
+            page_copies=plan.page_copies,
+            swap_in=plan.swap_in,
             changes=pack_changes(plan.slot_inits, plan.page_appends, self._num_slots),
             features=features,
             extras=extras,
             num_top_logprobs=num_top,
             prompt_logprobs=prompt_logprobs,
             needs_host=plan.needs_host,
+            adapters=plan.adapters,
         )
 
     def pack_edits(self, step: PackedStep) -> LogitEdits[np.ndarray] | None:
@@ -94,7 +93,7 @@ class StepPacker:
         token_ids: list[int] = []
         pages: list[list[int]] = [[] for _ in plan.prefills[0].block_ids]
         # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
-        # the step, their prompt's length, their row's first page. Before all rows: beginnings.
+        # the step, their slot, their row's first page. Before all rows: beginnings.
         of_rows = [(0,) * 7]
         samples: list[tuple[int, int, int]] = []
         for row in plan.prefills:
@@ -103,9 +102,9 @@ class StepPacker:
             for of_group, block_ids in zip(pages, row.block_ids, strict=True):
                 of_group += block_ids
             end = len(token_ids)
-            kv_len, prompt_len = start + end - first, len(row.seq.request.prompt_token_ids)
+            kv_len = start + end - first
             of_rows.append(
-                (end, len(pages[0]), kv_len, end - first, start - first, prompt_len, first_page)
+                (end, len(pages[0]), kv_len, end - first, start - first, row.slot, first_page)
             )
             if row.samples:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
