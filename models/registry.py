@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from asyncllm.attention.registry import resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.model_config import ModelConfig
@@ -65,13 +66,14 @@ def build_model(
     ops: Ops,
     max_model_len: int,
     lora: LoRALayers | None = None,
+    keeps_latents: bool = False,
 ) -> CausalLM:
     """The model with its weights allocated and uninitialised: `load_weights` fills them.
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
     linear_methods = {"": UnquantizedLinearMethod(dtype, device, ops)}
-    build = Build(dtype, device, ops, linear_methods, max_model_len, lora)
+    build = Build(dtype, device, ops, linear_methods, max_model_len, lora, keeps_latents)
     if model_config.implementation == "transformers":
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
@@ -95,10 +97,10 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     What a native family does not serve is left to transformers, unless ours was asked for. Raises
     as `build_model`.
     """
-    dtype = getattr(torch, config.dtype)
+    dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
     model_len = config.max_model_len or config.model.context_window
     try:
-        return config, model_without_memory(config.model, dtype, model_len)
+        return config, model_without_memory(config.model, dtype, model_len, latents)
     except UnsupportedModelError as error:
         if config.model.asked_implementation != "auto":
             raise
@@ -108,8 +110,21 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     return config, model_without_memory(config.model, dtype, model_len)
 
 
+def keeps_latents(config: EngineConfig) -> bool:
+    """Whether attention takes latents: torch's does, where it is what was asked for. With adapters
+    keys and values are made, as an adapter may change how."""
+    backend = resolve_backend(config.attention_backend, torch.device(config.device))
+    return backend == "torch" and not config.enable_lora
+
+
 def model_without_memory(
-    model_config: ModelConfig, dtype: torch.dtype, max_model_len: int
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    keeps_latents: bool = False,
 ) -> CausalLM:
     """For what is to be known before there are weights. Raises as `build_model`."""
-    return build_model(model_config, dtype, torch.device("meta"), TorchOps(), max_model_len)
+    meta = torch.device("meta")
+    return build_model(
+        model_config, dtype, meta, TorchOps(), max_model_len, keeps_latents=keeps_latents
+    )

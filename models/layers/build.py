@@ -17,7 +17,8 @@ from asyncllm.models.layers.ops import Ops
 class Build:
     """`linear_methods`: by prefix of a linear layer's name in the checkpoint, "" for any name.
 
-    `max_model_len` is the number of positions the model must know, in tokens.
+    `max_model_len` is the number of positions the model must know, in tokens. `keeps_latents`: the
+    attention takes latents (`AttentionLayer.latent_dim`).
     """
 
     dtype: torch.dtype
@@ -26,6 +27,7 @@ class Build:
     linear_methods: Mapping[str, LinearMethod]
     max_model_len: int
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
+    keeps_latents: bool = False
 
     def method_for(self, name: str) -> LinearMethod:
         """The method of the longest prefix that fits."""

@@ -1,7 +1,9 @@
 """Attention whose keys and values come from one latent vector of each token (MLA).
 
-Here every head's key and value is made of the latent, and these are what the pages hold. The first
-part of a key comes from the latent; the second, which alone rotates, is one for all heads.
+The first part of a key comes from the latent, as all of a value does; the second, which alone
+rotates, is one for all heads. Where attention takes latents the pages hold these: the projection to
+keys is done on q instead, that to values on the output. Else every head's key and value is made,
+and these are what the pages hold, tens of times as much.
 """
 
 from __future__ import annotations
@@ -82,6 +84,10 @@ class LatentAttention:
         out = {"o_proj": hidden_size}
         self._o = Linear(name, out, heads * spec.v_dim, spec.bias, build)
         self.layer = replace(layer, num_kv_heads=heads, head_dim=_page_dim(qk_dim, build))
+        if build.keeps_latents:
+            self.layer = replace(
+                layer, num_kv_heads=1, head_dim=latent_size, latent_dim=spec.kv_rank
+            )
 
     def add(self, x: Normed, rotation: Rotation, mixer: Mixer, end: AddRMSNorm) -> Normed:
         """As `Attention.add`."""
@@ -91,12 +97,35 @@ class LatentAttention:
         latent, k_rotated = self._kv_a(x).split([spec.kv_rank, spec.rotary_dim], dim=1)
         k_rotated = k_rotated.unsqueeze(1)  # [T, 1, rotary_dim]
         rotate(q[..., spec.plain_dim :], k_rotated, rotation)
-        kv = self._kv_b(Normed(self._kv_norm(latent.contiguous()))).unflatten(1, (heads, -1))
+        latent = self._kv_norm(latent.contiguous())
+        attend = self._attend_made if self.layer.latent_dim is None else self._attend_latents
+        return self._o.with_epilogue(Normed(attend(q, latent, k_rotated, mixer).flatten(1)), end)
+
+    def _attend_made(
+        self, q: torch.Tensor, latent: torch.Tensor, k_rotated: torch.Tensor, mixer: Mixer
+    ) -> torch.Tensor:
+        """[T, heads, v_dim] of q [T, heads, qk_dim], latents [T, kv_rank] and the keys' second part
+        [T, 1, rotary_dim]."""
+        spec, heads = self._spec, self.layer.num_heads
+        kv = self._kv_b(Normed(latent)).unflatten(1, (heads, -1))
         k_plain, v = kv.split([spec.plain_dim, spec.v_dim], dim=2)
         k = torch.cat((k_plain, k_rotated.expand(-1, heads, -1)), dim=2)
         out = mixer.attend(self.layer, RotatedHeads(q, k, v), None)
-        out = out.unflatten(1, (heads, -1))[..., : spec.v_dim].flatten(1)
-        return self._o.with_epilogue(Normed(out), end)
+        return out.unflatten(1, (heads, -1))[..., : spec.v_dim]
+
+    def _attend_latents(
+        self, q: torch.Tensor, latent: torch.Tensor, k_rotated: torch.Tensor, mixer: Mixer
+    ) -> torch.Tensor:
+        """The same, without a key or value of any head."""
+        spec, heads = self._spec, self.layer.num_heads
+        made = self._kv_b.weights["weight"].unflatten(0, (heads, -1))  # [heads, dims, kv_rank]
+        to_keys, to_values = made.split([spec.plain_dim, spec.v_dim], dim=1)
+        plain, rotated = q.split([spec.plain_dim, spec.rotary_dim], dim=2)
+        q = torch.cat((torch.einsum("thd,hdl->thl", plain, to_keys), rotated), dim=2)
+        kv = torch.cat((latent.unsqueeze(1), k_rotated), dim=2)  # [T, 1, kv_rank + rotary_dim]
+        out = mixer.attend(self.layer, RotatedHeads(q, kv, kv), None)
+        seen = out.unflatten(1, (heads, -1))[..., : spec.kv_rank]
+        return torch.einsum("thl,hvl->thv", seen, to_values)
 
     def _latent_q(self, q_a: Linear, x: Normed) -> Normed:
         assert self._q_norm is not None
