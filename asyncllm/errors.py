@@ -49,6 +49,10 @@ class LoRALoadError(ValueError):
     """An adapter that cannot be served; the message names the file, the tensor and the value."""
 
 
+class UnsupportedModelError(ModelLoadError):
+    """What a native family would not compute exactly, though transformers' own code may."""
+
+
 def one_line(error: BaseException) -> str:
     """Another library's complaint as part of a message of ours: it may have many lines or none."""
     text = " ".join(str(error).split())
