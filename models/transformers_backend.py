@@ -51,6 +51,7 @@ class TransformersModel:
     """A `CausalLM`; see there for shapes."""
 
     uses_prompt_lens = False
+    full_read_tokens = 1  # how many experts there are, its classes say by many names
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         """Raises `ModelLoadError` where the class would not compute what it does by itself."""
