@@ -34,6 +34,7 @@ class Linear:
         self._ops = build.ops
         self._rows: dict[str, torch.Tensor] = {}
         self.weights = self._method.create_weights(self._shape)
+        self._lora = None if build.lora is None else build.lora.layer(names, in_features)
 
     def reorder(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Of these parts, output i is the checkpoint's output rows[part][i]: int64 on the CPU.
@@ -42,16 +43,23 @@ class Linear:
         """
         if not isinstance(self._method, UnquantizedLinearMethod):
             raise NotImplementedError(f"the outputs of {type(self._method).__name__} in an order")
+        if self._lora is not None:
+            raise NotImplementedError("adapters of outputs in an order")
         self._rows.update(rows)
 
     def __call__(self, x: Normed) -> torch.Tensor:
-        """The product: [T, in_features] -> [T, sum of the parts' features]."""
-        return self._method.product(self.weights, x)
+        """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'."""
+        product = self._method.product(self.weights, x)
+        return product if self._lora is None else self._lora.add(product, x.values)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
-        """The epilogue of the product, by one kernel where the method has one."""
-        fused = self._method.fused(self.weights, x, epilogue)
-        return epilogue.apply(self._ops, self(x)) if fused is None else fused
+        """The epilogue of the product, by one kernel where the method has one and nothing comes
+        between the two."""
+        if self._lora is None or not self._lora.is_used:
+            fused = self._method.fused(self.weights, x, epilogue)
+            if fused is not None:
+                return fused
+        return epilogue.apply(self._ops, self(x))
 
     def loads(self) -> Iterator[Load]:
         for load in self._method.loads(self._shape, self.weights):
