@@ -38,6 +38,9 @@ class FeedForward(Protocol):
     """`MLP` or `Experts`."""
 
     @property
+    def full_read_tokens(self) -> int: ...
+
+    @property
     def linears(self) -> tuple[Linear, ...]: ...
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed: ...
@@ -192,6 +195,7 @@ class DenseDecoder:
         self._rotary_of = [self.rotaries.index(rotary) for rotary in rotaries]
         self._input_norms = [*(layer.before_attention for layer in self.layers), self.norm]
         self.attention_layers = [layer.attention.layer for layer in self.layers]
+        self.full_read_tokens = max(layer.feed_forward.full_read_tokens for layer in self.layers)
         self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in self.rotaries)
         self.aliases = {**self.lm_head.aliases, **draft_names(config)}
 

@@ -155,7 +155,8 @@ class Worker:
         self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._executor.between_steps():
-                self.step_cost = measure_step_cost(self.runner, self._most_tokens)
+                full_read = model.full_read_tokens
+                self.step_cost = measure_step_cost(self.runner, self._most_tokens, full_read)
         with self._phase("swap_space"):
             if self.step_cost is not None:
                 token_s = self.step_cost.seconds_per_token

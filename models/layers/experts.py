@@ -7,6 +7,7 @@ follows is the method's (experts_method.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.ops import AddRMSNorm, Normed, Routed, Routing
+
+FULL_READ = 4.0
 
 
 class Router:
@@ -36,6 +39,7 @@ class Router:
     ) -> None:
         self._name = name
         self._routing = routing
+        self.top_k = routing.top_k
         self._ops = build.ops
         self._in_float32 = in_float32
         self._correction_name = correction
@@ -93,6 +97,11 @@ class Experts:
                 shared = shared.mul_(self._shared_gate(x).sigmoid())
             out = out.add_(shared)
         return end.apply(self._ops, out)
+
+    @property
+    def full_read_tokens(self) -> int:
+        """So many different tokens take nearly all experts: each is missed by e ** -FULL_READ."""
+        return ceil(FULL_READ * self._shape.num_experts / self._router.top_k)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

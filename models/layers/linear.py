@@ -43,6 +43,8 @@ class Linear:
         """
         if not isinstance(self._method, UnquantizedLinearMethod):
             raise NotImplementedError(f"the outputs of {type(self._method).__name__} in an order")
+        if self._lora is not None:
+            raise NotImplementedError("adapters of outputs in an order")
         self._rows.update(rows)
 
     def __call__(self, x: Normed) -> torch.Tensor:

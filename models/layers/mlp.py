@@ -23,6 +23,8 @@ class MLPSpec:
 class MLP:
     """down(activation(gate(x)) * up(x)), gate and up in one matrix product."""
 
+    full_read_tokens = 1
+
     def __init__(
         self, name: str, hidden_size: int, intermediate_size: int, spec: MLPSpec, build: Build
     ) -> None:

@@ -296,7 +296,7 @@ def _sort(ids: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor,
 
 
 def choose_tiles(num_tokens: int, top_k: int, num_experts: int, gated: bool) -> Tiles:
-    """By sweeps on an H100, weights from memory (docs/log/gemm.md)."""
+    """By sweeps on an H100, weights from memory (docs/log/experts.md)."""
     if num_tokens <= FEW_TOKENS:
         rows = max(MIN_ROWS, triton.next_power_of_2(num_tokens))
         if num_tokens <= 2:
