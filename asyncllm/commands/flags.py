@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import types
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -97,7 +98,8 @@ class FlagParser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _shown(self, word: str) -> str:
-        near = get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = get_close_matches(word.partition("=")[0], known, 1)
         return f"{word} (did you mean {near[0]}?)" if near else word
 
 
@@ -139,8 +141,26 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """`--max_num_seqs=8` -> `--max-num-seqs=8`; values are left alone."""
-    return [_hyphens(word) for word in argv]
+    """`--max_num_seqs=8` -> `--max-num-seqs=8`; values are left alone.
+
+    vLLM's short ways too: `--flag.key.inner 1` -> `--flag={"key": {"inner": 1}}`, `-O3`.
+    """
+    words, given, nested = iter(argv), [], dict[str, dict[str, Any]]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if optimization := re.fullmatch(r"-O(\d*)", name):
+            given.append(f"--optimization-level={optimization[1] or value or next(words, '')}")
+        elif name.startswith("--") and "." in name:
+            flag, *keys = name.split(".")
+            inner = nested.setdefault(_hyphens(flag), {})
+            for key in keys[:-1]:
+                if not isinstance(inner.get(key), dict):
+                    inner[key] = {}
+                inner = inner[key]
+            inner[keys[-1]] = _value(value if equals else next(words, ""))
+        else:
+            given.append(_hyphens(word))
+    return given + [f"{flag}={json.dumps(value)}" for flag, value in nested.items()]
 
 
 def field_names(record: type) -> set[str]:
@@ -188,6 +208,14 @@ def _hyphens(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def _value(text: str) -> Any:
+    """JSON, or else a text, as both are written without quotes on a command line."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _how_to_parse(hint: Any) -> dict[str, Any]:
