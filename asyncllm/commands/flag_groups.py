@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+OTHER = "other"  # of flags that are in none, which a test forbids
 # Group -> what it is about, and the fields of `EngineArgs` and `ServerArgs` in it.
 GROUPS: dict[str, tuple[str, str]] = {
     "model": ("which model, under which name, how much of it", """
@@ -17,6 +18,10 @@ GROUPS: dict[str, tuple[str, str]] = {
         generation_config override_generation_config seed max_logprobs logits_processors
         structured_outputs_config stream_interval enable_force_include_usage
         enable_prompt_tokens_details return_tokens_as_token_ids
+        """),
+    "adapters": ("LoRA", """
+        enable_lora max_loras max_lora_rank max_cpu_loras lora_modules allow_runtime_lora_updating
+        lora_root
         """),
     "memory": ("the device's memory and the KV cache", """
         gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override block_size

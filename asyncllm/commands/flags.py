@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 
-from asyncllm.commands.flag_groups import GROUPS
+from asyncllm.commands.flag_groups import GROUPS, OTHER
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -84,7 +84,8 @@ class FlagParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _flag_groups(self) -> dict[str, Any]:
-        return {str(each.title): each for each in self._action_groups if each.title in GROUPS}
+        known = {*GROUPS, OTHER}
+        return {str(each.title): each for each in self._action_groups if each.title in known}
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
@@ -126,7 +127,9 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
     groups = {group.title: group for group in parser._action_groups}
     hints = get_type_hints(record)
     fields = {field.name: field for field in dataclasses.fields(record)}
-    for title, (about, names) in GROUPS.items():
+    grouped = {name for _, names in GROUPS.values() for name in names.split()}
+    rest = {OTHER: ("the rest", " ".join(fields.keys() - grouped))}
+    for title, (about, names) in (GROUPS | rest).items():
         members = [fields[name] for name in names.split() if name in fields]
         if members and title not in groups:
             groups[title] = parser.add_argument_group(title, about)
