@@ -28,7 +28,27 @@ BUILTIN_MODELS = {
     "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
 }
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
@@ -65,11 +85,13 @@ class ModelConfig:
     max_position_embeddings: int
     context_window: int  # as far as the RoPE variant stretches it
     num_layers: int
-    num_kv_heads: int  # by transformers' models known when they are built
+    num_kv_heads: int  # of the pages, by some models known when they are built
     head_dim: int  # the same
     dtype_name: str
     eos_token_ids: tuple[int, ...]
     implementation: Literal["asyncllm", "transformers"] = "asyncllm"
+    asked_implementation: ModelImplementation = "auto"
+    fallback: str = ""  # why ours is not the implementation, of an architecture that we have
 
     @classmethod
     def from_folder(cls, path: Path, implementation: ModelImplementation = "auto") -> ModelConfig:
@@ -105,6 +127,7 @@ class ModelConfig:
             dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             implementation=chosen,
+            asked_implementation=implementation,
         )
 
 

@@ -15,7 +15,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.request_limits import RequestLimits
@@ -49,7 +49,7 @@ class InputProcessor:
         self._encoder = PromptEncoder(tokenizer, config.model.vocab_size, max_model_len)
         self._limits = RequestLimits(config, self._encoder, max_model_len)
         self._vocab_size = config.model.vocab_size
-        self._rope_window = _dynamic_rope_window(config)
+        self._rope_window = _rope_window(config)
         self._eos_token_ids = end_of_text_ids(config, tokenizer)
         self.grammars = GrammarCompiler(
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
@@ -171,16 +171,20 @@ class InputProcessor:
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
         """The key that requests must have in common, beside tokens, to share KV; b"" for most.
 
-        With dynamic RoPE the KV of a prompt longer than the window depends on its whole length.
+        With dynamic RoPE the KV of a prompt longer than the window depends on its whole length,
+        with longrope on that it is longer.
         """
         if salt is not None and not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
             raise InvalidRequestError(
                 f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt"
             )
-        is_beyond = self._rope_window is not None and num_prompt > self._rope_window
-        if salt is None and not is_beyond:
+        window = self._rope_window
+        beyond = None
+        if window is not None and num_prompt > window.num_tokens:
+            beyond = num_prompt if window.has_lengths else "beyond"
+        if salt is None and beyond is None:
             return b""
-        key = repr((salt, num_prompt if is_beyond else None))
+        key = repr((salt, beyond))
         return hashlib.sha256(key.encode()).digest()
 
     # --- parameters that depend on the model -------------------------------------------------
@@ -218,8 +222,18 @@ def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozen
     return frozenset(i for i in ids if 0 <= i < config.model.vocab_size)
 
 
-def _dynamic_rope_window(config: EngineConfig) -> int | None:
-    """Where rotations begin to depend on the prompt's length; None where they never do."""
+class _RopeWindow(NamedTuple):
+    """Beyond so many tokens of prompt rotations depend on that, or (has_lengths) on how many."""
+
+    num_tokens: int
+    has_lengths: bool
+
+
+def _rope_window(config: EngineConfig) -> _RopeWindow | None:
+    """None where rotations never depend on the prompt's length."""
     rope = getattr(config.model.hf_config, "rope_parameters", None) or {}
-    is_dynamic = rope.get("rope_type") == "dynamic"
-    return config.model.max_position_embeddings if is_dynamic else None
+    if rope.get("rope_type") == "dynamic":
+        return _RopeWindow(config.model.max_position_embeddings, has_lengths=True)
+    if rope.get("rope_type") == "longrope":
+        return _RopeWindow(rope["original_max_position_embeddings"], has_lengths=False)
+    return None

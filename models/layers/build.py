@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.models.layers.experts_method import ExpertsMethod, UnquantizedExpertsMethod
 from asyncllm.models.layers.linear_method import LinearMethod
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
@@ -30,6 +31,10 @@ class Build:
         """The method of the longest prefix that fits."""
         prefixes = filter(name.startswith, self.linear_methods)
         return self.linear_methods[max(prefixes, key=len)]
+
+    @property
+    def experts_method(self) -> ExpertsMethod:
+        return UnquantizedExpertsMethod(self.dtype, self.device, self.ops)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""
