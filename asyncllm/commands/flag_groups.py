@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+OTHER = "other"  # of flags that are in none, which a test forbids
 # Group -> what it is about, and the fields of `EngineArgs` and `ServerArgs` in it.
 GROUPS: dict[str, tuple[str, str]] = {
     "model": ("which model, under which name, how much of it", """

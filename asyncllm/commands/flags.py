@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import types
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -18,7 +19,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 
-from asyncllm.commands.flag_groups import GROUPS
+from asyncllm.commands.flag_groups import GROUPS, OTHER
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -83,7 +84,8 @@ class FlagParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _flag_groups(self) -> dict[str, Any]:
-        return {str(each.title): each for each in self._action_groups if each.title in GROUPS}
+        known = {*GROUPS, OTHER}
+        return {str(each.title): each for each in self._action_groups if each.title in known}
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
@@ -97,7 +99,8 @@ class FlagParser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _shown(self, word: str) -> str:
-        near = get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = get_close_matches(word.partition("=")[0], known, 1)
         return f"{word} (did you mean {near[0]}?)" if near else word
 
 
@@ -124,7 +127,9 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
     groups = {group.title: group for group in parser._action_groups}
     hints = get_type_hints(record)
     fields = {field.name: field for field in dataclasses.fields(record)}
-    for title, (about, names) in GROUPS.items():
+    grouped = {name for _, names in GROUPS.values() for name in names.split()}
+    rest = {OTHER: ("the rest", " ".join(fields.keys() - grouped))}
+    for title, (about, names) in (GROUPS | rest).items():
         members = [fields[name] for name in names.split() if name in fields]
         if members and title not in groups:
             groups[title] = parser.add_argument_group(title, about)
@@ -141,30 +146,24 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
 def normalise(argv: Sequence[str]) -> list[str]:
     """`--max_num_seqs=8` -> `--max-num-seqs=8`; values are left alone.
 
-    vLLM's way to spell an object, a flag for each member, becomes one: `--name.key value`.
+    vLLM's short ways too: `--flag.key.inner 1` -> `--flag={"key": {"inner": 1}}`, `-O3`.
     """
-    words: list[str] = []
-    objects: dict[str, dict[str, Any]] = {}
-    rest = iter(argv)
-    for word in rest:
+    words, given, nested = iter(argv), [], dict[str, dict[str, Any]]()
+    for word in words:
         name, equals, value = word.partition("=")
-        flag, dot, path = name.partition(".")
-        if not (dot and path and flag.startswith("--")):
-            words.append(_hyphens(word))
-            continue
-        *outer, key = path.split(".")
-        inner = objects.setdefault(_hyphens(flag), {})
-        for step in outer:
-            inner = inner.setdefault(step, {})
-        inner[key] = _json_or_text(value if equals else next(rest, ""))
-    return words + [word for flag, given in objects.items() for word in (flag, json.dumps(given))]
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+        if optimization := re.fullmatch(r"-O(\d*)", name):
+            given.append(f"--optimization-level={optimization[1] or value or next(words, '')}")
+        elif name.startswith("--") and "." in name:
+            flag, *keys = name.split(".")
+            inner = nested.setdefault(_hyphens(flag), {})
+            for key in keys[:-1]:
+                if not isinstance(inner.get(key), dict):
+                    inner[key] = {}
+                inner = inner[key]
+            inner[keys[-1]] = _value(value if equals else next(words, ""))
+        else:
+            given.append(_hyphens(word))
+    return given + [f"{flag}={json.dumps(value)}" for flag, value in nested.items()]
 
 
 def field_names(record: type) -> set[str]:
@@ -212,6 +211,14 @@ def _hyphens(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def _value(text: str) -> Any:
+    """JSON, or else a text, as both are written without quotes on a command line."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _how_to_parse(hint: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from asyncllm.hub.files import missing_parts
 from asyncllm.model_config import BUILTIN_MODELS, ModelConfig
 
 HELP = "list the models in the hub's cache"
-HOW = {"asyncllm": "natively", "transformers": "by transformers' model code, on CPUs"}
+HOW = {"asyncllm": "natively", "transformers": "by transformers' model code"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.hub.cache import Repo, cache_folder
 from asyncllm.hub.download import download
 
+EXIT_CODE_INTERRUPTED = 130
 HELP = "download a model of the hub, or what is new of it, and verify all of it"
 
 
@@ -28,5 +30,8 @@ def run(options: argparse.Namespace) -> int:
     repo = Repo.parse(options.model, options.revision)
     if repo is None:
         raise ModelLoadError(f"{options.model!r} is no name on the hub: ORG/NAME[@REVISION]")
-    print(download(repo, cache_folder(options.download_dir)))
+    try:
+        print(download(repo, cache_folder(options.download_dir)))
+    except KeyboardInterrupt:
+        os._exit(EXIT_CODE_INTERRUPTED)  # a usual exit would wait for a hub that is silent
     return 0

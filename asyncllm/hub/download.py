@@ -13,7 +13,7 @@ import logging
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -35,6 +35,7 @@ logger = logging.getLogger("asyncllm")
 
 NUM_THREADS = 4  # files at a time
 PIECE_BYTES = 1 << 20
+STOP_SECONDS = 5.0  # for a thread to see that it is to stop; a hub that is silent may take longer
 _ETAG = re.compile(r'(W/)?"?[\w-]+"?')
 
 
@@ -99,15 +100,16 @@ class _Download:
         bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc=str(self._repo), disable=None)
         stop = Event()
         part = _part_of(bar, stop)
-        with bar, ThreadPoolExecutor(NUM_THREADS, "asyncllm-download") as threads:
-            running = [threads.submit(self._fetch_one, file, part) for file in files]
+        threads = ThreadPoolExecutor(NUM_THREADS, "asyncllm-download")
+        running = [threads.submit(self._fetch_one, file, part) for file in files]
+        with bar:
             try:
                 for each in running:
                     each.result()
-            except BaseException:  # Ctrl-C too: no thread goes on, and no partial file is left
+            finally:  # after Ctrl-C too: no thread goes on, and no partial file is left
                 stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
-                raise
+                wait([each for each in running if not each.cancelled()], STOP_SECONDS)
 
     def _fetch_one(self, file: RemoteFile, part: type) -> None:
         from huggingface_hub import hf_hub_download

@@ -70,6 +70,8 @@ def test_what_is_accepted_changes_nothing(flag: VllmFlag) -> None:
         (["--fully-sharded-loras"], "--fully-sharded-loras is not served yet: adapters have"),
         (["--cudagraph-capture-sizes", "1", "2"], "1 2: here it is --cuda-graph-sizes"),
         (["--hf-overrides", "{}"], "--hf-overrides {} is not served: the config.json"),
+        (["--compilation-config.mode", "3"], '--compilation-config {"mode": 3} is not served: ker'),
+        (["--pooler-config.a.b=x"], '--pooler-config {"a": {"b": "x"}} is not served yet: no pool'),
         (["--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),
     ],
 )
@@ -86,6 +88,19 @@ def test_no_code_is_run_whatever_is_trusted(capsys: pytest.CaptureFixture[str]) 
     assert (
         capsys.readouterr().err == "asyncllm: --trust-remote-code: no code of a model is ever run\n"
     )
+
+
+@pytest.mark.parametrize("words", [["-O3"], ["-O", "3"], ["-O=3"]])
+def test_the_short_way_to_optimize(words: list[str]) -> None:
+    assert parse("tiny", *words) == parse("tiny")
+
+
+def test_keys_of_a_json_flag_one_by_one() -> None:
+    words = ["--default_chat_template_kwargs.enable_thinking", "false"]
+    words += ["--default-chat-template-kwargs.style.name=short", "--port", "7"]
+    _, server = parse("tiny", *words)
+    wanted = {"enable_thinking": False, "style": {"name": "short"}}
+    assert server.default_chat_template_kwargs == wanted and server.port == 7
 
 
 def test_torchs_short_names_of_dtypes() -> None:

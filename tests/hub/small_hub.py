@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from asyncllm.model_config import BUILTIN_MODELS
+from tests.waiting import PATIENCE_SECONDS
 
 NAME = "our-org/tiny"
 COMMIT = "c" * 40
@@ -46,6 +47,8 @@ class SmallHub:
         self.corrupt: set[str] = set()  # files that come with other contents of the same size
         self.headers: dict[str, str] = {}  # in place of those of /resolve/
         self.tells_hashes = True
+        self.go = threading.Event()  # large files end only once it is set
+        self.go.set()
 
     @property
     def paths(self) -> list[str]:
@@ -171,7 +174,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             try:
-                self.wfile.write(body[: len(body) // 2] if cuts else body)
+                half = len(body) // 2
+                self.wfile.write(body[:half])
+                if self.store is None:
+                    self.hub.go.wait(PATIENCE_SECONDS)
+                if not cuts:
+                    self.wfile.write(body[half:])
             except OSError:  # a client that has read enough
                 self.close_connection = True
         self.close_connection = self.close_connection or cuts

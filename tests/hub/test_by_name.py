@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,6 +212,32 @@ def test_offline_by_the_environment(environment: tuple[SmallHub, dict[str, str]]
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f"{NAME} is not in {variables['HF_HOME']}/hub, and HF_HUB_OFFLINE forbids" in done.stderr
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_ctrl_c_ends_a_download(
+    environment: tuple[SmallHub, dict[str, str]], is_silent: bool
+) -> None:
+    hub, variables = environment
+    hub.go.clear()
+    command = [sys.executable, "-m", "asyncllm", "pull", NAME]
+    # A shell that starts the tests in the background has them, and so their children, ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
+    with process:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while "GET /model.safetensors" not in hub.paths:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        if not is_silent:
+            hub.go.set()
+        assert process.wait(PATIENCE_SECONDS) == 130
+        hub.go.set()
+    left = list(Path(variables["HF_HOME"]).rglob("*.incomplete"))
+    assert is_silent or not left
+    assert not list(Path(variables["HF_HOME"]).rglob("refs/main"))
 
 
 def test_no_test_asks_the_real_hub() -> None:
