@@ -6,7 +6,8 @@ from __future__ import annotations
 GROUPS: dict[str, tuple[str, str]] = {
     "model": ("which model, under which name, how much of it", """
         model revision download_dir tokenizer skip_tokenizer_init served_model_name model_impl
-        max_model_len dtype load_format
+        max_model_len dtype load_format enable_lora lora_modules max_loras max_lora_rank
+        max_cpu_loras allow_runtime_lora_updating lora_root
         """),
     "chat": ("templates, reasoning, tool calls", """
         chat_template chat_template_content_format default_chat_template_kwargs

@@ -31,7 +31,6 @@ from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.lora import LoRARequest
 from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
-from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -231,7 +230,7 @@ class AsyncLLMEngine:
         request = await core.input_processor.process(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
-        adapter = None
+        adapter, queued_in = None, core
         if lora_request is not None:
             adapter = await core.acquire_adapter(lora_request)
             request.use_adapter(adapter.slot, adapter.content)
@@ -239,27 +238,23 @@ class AsyncLLMEngine:
         try:
             if arrival.is_aborted:
                 raise RequestAbortedError
-            self._add(request, sink, text_sink)
+            # Things may have changed while a long prompt was tokenised.
+            core = self._open(request_id, len(request.prompt_token_ids))
+            if self.config.logits_processors:
+                request.batch_processors = core.processors_for(params)
+            if params.use_beam_search:
+                seq_ids = list(islice(core.input_processor.seq_ids, params.num_sequences))
+                record = partial(core.steps.record, None)
+                search = BeamSearchClient(request, seq_ids, core.live, sink, record)
+                core.live.add(request, search.receive, None)
+                search.ask()
+            else:
+                core.live.add(request, sink, text_sink)
+            core.steps.wake()
         except BaseException:
             if adapter is not None:
-                core.lora.release(adapter)
+                queued_in.lora.release(adapter)
             raise
-
-    def _add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
-        params = request.sampling_params
-        # Things may have changed while a long prompt was tokenised.
-        core = self._open(request.request_id, len(request.prompt_token_ids))
-        if self.config.logits_processors:
-            request.batch_processors = core.processors_for(params)
-        if params.use_beam_search:
-            seq_ids = list(islice(core.input_processor.seq_ids, params.num_sequences))
-            record = partial(core.steps.record, None)
-            search = BeamSearchClient(request, seq_ids, core.live, sink, record)
-            core.live.add(request, search.receive, None)
-            search.ask()
-        else:
-            core.live.add(request, sink, text_sink)
-        core.steps.wake()
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""

@@ -152,16 +152,6 @@ class LoRAWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRows:
-    """The state of a step's slots, one row each, as the step found it."""
-
-    last_tokens: torch.Tensor  # int32 [rows]
-    positions: torch.Tensor  # int32 [rows]
-    next_positions: torch.Tensor  # int32 [rows], of the tokens to be sampled
-    block_tables: tuple[torch.Tensor, ...]  # by cache group: int32 [rows, pages per sequence]
-
-
-@dataclass(frozen=True, slots=True)
 class RowMasks:
     """The masks of a step, on the device."""
 

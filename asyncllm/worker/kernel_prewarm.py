@@ -114,7 +114,7 @@ def prewarm_slots(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
-    """The padding slot written and read, a row sampled in each way that no step of padding is. On
+    """The padding slot written and read, a row sampled as no step of padding is. On
     the current stream. `dtype`: of the model's logits.
 
     A variant that steps can meet and that is not launched here, nor by `ModelRunner.run_padding` or

@@ -94,7 +94,7 @@ def write_slots_torch(state: DeviceState, records: torch.Tensor, entries: torch.
     tensors = *of_tokens, state.top_ks, state.adapters
     for tensor, values in zip(tensors, ints, strict=True):
         tensor[slots] = values
-    state.seeds[slots] = records[:, :FIRST_INT].contiguous().view(torch.int64).squeeze(1)
+    state.seeds[slots] = records[:, :FIRST_INT].flatten().view(torch.int64)
     floats = records[:, FIRST_FLOAT : FIRST_FLOAT + len(FLOAT_PARAMS)].view(torch.float32)
     state.float_params[:, slots] = floats.T
     tables, indices, pages = entries

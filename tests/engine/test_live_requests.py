@@ -170,9 +170,9 @@ def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
             other = asyncio.create_task(outcome(engine, "other", GREEDY))
             calls: list[RequestOutput | str] = []
 
-            def raise_once(news: RequestOutput | str) -> None:
-                calls.append(news)
-                is_last = isinstance(news, RequestOutput) and news.finished
+            def raise_once(update: RequestOutput | str) -> None:
+                calls.append(update)
+                is_last = isinstance(update, RequestOutput) and update.finished
                 if is_last if failing == -1 else len(calls) == failing + 1:
                     raise ArithmeticError("planted")
 

@@ -16,8 +16,8 @@ def delta(
     return output
 
 
-def merge(collector: OutputCollector, news: RequestOutput) -> RequestOutput:
-    collector.add(news)
+def merge(collector: OutputCollector, update: RequestOutput) -> RequestOutput:
+    collector.add(update)
     return collector.output
 
 
