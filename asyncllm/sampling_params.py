@@ -8,7 +8,7 @@ window are checked by the input processor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from itertools import compress
 from operator import attrgetter, is_not
@@ -238,16 +238,8 @@ class BeamSearchParams:
         require_int("beam_width", self.beam_width)
         require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width,
                  f"between 1 and {MAX_N}")  # fmt: skip
-        return SamplingParams(
-            n=self.beam_width,
-            use_beam_search=True,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            early_stopping=self.early_stopping,
-        )
+        given = asdict(self)
+        return SamplingParams(n=given.pop("beam_width"), use_beam_search=True, **given)
 
 
 def checked_repetition(given: Any) -> RepetitionDetectionParams | None:

@@ -56,6 +56,12 @@ class CausalLM(Protocol):
         ...
 
     @property
+    def full_read_tokens(self) -> int:
+        """A step of so many different tokens reads all weights, but for a rare expert; 1 without
+        experts."""
+        ...
+
+    @property
     def aliases(self) -> Mapping[str, str | None]:
         """Names a checkpoint may hold besides those of `loads`, each a copy of another; None: of
         what the model does not use."""

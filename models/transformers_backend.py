@@ -58,6 +58,8 @@ SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"
 class TransformersModel:
     """A `CausalLM`; see there for shapes."""
 
+    full_read_tokens = 1  # how many experts there are, its classes say by many names
+
     def __init__(self, config: ModelConfig, build: Build) -> None:
         """Raises `ModelLoadError` where the class would not compute what it does by itself."""
         try:

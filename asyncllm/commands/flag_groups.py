@@ -6,8 +6,7 @@ from __future__ import annotations
 GROUPS: dict[str, tuple[str, str]] = {
     "model": ("which model, under which name, how much of it", """
         model revision download_dir tokenizer skip_tokenizer_init served_model_name model_impl
-        max_model_len dtype load_format enable_lora lora_modules max_loras max_lora_rank
-        max_cpu_loras allow_runtime_lora_updating lora_root
+        max_model_len dtype load_format
         """),
     "chat": ("templates, reasoning, tool calls", """
         chat_template chat_template_content_format default_chat_template_kwargs
@@ -18,6 +17,10 @@ GROUPS: dict[str, tuple[str, str]] = {
         generation_config override_generation_config seed max_logprobs logits_processors
         structured_outputs_config stream_interval enable_force_include_usage
         enable_prompt_tokens_details return_tokens_as_token_ids
+        """),
+    "adapters": ("LoRA", """
+        enable_lora lora_modules max_loras max_lora_rank max_cpu_loras
+        allow_runtime_lora_updating lora_root
         """),
     "memory": ("the device's memory and the KV cache", """
         gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override block_size

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
-from asyncllm.engine.own_thread import in_own_thread
+from asyncllm.host import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.completions import PARAMS_CACHE, ParamsCache
 from asyncllm.server.http.access import (

@@ -108,6 +108,7 @@ class PromptLogprobs:
     num_top: int
 
 
+TOKEN_STRIDE = 7919  # a prime: tokens of a padding step differ as far as the vocabulary goes
 NO_ROWS = np.zeros(0, np.int32)
 NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS[None])
 
@@ -148,10 +149,16 @@ class PackedStep(NamedTuple):
         return StepShape(kind, num_decodes + num_prompt_tokens, self.adapters)
 
 
-def padding_prompt(num_tokens: int, block_size: int, num_groups: int = 1) -> PackedStep:
-    """A step of one prompt, and its first token, on the padding page and slot."""
+def padding_prompt(
+    num_tokens: int, block_size: int, num_groups: int = 1, vocab_size: int = 1
+) -> PackedStep:
+    """A step of one prompt, and its first token, on the padding page and slot.
+
+    Its tokens differ as far as the vocabulary goes: equal ones would all take the same experts.
+    """
     num_pages = -(-num_tokens // block_size)
     tokens = np.zeros((3 + num_groups, num_tokens), np.int32)
+    tokens[0] = np.arange(num_tokens) * TOKEN_STRIDE % vocab_size
     tokens[1], tokens[2] = np.arange(num_tokens), PADDING_SLOT
     return PackedStep(
         decode_slots=NO_ROWS,

@@ -1,7 +1,7 @@
 """A step's changes of the slots' state, packed on the host: sequences that take slots; pages.
 
 One record for each of the former and one entry for each of the latter, so that a step's changes are
-two arrays and, on a GPU, one kernel (slot_changes_kernel.py), whatever a slot remembers.
+two arrays and, on a GPU, one kernel (kernels/slots), whatever a slot remembers.
 """
 
 from __future__ import annotations

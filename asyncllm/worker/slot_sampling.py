@@ -134,7 +134,7 @@ def _forbidden_now(seq: Sequence) -> list[int]:
 
 
 def _forced_now(seq: Sequence) -> int | None:
-    return None if seq.forcer is None else seq.forcer.next_token(seq.token_ids)
+    return None if seq.forcer is None else seq.forcer(seq.token_ids)
 
 
 def _counted(init: SlotInit) -> list[int]:

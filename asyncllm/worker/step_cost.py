@@ -24,14 +24,21 @@ NUM_TIMES = 4
 PREFILL_TOKENS = (512, 1024)  # both captured by then
 
 
-def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
+def measure_step_cost(runner: ModelRunner, most_tokens: int, full_read_tokens: int) -> StepCost:
     """Time decode and prefill steps of the padding slot on the current CUDA stream.
 
-    most_tokens: that a step may have.
+    most_tokens: that a step may have. full_read_tokens: the model's. With experts the bare step is
+    one that reads them all, as one beside many decodes does, and more tokens share its reading.
     """
     stream = torch.cuda.current_stream()
-    bare = _timings(_bare_step(runner, stream.device), stream)
-    sizes = {min(num_tokens, most_tokens) for num_tokens in PREFILL_TOKENS}
+    bare_tokens = min(full_read_tokens, most_tokens)
+    is_small = bare_tokens == 1
+    bare_step = (
+        _bare_step(runner, stream.device) if is_small else partial(runner.run_padding, bare_tokens)
+    )
+    bare = _timings(bare_step, stream)
+    asked = PREFILL_TOKENS if is_small else (*PREFILL_TOKENS, most_tokens)
+    sizes = {min(num_tokens, most_tokens) for num_tokens in asked}
     prefills = {size: _timings(partial(runner.run_padding, size), stream) for size in sorted(sizes)}
     return cost_of(bare, prefills)
 

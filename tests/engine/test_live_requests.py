@@ -151,7 +151,8 @@ def test_a_search_of_which_a_beam_fails_does_so_under_its_own_name() -> None:
             core = core_of(engine)
             searching = asyncio.create_task(outcome(engine, "search", SEARCH))
             await until(lambda: is_scheduled(core, "search"))
-            beams = [r for r in core.live.outputs.requests() if r.parent is not None]
+            requests = [owner.request for owner in core.live.outputs.requests.values()]
+            beams = [request for request in requests if request.parent is not None]
             core.live.fail(beams[:1], "its logits are not finite")
             with pytest.raises(RequestFailedError, match=r"^request search: its logits are not"):
                 await searching

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from asyncllm.worker.packed_step import padding_prompt
 from tests.models.dense_sequence import DenseSequence
 from tests.models.tiny_checkpoints import (
     CONFIGS,
@@ -79,3 +80,11 @@ def test_bfloat16_is_close_to_transformers(tmp_path):
     logits = DenseSequence(load(tmp_path, dtype=torch.bfloat16), WINDOW).logits(token_ids)
     assert logits.dtype == torch.bfloat16
     assert (logits - exact).abs().mean() < 1.5 * (expected - exact).abs().mean()
+
+
+def test_how_many_tokens_read_all_weights(tmp_path):
+    for name, expected in (("llama", 1), ("qwen3-moe", 12), ("deepseek-v3", 12)):
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path / name)
+        assert load(tmp_path / name).full_read_tokens == expected, name
+    ids = padding_prompt(12, block_size=4, vocab_size=VOCAB_SIZE).tokens[0]
+    assert len(set(ids.tolist())) == 12 and 0 <= ids.min() <= ids.max() < VOCAB_SIZE

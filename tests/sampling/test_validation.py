@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm import EngineArgs, InvalidRequestError, SamplingParams
 from asyncllm.engine.input_processor import InputProcessor
-from asyncllm.engine.request_limits import MAX_OUTPUT_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES
+from asyncllm.engine.logprobs import MAX_OUTPUT_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.sampling_limits import (

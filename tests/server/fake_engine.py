@@ -26,7 +26,6 @@ from asyncllm.engine.stats import (
     SchedulerStats,
     StepRecord,
 )
-from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -143,7 +142,6 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.input_processor = FakeInputProcessor()
         self.recorder = Recorder()
-        self.host_seconds = HostSeconds()
         self.work = WorkCounts()
         self.stat_loggers: list[Any] = []
         self.startup = {"model": "none", "seconds": {"load": 0.0}}
