@@ -89,7 +89,7 @@ def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> C
     params = cache.get(_params_key(request), partial(_params, request, service))
     call = Call(
         id=new_id("cmpl"),
-        model=service.reported_name(adapter),
+        model=adapter.lora_name if adapter else service.model_names[0],
         adapter=adapter,
         prompts=completion_prompts(request),
         params=params,

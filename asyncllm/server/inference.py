@@ -113,7 +113,7 @@ def _call(request: GenerateRequest, service: Service) -> Call:
         raise InvalidRequestError("prompt_logprobs: not with stream=true", "prompt_logprobs")
     return Call(
         id=new_id("generate"),
-        model=service.reported_name(adapter),
+        model=adapter.lora_name if adapter else service.model_names[0],
         adapter=adapter,
         prompts=[request.token_ids],
         params=params,

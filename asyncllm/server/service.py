@@ -118,10 +118,6 @@ class Service:
             return adapter
         raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
-    def reported_name(self, adapter: LoRARequest | None) -> str:
-        """The name in answers."""
-        return self.model_names[0] if adapter is None else adapter.lora_name
-
     def token_names(self, request: GenerationRequest) -> TokenNames:
         as_ids = request.return_tokens_as_token_ids
         if as_ids is None:

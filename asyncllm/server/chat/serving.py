@@ -89,7 +89,7 @@ def chat_call(request: ChatRequest, service: Service) -> Call:
     params = chat_params(request, given, service.engine.input_processor, output)
     return Call(
         id=new_id("chatcmpl"),
-        model=service.reported_name(adapter),
+        model=adapter.lora_name if adapter else service.model_names[0],
         adapter=adapter,
         prompts=[prompt],
         params=params,
