@@ -270,7 +270,8 @@ class FusedDecode:
             HALF=head_dim // 2, PADDED=dim_padded // 2,
             BLOCK_SIZE=cache.shape[2], TILE=min(TILE, TILE_ELEMENTS // dim_padded),
             WINDOW=layer.window, SOFT_CAP_LOG2=soft_cap_log2(layer.soft_cap),
-            HAS_SINKS=layer.sinks is not None, LOG2_E=LOG2_E, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None,
+            HAS_SINKS=layer.sinks is not None, LOG2_E=LOG2_E, SPLITS=MAX_SPLITS,
+            HAS_NORM=norm is not None,
             num_warps=4, **self._launch_flags,
         )  # fmt: skip
         return out

@@ -182,7 +182,8 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         TILE=tile, WINDOW=window, SOFT_CAP_LOG2=soft_cap_log2(soft_cap),
-        HAS_SINKS=sinks is not None, LOG2_E=LOG2_E, WHOLE=num_splits == 1, num_warps=4, num_stages=3,  # two tiles in flight
+        HAS_SINKS=sinks is not None, LOG2_E=LOG2_E, WHOLE=num_splits == 1,
+        num_warps=4, num_stages=3,  # two tiles in flight
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits[(num_heads, num_rows)](
