@@ -286,8 +286,9 @@ def _try(model: Any, max_model_len: int) -> Tried:
         for hook in hooks:
             hook.remove()
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if (num_found := len({call.module for call in trial.calls})) != num_layers:
-        raise Unservable(f"attends in {num_found} of num_hidden_layers {num_layers}")
+    num_modules = len({call.module for call in trial.calls})
+    if num_layers not in (num_modules, len(trial.calls)):
+        raise Unservable(f"attends in {num_modules} of num_hidden_layers {num_layers}")
     if not outputs or getattr(outputs[-1][1], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
     base: Any

@@ -66,6 +66,8 @@ class Scores:
         return self
 
     def __mul__(self, other: Any) -> Scores:
+        if isinstance(other, torch.Tensor) and other.dim():  # of zeros and ones
+            return self + other
         self._scale *= float(other)
         return self
 
@@ -83,7 +85,7 @@ class Scores:
         out: torch.Tensor = getattr(self._module, HANDLER).attention(
             self._module, q, k, v, None, scaling=self._scale
         )
-        return out.transpose(1, 2).reshape(*values.shape[:-2], *out.shape[1:2], values.shape[-1])
+        return out.transpose(1, 2).reshape(*self.shape[:-1], values.shape[-1])
 
     def view(self, *shape: int) -> Scores:
         self.shape = torch.Size(shape)
@@ -110,9 +112,11 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), named: Any = None
     ) -> Any:
-        are_tensors = all(isinstance(each, torch.Tensor) for each in args[:2])
-        if function in PRODUCTS and are_tensors:
+        are_activations = all(isinstance(x, torch.Tensor) and x.dim() > 2 for x in args[:2])
+        if function in PRODUCTS and are_activations:
             return Scores(self._module, *args[:2])
+        if function is torch.baddbmm:  # to zeros
+            return Scores(self._module, *args[1:3]) * (named or {}).get("alpha", 1.0)
         return function(*args, **(named or {}))
 
 
