@@ -48,7 +48,7 @@ class Scores:
         cls, function: Any, types: Any, args: Any = (), named: Any = None
     ) -> Any:
         scores = next(each for each in args if isinstance(each, Scores))
-        other = next((each for each in args if each is not scores), None)
+        other: Any = next((each for each in args if each is not scores), None)
         if function in PRODUCTS:
             return scores @ other
         if function in DIVISIONS:

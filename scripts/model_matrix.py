@@ -1,6 +1,6 @@
 """Serve a tiny random checkpoint of each causal LM of transformers, and compare with `generate`.
 
-    scripts/model_matrix.py [CLASS ...] [--json FILE] [--markdown docs/models.md]
+    scripts/model_matrix.py [CLASS ...] [--json FILE] [--markdown docs/model_matrix.md]
 
 Each class gets a configuration of small sizes, random weights, and a folder by transformers. The
 engine serves it in float32 on the CPU, chunked, batched, with prefix hits and preemption: greedy
@@ -26,16 +26,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncllm import LLM, SamplingParams
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_config import ARCHITECTURES
+from asyncllm.model_config import ARCHITECTURES, ModelConfig
+from asyncllm.models.registry import model_without_memory
 
 VOCAB_SIZE = 97
 NUM_TOKENS = 12
 TOLERANCE = 1e-3
 SECONDS = 90  # for one class
-# Seven prompts of up to 40 + 12 tokens need about 90 pages of 4.
+# Seven prompts of up to 40 + 12 tokens need about 90 pages of 4 in each cache group.
+NUM_PAGES = 30  # for each
 REGIME: dict[str, Any] = {
-    "num_gpu_blocks_override": 30, "block_size": 4, "max_num_seqs": 7, "swap_space": 0,
+    "block_size": 4, "max_num_seqs": 7, "swap_space": 0,
     "max_num_batched_tokens": 9, "preemption_mode": "recompute", "max_model_len": 60,
 }  # fmt: skip
 # Whatever a configuration calls them; those that it has not are left out.
@@ -150,7 +153,8 @@ def serve(
     params = SamplingParams(
         temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, ignore_eos=True
     )
-    with LLM(str(folder), skip_tokenizer_init=True, **REGIME | regime) as llm:
+    regime = REGIME | {"num_gpu_blocks_override": NUM_PAGES * num_groups(folder)} | regime
+    with LLM(str(folder), skip_tokenizer_init=True, **regime) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         outputs += llm.generate([{"prompt_token_ids": prompts[3]}], params)
     completions = [output.outputs[0] for output in outputs]
@@ -158,6 +162,13 @@ def serve(
         (c.token_ids, [e[t].logprob for e, t in zip(c.logprobs or [], c.token_ids, strict=True)])
         for c in completions
     ]
+
+
+def num_groups(folder: Path) -> int:
+    """The model's cache groups."""
+    config = ModelConfig.from_folder(folder)
+    model = model_without_memory(config, torch.float32, REGIME["max_model_len"])
+    return CacheLayout(model.attention_layers, REGIME["block_size"], torch.float32).num_groups
 
 
 def compare(architecture: str, config: Any, folder: Path, **regime: Any) -> float:
@@ -235,7 +246,7 @@ the start, with class, field and value. Made by the script: do not edit.
 
 
 def markdown(rows: dict[str, tuple[str, str]]) -> str:
-    """docs/models.md from classes' (verdict, details)."""
+    """docs/model_matrix.md from classes' (verdict, details)."""
     counts = Counter(SERVED.get(verdict, verdict) for verdict, _ in rows.values())
     header = HEADER.format(
         version=transformers.__version__,

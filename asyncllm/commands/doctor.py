@@ -15,7 +15,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from asyncllm.commands import kernels
 from asyncllm.config import GIB, EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.host import num_cores
+from asyncllm.hub.files import Part, missing_parts
+from asyncllm.model_config import hub_repo
 
 HELP = "say what this machine has, what is missing, and what a model needs"
 State = Literal["ok", "note", "MISSING"]
@@ -215,12 +217,12 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     try:
         # Dummy weights: what is on the hub is judged by its small files, before all of it is here.
         config = replace(engine_args, load_format="dummy").create_engine_config()
-        yield Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
-        yield Finding("model", "implementation", config.model.implementation)
-        yield from _needs(config)
-    except (ModelLoadError, ValueError) as error:
+        name = Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
+        found = [*_files(engine_args, config.model.path), *_needs(config)]
+    except (ModelLoadError, ValueError) as error:  # which may come late: one line in any case
         yield Finding("model", "name", str(error), "MISSING", "another folder, or another flag")
         return
+    yield from (name, Finding("model", "implementation", config.model.implementation), *found)
     if kernels.nothing_to_build(config) is None:
         modules = kernels.modules_of(config)
         absent = [module.name for module in modules if not module.is_built]
@@ -230,31 +232,50 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
         yield Finding("model", "kernels", built, state, advice if absent else "")
 
 
+def _files(engine_args: EngineArgs, folder: Path) -> Iterator[Finding]:
+    """Whether weights and tokenizer are there, where they are wanted."""
+    needs: list[Part] = [] if engine_args.load_format == "dummy" else ["weights"]
+    if not (engine_args.skip_tokenizer_init or engine_args.tokenizer):
+        needs.append("tokenizer")
+    missing = missing_parts(folder, needs)
+    if not missing:
+        yield Finding("model", "files", "there")
+    elif hub_repo(engine_args.model, engine_args.revision) is not None:
+        advice = f"asyncllm pull {engine_args.model}, or the first start downloads it"
+        yield Finding("model", "files", f"no {' and '.join(missing)} here yet", "note", advice)
+    else:
+        advice = "safetensors and a tokenizer.json; see --load-format, --tokenizer"
+        yield Finding("model", "files", f"no {' and '.join(missing)}", "MISSING", advice)
+
+
 def _needs(config: Any) -> Iterator[Finding]:
     """Weights, KV bytes per token, and how many tokens fit beside the weights."""
     import torch
 
-    from asyncllm.attention.kv_cache import KVCache
-    from asyncllm.models.layers.torch_ops import TorchOps
-    from asyncllm.models.registry import build_model
+    from asyncllm.attention.cache_spec import CacheLayout
+    from asyncllm.cache_group import num_blocks_that_fit
+    from asyncllm.models.registry import model_without_memory
     from asyncllm.worker.memory import CPU_KV_SHARE, GRAPH_RESERVE_BYTES
 
     dtype = getattr(torch, config.dtype)
     model_len = config.max_model_len or config.model.context_window
-    model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), model_len)
+    model = model_without_memory(config.model, dtype, model_len)
     weights = sum(load.view.nbytes for load in model.loads())
-    page: Callable[..., int] = KVCache.page_bytes
-    layers = model.attention_layers
-    per_token = page(len(layers), 1, layers[0].num_kv_heads, layers[0].head_dim, dtype)
+    layout = CacheLayout(model.attention_layers, config.block_size, dtype)
+    per_token = layout.windows.count(None) * layout.page_bytes // config.block_size
+    windows = ", ".join(f"{w} tokens" for w in dict.fromkeys(layout.windows) if w is not None)
+    beside = f", and for each sequence a window of {windows}" if windows else ""
     yield Finding("model", "weights", f"{weights / GIB:.2f} GiB in {config.dtype}")
-    yield Finding("model", "kv per token", f"{per_token} bytes")
+    yield Finding("model", "kv per token", f"{per_token} bytes{beside}")
     if config.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         room = total * config.gpu_memory_utilization - weights - GRAPH_RESERVE_BYTES
     else:
         total = _memory_bytes()
         room = min(total * CPU_KV_SHARE, total - weights)
-    tokens = max(0, int(room / per_token))
+    num_pages = max(0, int(room / layout.page_bytes))
+    groups = layout.groups(config.max_num_batched_tokens)
+    tokens = num_blocks_that_fit(groups, num_pages, num_pages) * config.block_size
     least = config.max_model_len or config.block_size
     fits: State = "ok" if tokens >= least else "MISSING"
     advice = "" if fits == "ok" else f"needs {least}: a smaller model, or a larger device"

@@ -155,6 +155,7 @@ def test_doctor_needs_no_weights(hub: SmallHub, capsys: pytest.CaptureFixture[st
     code, out, _ = run(capsys, "doctor", NAME, "--device", "cpu", "--json")
     found = {each["name"]: each for each in json.loads(out)["findings"]}
     assert code == 0 and found["implementation"]["value"] == "asyncllm"
+    assert found["files"]["value"] == "no weights here yet" and found["files"]["state"] == "note"
     assert not [path for path in hub.paths if "safetensors" in path]
 
 

@@ -1,4 +1,4 @@
-"""docs/models.md says what scripts/model_matrix.py finds.
+"""docs/model_matrix.md says what scripts/model_matrix.py finds.
 
 A quarter of the classes that it calls served or refused is examined again, drawn with a seed that
 is printed. `scripts/model_matrix.py` examines all.
@@ -20,7 +20,7 @@ from tests.script_module import import_script
 
 ROOT = Path(__file__).parents[2]
 matrix = import_script(ROOT / "scripts" / "model_matrix.py")
-TEXT = (ROOT / "docs" / "models.md").read_text()
+TEXT = (ROOT / "docs" / "model_matrix.md").read_text()
 ROWS = {
     name: (served, reason)
     for name, served, reason in re.findall(r"^\| (\w+) \| (.*?) \| ?(.*?) ?\|$", TEXT, re.MULTILINE)
@@ -51,7 +51,7 @@ def test_rows_are_made_of_results() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not IS_DOCUMENTED, reason="docs/models.md is of another transformers")
+@pytest.mark.skipif(not IS_DOCUMENTED, reason="docs/model_matrix.md is of another transformers")
 def test_a_quarter_of_the_classes_is_as_documented() -> None:
     print(f"seed {SEED}")
     drawn = random.Random(SEED).sample(sorted(ROWS), len(ROWS) // 4)
