@@ -95,24 +95,31 @@ class TorchAttention:
         tables = rows.block_tables[self._cache.group_of[layer.index]]
         if rows.max_len is not None:
             tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
-        # [rows, pages, 2, block, kv_heads, dim] -> keys, values [rows, kv_heads, length, dim]
-        gathered = self._cache.layers[layer.index][tables]
-        keys = gathered[:, :, 0].flatten(1, 2).transpose(1, 2)
-        values = gathered[:, :, 1].flatten(1, 2).transpose(1, 2)
-        return _attention(layer, q.unsqueeze(2), keys, values, rows.positions.unsqueeze(1)).squeeze(
-            2
-        )
+        keys, values = self._gather(layer, tables)
+        positions = rows.positions.unsqueeze(1)
+        return _attention(layer, q.unsqueeze(2), keys, values, positions).squeeze(2)
 
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
     ) -> torch.Tensor:
         """q [tokens, heads, dim], the last `tokens` of kv_len positions: [tokens, heads, dim]."""
-        gathered = self._cache.layers[layer.index][pages]  # [pages, 2, block, kv_heads, dim]
-        keys = gathered[:, 0].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
-        values = gathered[:, 1].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
+        keys, values = (x[:, :kv_len].unsqueeze(0) for x in self._gather(layer, pages))
         positions = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(0)
         out = _attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
         return out.squeeze(0).transpose(0, 1)
+
+    def _gather(
+        self, layer: AttentionLayer, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """pages [..., pages] -> keys, values [..., kv_heads, length, dim]; a latent's values are
+        smaller."""
+        found = self._cache.layers[layer.index][pages]
+        if layer.latent_dim is not None:
+            keys = values = found.unsqueeze(-2)
+        else:
+            keys, values = found.unbind(pages.dim())
+        keys, values = (x.flatten(-4, -3).transpose(-3, -2) for x in (keys, values))
+        return keys, values[..., : layer.latent_dim]
 
 
 def _attention(
@@ -124,6 +131,18 @@ def _attention(
 ) -> torch.Tensor:
     """q, result [rows, heads, tokens, dim] at `positions` [rows, tokens]; keys, values
     [rows, kv_heads, length, dim]."""
+    out = _of_values(layer, q, keys, values, positions)
+    return out if layer.latent_dim is None else F.pad(out, (0, layer.head_dim - layer.latent_dim))
+
+
+def _of_values(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """As `_attention`, [rows, heads, tokens, values' dim]."""
     index, position = torch.arange(keys.shape[2], device=q.device), positions.unsqueeze(2)
     seen = index <= position
     if layer.window is not None:

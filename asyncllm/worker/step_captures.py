@@ -14,18 +14,36 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import EngineConfig
 from asyncllm.errors import one_line
 from asyncllm.graphs.decode_graphs import DecodeGraphs, DecodeKernel
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
+from asyncllm.kernels.declaration import Launch, num_sms
+from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.models.base import CausalLM
+from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.loader import DELAY_S, ProgressBar
-from asyncllm.worker.decode_autotune import DecodeAutotune
+from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncllm")
+
+PERSISTENT = "persistent"
+
+
+def persistent_kernel(
+    runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
+) -> DecodeKernel | None:
+    """launch: where this start has it."""
+    if launch is None:
+        return None
+    assert isinstance(model, DenseDecoder)
+    persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
+    step = partial(runner.decode_step, forward=persistent.forward)
+    return DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))
 
 
 def capture_obstacle(model: CausalLM, device: torch.device) -> str | None:
@@ -86,17 +104,22 @@ class StepCaptures:
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
-    def decodes(self, others: list[DecodeKernel], autotune: DecodeAutotune) -> None:
-        """`others`: implementations of a step besides the layers, which `autotune` times."""
+    def decodes(self, other: DecodeKernel | None) -> None:
+        """other: an implementation of a step besides the layers."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots = runner.inputs.decode_slots
-        decode = DecodeGraphs(runner.decode_step, slots, self._pool, others, autotune)
+        with_adapters = decode = DecodeGraphs(runner.decode_step, slots, self._pool, other)
+        if runner.lora is not None:
+            step = partial(runner.decode_step, adapters=True)
+            with_adapters = DecodeGraphs(step, slots, self._pool)
         # What resampling computes must not lie where the logits are that it reads, which are a
         # step's outputs: it has a pool of its own.
         pool = GraphPool()
         masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
+            if with_adapters is not decode:
+                with_adapters.capture(size)
             decode.capture(size)
             logits, rows = decode.logits(size), slots[:size]
             masked.add(size, pool.record(lambda: (runner.resample(logits, rows),)))
@@ -104,10 +127,10 @@ class StepCaptures:
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
         runner.graphs, runner.masked_graphs = decode, masked
+        runner.adapter_graphs = with_adapters
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
-        implementations are timed."""
+        """One of those that are left. Blocks for 10 to 20 ms."""
         try:
             self._pending.popleft()()  # done also where it raises: it is not tried for ever
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
@@ -118,7 +141,7 @@ class StepCaptures:
         """Let go of all that is captured, which holds the runner's own methods: a circle."""
         self._pending.clear()
         runner = self._runner
-        runner.graphs = runner.mixed.graphs = None
+        runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
