@@ -285,7 +285,12 @@ def _try(model: Any, max_model_len: int) -> Tried:
     finally:
         for hook in hooks:
             hook.remove()
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    text = model.config.get_text_config(decoder=True)
+    num_layers = text.num_hidden_layers
+    window = getattr(text, "sliding_window", None)
+    is_of_all = window and getattr(text, "layer_types", None) is None and window < max_model_len
+    if is_of_all and any(call.window is None for call in trial.calls):  # but its cache forgets
+        raise Unservable(f"has sliding_window {window}, and masks without a window")
     num_modules = len({call.module for call in trial.calls})
     if num_layers not in (num_modules, len(trial.calls)):
         raise Unservable(f"attends in {num_modules} of num_hidden_layers {num_layers}")
