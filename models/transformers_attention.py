@@ -177,7 +177,7 @@ class Step:
     ) -> None:
         self.mixer: Mixer | None = None
         self.rotations: Rotations = {}
-        self.positions = torch.empty(0)  # int64 [T]
+        self.positions: torch.Tensor | None = None  # int64 [T]
         self.shape = shape
         self._calls: Counter[nn.Module] = Counter()  # in this pass
         self.layers = [

@@ -112,7 +112,7 @@ class TransformersModel:
         }
         rotations[None] = Rotation(torch.zeros_like(positions), self._no_rotation.cos_sin)
         step.begin(mixer, positions, rotations)
-        named = {"position_ids": step.positions[None]} if self._takes_positions else {}
+        named = {"position_ids": positions.long()[None]} if self._takes_positions else {}
         try:
             output = self._base(input_ids=inputs.ids.long()[None], use_cache=False, **named)
         finally:

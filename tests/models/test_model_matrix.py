@@ -48,7 +48,7 @@ def test_rows_are_made_of_results() -> None:
         }
     )
     rows = "| AForCausalLM | transformers' code |  |\n| BForCausalLM | - | refused: has x |\n"
-    assert text.endswith(rows) and "1 transformers' code, 1 refused." in text
+    assert text.endswith(rows) and "1 refused, 1 transformers' code." in text
 
 
 @pytest.mark.slow
