@@ -55,7 +55,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        is_dense=isinstance(model, DenseDecoder),
+        is_dense=isinstance(model, DenseDecoder) and model.is_plain,
         attention_backend=resolve_backend(config.attention_backend, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
@@ -114,7 +114,7 @@ def prewarm_slots(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
-    """The padding slot written and read, a row sampled in each way that no step of padding is. On
+    """The padding slot written and read, a row sampled as no step of padding is. On
     the current stream. `dtype`: of the model's logits.
 
     A variant that steps can meet and that is not launched here, nor by `ModelRunner.run_padding` or
