@@ -103,10 +103,12 @@ class ModelConfig:
         chosen = _choose_implementation(file, content.get("architectures"), implementation)
         hf = _parsed(file, content, own_class=chosen == "transformers")
         eos = getattr(hf, "eos_token_id", None)
+        text = hf  # of several towers the one that writes
         if chosen == "transformers":
-            _check_decoder(file, hf)
-        num_heads = _size(file, hf, "num_attention_heads")
-        hidden_size = _size(file, hf, "hidden_size")
+            text = hf.get_text_config(decoder=True)
+            _check_decoder(file, hf, text)
+        num_heads = _size(file, text, "num_attention_heads")
+        hidden_size = _size(file, text, "hidden_size")
         num_kv_heads, head_dim = num_heads, max(1, hidden_size // num_heads)
         if chosen == "asyncllm":
             _size(file, hf, "intermediate_size")  # what is not a dense decoder has none
@@ -118,10 +120,10 @@ class ModelConfig:
             path=path,
             architecture=hf.architectures[0],
             hf_config=hf,
-            vocab_size=_size(file, hf, "vocab_size"),
-            max_position_embeddings=_size(file, hf, "max_position_embeddings"),
-            context_window=_context_window(file, hf),
-            num_layers=_size(file, hf, "num_hidden_layers"),
+            vocab_size=_size(file, text, "vocab_size"),
+            max_position_embeddings=_size(file, text, "max_position_embeddings"),
+            context_window=_context_window(file, text),
+            num_layers=_size(file, text, "num_hidden_layers"),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
@@ -230,14 +232,13 @@ def _transformers_classes() -> set[str]:
     return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def _check_decoder(file: Path, hf: PretrainedConfig) -> None:
+def _check_decoder(file: Path, hf: PretrainedConfig, text: PretrainedConfig) -> None:
     """Of models that transformers runs, before their code is imported."""
     architecture = hf.architectures[0]
-    if getattr(hf, "num_attention_heads", None) is None:
+    if getattr(text, "num_attention_heads", None) is None:
         raise _unsupported(file, architecture, "num_attention_heads is missing: it is recurrent; ")
-    for key in ("quantization_config", "is_encoder_decoder"):
-        if value := getattr(hf, key, None):
-            raise ModelLoadError(f"{file}: {key} {value!r} is not supported")
+    if value := getattr(hf, "quantization_config", None):
+        raise ModelLoadError(f"{file}: quantization_config {value!r} is not supported")
 
 
 def _unsupported(file: Path, architecture: str, reason: str) -> ModelLoadError:

@@ -13,6 +13,7 @@ padding of the output is cut off. q and k come rotated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from asyncllm.attention.base import AttentionLayer, HeadNorm, Mixer, RotatedHead
 from asyncllm.models.transformers_rope import HANDLER, StepRotary
 
 RUN, TRIAL = "asyncllm", "asyncllm_trial"  # attention implementations: without and with masks
-LAYER = "asyncllm_layer"  # the attribute of modules that attend, with their `AttentionLayer`
+LAYER = "asyncllm_layers"  # the attribute of modules that attend: an `AttentionLayer` per call
 FAR = 1 << 30  # a position behind every window
 # Arguments without a meaning for packed causal self-attention that is given no mask.
 HARMLESS = {
@@ -34,6 +35,9 @@ HARMLESS = {
     "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
     "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
+
+
+Rotations = dict[StepRotary | None, Rotation]  # None: of layers that do not rotate
 
 
 class Unservable(Exception):
@@ -76,14 +80,13 @@ class Trial:
         s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        if any(call.module is module for call in self.calls):
-            raise Unservable(f"calls {type(module).__name__} twice in one pass")
         if q.shape[2] != k.shape[2]:
             raise Unservable(
                 f"gives {type(module).__name__} {k.shape[2]} keys, {q.shape[2]} queries"
             )
         is_causal = others.pop("is_causal", None)
-        if is_causal is False or not getattr(module, "is_causal", True):
+        is_causal = is_causal is not False and getattr(module, "is_causal", True)
+        if mask is None and not is_causal:  # where there is a mask, it says so
             raise Unservable(f"has attention that is not causal in {type(module).__name__}")
         for name, value in others.items():
             if name not in HARMLESS and value is not None and value is not False:
@@ -173,11 +176,17 @@ class Step:
         head_norm: Callable[[AttentionCall], HeadNorm | None],
     ) -> None:
         self.mixer: Mixer | None = None
-        self.rotations: dict[StepRotary | None, Rotation] = {}  # None: of layers without
+        self.rotations: Rotations = {}
+        self.positions: torch.Tensor | None = None  # int64 [T]
         self.shape = shape
+        self._calls: Counter[nn.Module] = Counter()  # in this pass
         self.layers = [
             self._layer(index, call, head_norm(call)) for index, call in enumerate(calls)
         ]
+
+    def begin(self, mixer: Mixer, positions: torch.Tensor, rotations: Rotations) -> None:
+        self.mixer, self.positions, self.rotations = mixer, positions.long(), rotations
+        self._calls.clear()
 
     def _layer(self, index: int, call: AttentionCall, norm: HeadNorm | None) -> AttentionLayer:
         num_kv_heads, group, head_dim = self.shape
@@ -210,12 +219,15 @@ class Step:
     ) -> torch.Tensor:
         """q [1, heads, T, dim], k and v [1, kv_heads, T, dim]: [1, T, heads, v_dim]."""
         assert self.mixer is not None
-        layer: AttentionLayer = getattr(module, LAYER)
+        layers: list[AttentionLayer] = getattr(module, LAYER)
+        layer = layers[self._calls[module] % len(layers)]
+        self._calls[module] += 1
         rotated = RotatedHeads(*(x[0].transpose(0, 1) for x in (q, k, v)))
         out = self.mixer.attend(layer, rotated, None)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         heads = out.view(1, -1, *self.shape)
-        return heads[:, :, :kv_heads, :group, : v.shape[3]].flatten(2, 3)
+        found = heads[:, :, :kv_heads, :group, : v.shape[3]].flatten(2, 3)
+        return found if len(layers) == 1 else found.clone()  # the next call writes it again
 
 
 def _parameter_name(module: nn.Module, tensor: torch.Tensor) -> str:

@@ -34,11 +34,13 @@ from asyncllm.models.transformers_attention import (
     TRIAL,
     AttentionCall,
     HeadShape,
+    Rotations,
     Step,
     Trial,
     Unservable,
 )
 from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rotation
+from asyncllm.models.transformers_legacy import LEGACY, replace_attention
 from asyncllm.models.transformers_rope import (
     HANDLER,
     STATIC_ROPE_TYPES,
@@ -82,8 +84,13 @@ class TransformersModel:
         for module in model.modules():
             setattr(module, HANDLER, step)
         for call, layer in zip(tried.calls, step.layers, strict=True):
-            setattr(call.module, LAYER, layer)
-        model.set_attn_implementation(RUN)
+            vars(call.module).setdefault(LAYER, []).append(layer)
+        self._takes_positions = tried.takes_positions
+        if not tried.takes_positions:
+            for module in position_modules(model):
+                give_positions(module)
+        if config.architecture not in LEGACY:
+            model.set_attn_implementation(RUN)
         if fusion is not None:
             fusion.apply(step, build.ops)
         _let_give(self._base)
@@ -101,18 +108,15 @@ class TransformersModel:
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         step, positions = self._step, inputs.positions
-        step.mixer = mixer
         # Before the first layer: kernels read them before their wait.
-        step.rotations = {
+        rotations: Rotations = {
             rotary: rotary.rotation(positions, inputs.prompt_lens) for rotary in self._rotaries
         }
-        step.rotations[None] = Rotation(torch.zeros_like(positions), self._no_rotation.cos_sin)
+        rotations[None] = Rotation(torch.zeros_like(positions), self._no_rotation.cos_sin)
+        step.begin(mixer, positions, rotations)
+        named = {"position_ids": positions.long()[None]} if self._takes_positions else {}
         try:
-            output = self._base(
-                input_ids=inputs.ids.long()[None],
-                position_ids=positions.long()[None],
-                use_cache=False,
-            )
+            output = self._base(input_ids=inputs.ids.long()[None], use_cache=False, **named)
         finally:
             step.mixer = None
         hidden: torch.Tensor = output.last_hidden_state[0]
@@ -146,14 +150,19 @@ def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
         raise Unservable(f"has layer_types {', '.join(sorted(map(repr, kinds)))}")
     if model_class._is_stateful:
         raise Unservable("has recurrent layers")
+    is_legacy = config.architecture in LEGACY
+    if is_legacy and getattr(config.hf_config, "is_decoder", True) is False:
+        raise Unservable("has is_decoder False")
     try:
         with no_init_weights(), _parameters_on_meta():
             model = model_class._from_config(
-                config.hf_config, dtype=dtype, attn_implementation=TRIAL
+                config.hf_config, dtype=dtype, attn_implementation="eager" if is_legacy else TRIAL
             )
             model.tie_weights()
     except Exception as error:  # a class's own checks have no common base
         raise Unservable(f"cannot be built: {one_line(error)}") from error
+    if is_legacy:
+        replace_attention(model)
     _keep_in_float32(model, dtype)
     with suppress(AttributeError, ValueError):  # it has no experts that could be set
         model.set_experts_implementation(EXPERTS)
@@ -234,6 +243,7 @@ class Tried:
     calls: list[AttentionCall]
     base: Any  # the module that gives the hidden states
     output: type  # of what it returns
+    takes_positions: bool  # else it counts them, and modules that embed them take them
     named: dict[nn.Module, dict[str, Any]]  # modules with projections -> their arguments
     angles: list[tuple[tuple[Any, str | None], Any]]  # by whom cosines and sines were given
 
@@ -277,16 +287,42 @@ def _try(model: Any, max_model_len: int) -> Tried:
     finally:
         for hook in hooks:
             hook.remove()
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if len(trial.calls) != num_layers:
-        raise Unservable(f"attends in {len(trial.calls)} of num_hidden_layers {num_layers}")
+    text = model.config.get_text_config(decoder=True)
+    num_layers = text.num_hidden_layers
+    window = getattr(text, "sliding_window", None)
+    is_of_all = window and getattr(text, "layer_types", None) is None and window < max_model_len
+    if is_of_all and any(call.window is None for call in trial.calls):  # but its cache forgets
+        raise Unservable(f"has sliding_window {window}, and masks without a window")
+    num_modules = len({call.module for call in trial.calls})
+    if num_layers not in (num_modules, len(trial.calls)):
+        raise Unservable(f"attends in {num_modules} of num_hidden_layers {num_layers}")
     if not outputs or getattr(outputs[-1][1], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
     base: Any
     base, output = outputs[-1]  # the outermost ends last
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
+    if not takes_positions and not list(position_modules(base)):
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
-    return Tried(trial.calls, base, type(output), named, angles)
+    return Tried(trial.calls, base, type(output), takes_positions, named, angles)
+
+
+def position_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Those that embed positions, which their model counts from the length of its cache."""
+    wanted = {"past_key_values_length", "position_ids"}
+    for module in model.modules():
+        if wanted <= inspect.signature(module.forward).parameters.keys():
+            yield module
+
+
+class _GivenPositions(nn.Module):
+    def forward(self, *args: Any, **named: Any) -> Any:
+        step: Step = getattr(self, HANDLER)
+        return super().forward(*args, **named | {"position_ids": step.positions})
+
+
+def give_positions(module: nn.Module) -> None:
+    """Those of the step, whatever the model has counted."""
+    module.__class__ = type(type(module).__name__, (_GivenPositions, type(module)), {})
 
 
 def _fuse(model: Any, tried: Tried, shape: HeadShape, rotaries: Rotaries, build: Build) -> Fusion:
@@ -296,7 +332,8 @@ def _fuse(model: Any, tried: Tried, shape: HeadShape, rotaries: Rotaries, build:
         arguments = tried.named.get(call.module, {})
         given = arguments.get("position_embeddings")
         by = [rotaries[key] for key, output in tried.angles if output is given and key in rotaries]
-        if shape.is_of(call):
+        is_only = sum(call.module is other.module for other in tried.calls) == 1
+        if is_only and shape.is_of(call):
             fusion.add_attention(call, arguments, [*by[:1], None])
     fusion.allocate(build.device)
     if build.device.type == "cuda":
@@ -333,7 +370,9 @@ def _tensors_on_meta(model: nn.Module) -> Iterator[None]:
     """Buffers, and tensors that are neither buffer nor parameter."""
     kept = [(owner, {**owner}) for module in model.modules() for owner in _owners(module)]
     for owner, its in kept:
-        owner.update({n: t.to(META) for n, t in its.items() if isinstance(t, torch.Tensor)})
+        # Numbers keep their values: what scores are divided by is one in some classes.
+        tensors = {n: t for n, t in its.items() if isinstance(t, torch.Tensor) and t.dim()}
+        owner.update({n: t.to(META) for n, t in tensors.items()})
     try:
         yield
     finally:

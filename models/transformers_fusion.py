@@ -231,7 +231,7 @@ class Fusion:
         for module, siblings in self.mlps:
             replace_module(module, GatedMLP(module, siblings, ops))
         for plan in self.attentions:
-            layer = getattr(plan.call.module, LAYER)
+            (layer,) = getattr(plan.call.module, LAYER)
             fused = ProjectedAttention(plan.siblings, plan.out_proj, step, layer, plan.rotary, ops)
             replace_module(plan.call.module, fused)
         for module in [m for m in self._model.modules() if type(m) is nn.Linear]:

@@ -1,6 +1,6 @@
 """Serve a tiny random checkpoint of each causal LM of transformers, and compare with `generate`.
 
-    scripts/model_matrix.py [CLASS ...] [--json FILE]
+    scripts/model_matrix.py [CLASS ...] [--json FILE] [--markdown docs/model_matrix.md]
 
 Each class gets a configuration of small sizes, random weights, and a folder by transformers. The
 engine serves it in float32 on the CPU, chunked, batched, with prefix hits and preemption: greedy
@@ -231,18 +231,59 @@ def in_a_process(architecture: str) -> tuple[str, str]:
     return verdict
 
 
+SERVED = {"native": "native", "by backend": "transformers' code"}
+HEADER = """\
+# Models
+
+What `scripts/model_matrix.py` found for every class in the causal-LM table of
+transformers {version}: tiny random weights, served in float32 on the CPU in chunks and batches,
+with prefix hits and preemption, against transformers' own `generate` (log-probabilities within
+{tolerance}). "native" is our model code; "transformers' code" is the library's over our pages,
+which `--model-impl transformers` takes for native classes, too. What is not served is refused at
+the start, with class, field and value. Made by the script: do not edit.
+
+{counts}
+
+| class | served by | why not |
+| --- | --- | --- |
+"""
+
+
+def markdown(rows: dict[str, tuple[str, str]]) -> str:
+    """docs/model_matrix.md from classes' (verdict, details)."""
+    counts = Counter(SERVED.get(verdict, verdict) for verdict, _ in rows.values())
+    header = HEADER.format(
+        version=transformers.__version__,
+        tolerance=TOLERANCE,
+        counts=", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".",
+    )
+    return header + "".join(f"| {n} | {_cells(n, *rows[n])} |\n" for n in sorted(rows))
+
+
+def _cells(name: str, verdict: str, details: str) -> str:
+    if verdict in SERVED:
+        return f"{SERVED[verdict]} | "
+    reason = details.replace(f"architectures {name!r} ", "").removesuffix(", which is not served")
+    return f"- | {verdict}: {' '.join(reason.replace('|', '/').split())[:160]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("classes", nargs="*")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="results: read where it is there, and written")
+    parser.add_argument("--markdown", type=Path, help="written from all results")
     args = parser.parse_args()
-    rows = {}
+    rows: dict[str, tuple[str, str]] = {}
+    if args.json and args.json.exists():
+        rows |= {name: (row[0], row[1]) for name, row in json.loads(args.json.read_text()).items()}
     print("| class | verdict | worst difference, or reason |\n| --- | --- | --- |")
     for name in args.classes or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
         verdict, details = rows[name] = in_a_process(name)
         print(f"| {name} | {verdict} | {' '.join(details.split())[:200]} |", flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))
+    if args.markdown:
+        args.markdown.write_text(markdown(rows))
     counts = Counter(verdict for verdict, _ in rows.values())
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
 

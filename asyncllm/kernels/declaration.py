@@ -34,8 +34,10 @@ class DenseShape:
     @classmethod
     def of(cls, model: ModelConfig) -> DenseShape:
         hf = model.hf_config
-        size = getattr(hf, "intermediate_size", 0)  # not of every model, nor one number
-        return cls(model.num_layers, hf.hidden_size, size, model.vocab_size)
+        # Not of every model, nor one number.
+        size = getattr(hf, "intermediate_size", 0)
+        hidden_size = getattr(hf, "hidden_size", 0)
+        return cls(model.num_layers, hidden_size, size, model.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

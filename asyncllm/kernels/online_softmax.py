@@ -39,9 +39,14 @@ def add_sink(sinks, best, total, acc):
 
 
 @triton.jit
-def scaled_scores(products, scale, SOFT_CAP: tl.constexpr, LOG2_E: tl.constexpr):
-    """Scores of base 2 from q times k, whatever the layer does to them."""
-    scores = products * scale
-    if SOFT_CAP is not None:  # tanh(x) = 2 * sigmoid(2 * x) - 1
-        scores = (2 * tl.sigmoid(scores * (2 / SOFT_CAP)) - 1) * SOFT_CAP
-    return scores * LOG2_E
+def scaled_scores(products, scale_log2, SOFT_CAP_LOG2: tl.constexpr):
+    """Scores of base 2 from q times k. SOFT_CAP_LOG2: of base 2, too, or None."""
+    scores = products * scale_log2
+    if SOFT_CAP_LOG2 is not None:  # tanh(x) = 2 * sigmoid(2 * x) - 1
+        scores = (2 * tl.sigmoid(scores * (2 / SOFT_CAP_LOG2)) - 1) * SOFT_CAP_LOG2
+    return scores
+
+
+def soft_cap_log2(soft_cap: float | None) -> float | None:
+    """A layer's soft cap, of base 2."""
+    return None if soft_cap is None else soft_cap * LOG2_E

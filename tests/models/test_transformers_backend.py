@@ -45,11 +45,15 @@ CPU = torch.device("cpu")
 BACKEND = "transformers"
 GELU_LLAMA = matrix.small_config("LlamaForCausalLM", {"hidden_act": "gelu"})
 FAMILIES = (
+    "BartForCausalLM",  # counts its positions itself
     "Cohere2ForCausalLM",  # a logit scale, layers without positions, windows
     "DeepseekV3ForCausalLM",  # latent attention, whose V is smaller than K; grouped experts
+    "DiffLlamaForCausalLM",  # two attention calls in a layer
+    "FalconForCausalLM",  # attention that predates the library's functions
     "GPTNeoXForCausalLM",  # partial rotary, merged q, k and v
     "Gemma2ForCausalLM",  # soft caps of scores and logits
     "Gemma3ForCausalLM",  # rotary by the kind of layer, windows
+    "Gemma3ForConditionalGeneration",  # its text tower
     "Glm4ForCausalLM",
     "GptOssForCausalLM",  # sinks, windows, experts with biases
     "GraniteForCausalLM",  # multipliers
@@ -119,8 +123,9 @@ def build(folder: Path, max_model_len: int = 60) -> CausalLM:
     [
         ("JambaForCausalLM", {}, ["'JambaForCausalLM'", "layer_types 'linear_attention'"]),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, ["'awq'"]),
-        ("DiffLlamaForCausalLM", {}, ["'DiffLlamaForCausalLM'"]),
-        ("BartForCausalLM", {}, ["config.json"]),
+        ("DogeForCausalLM", {}, ["'DogeForCausalLM'", "makes a mask of its own"]),
+        ("BloomForCausalLM", {}, ["max_position_embeddings"]),
+        ("RemBertForCausalLM", {"is_decoder": False}, ["'RemBertForCausalLM'", "is_decoder False"]),
         ("Gemma2ForCausalLM", {"model_type": "llama"}, ["does not fit model_type 'llama'"]),
     ],
 )  # fmt: skip

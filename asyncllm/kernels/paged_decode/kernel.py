@@ -21,6 +21,7 @@ from asyncllm.kernels.online_softmax import (
     add_sink,
     add_tile,
     scaled_scores,
+    soft_cap_log2,
     start_softmax,
 )
 
@@ -44,10 +45,10 @@ def _tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
 @triton.jit(do_not_specialize=["num_splits"])
 def _attend_split(
     q_ptr, cache_ptr, tables_ptr, lengths_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
-    q_stride, table_stride, page_stride, kv_stride, out_stride, scale, num_splits,
+    q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
     LOG2_E: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One split of a row and group of heads. WHOLE: there is no other, this is the row's output."""
@@ -89,7 +90,7 @@ def _attend_split(
         token += TILE
         page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
 
-        scores = scaled_scores(tl.dot(q, tl.trans(k)), scale, SOFT_CAP, LOG2_E)
+        scores = scaled_scores(tl.dot(q, tl.trans(k)), scale_log2, SOFT_CAP_LOG2)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a split holds a key that is seen.
         best, total, acc = add_tile(scores, v, best, total, acc)
@@ -177,11 +178,12 @@ def paged_decode(
     _attend_split[(num_groups, num_rows, num_splits)](
         q, cache, block_tables, lengths, sinks, out, partial, lse,
         q.stride(0), block_tables.stride(0), cache.stride(0), cache.stride(1), out.stride(0),
-        scale, num_splits,
+        scale * LOG2_E, num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
-        TILE=tile, WINDOW=window, SOFT_CAP=soft_cap, HAS_SINKS=sinks is not None,
-        LOG2_E=LOG2_E, WHOLE=num_splits == 1, num_warps=4, num_stages=3,  # two tiles in flight
+        TILE=tile, WINDOW=window, SOFT_CAP_LOG2=soft_cap_log2(soft_cap),
+        HAS_SINKS=sinks is not None, LOG2_E=LOG2_E, WHOLE=num_splits == 1,
+        num_warps=4, num_stages=3,  # two tiles in flight
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits[(num_heads, num_rows)](

@@ -1,0 +1,140 @@
+"""Attention of transformers' classes that predate its attention functions.
+
+Their modules multiply q by k, add a mask, take the softmax and multiply by v with torch's own
+functions. While such a module runs, its first product of two activations becomes `Scores`, which
+note what they are scaled by and otherwise do nothing, and their product with the values is our
+attention. What their masks hide is not looked at: each class was compared with its own `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from asyncllm.models.transformers_attention import Unservable
+from asyncllm.models.transformers_rope import HANDLER
+
+LEGACY = frozenset(
+    {
+        "CodeGenForCausalLM", "FalconForCausalLM", "GPTJForCausalLM",
+        "GPTNeoXJapaneseForCausalLM", "MegatronBertForCausalLM", "OpenAIGPTLMHeadModel",
+        "RemBertForCausalLM", "RoFormerForCausalLM", "TrOCRForCausalLM", "XGLMForCausalLM",
+    }
+)  # fmt: skip
+PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm}
+DIVISIONS = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.__itruediv__}
+MULTIPLICATIONS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__imul__}
+SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
+KEEPING = {F.softmax, F.dropout, torch.max, torch.where, torch.softmax}  # ours does it, or nobody
+
+
+class Scores:
+    """q times k, of one module, before or after the softmax."""
+
+    def __init__(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor) -> None:
+        """q [..., T, dim], k [..., dim, T]."""
+        self._module, self._q, self._k = module, q, k
+        self._scale = 1.0
+        self.shape = torch.Size((*q.shape[:-1], k.shape[-1]))
+        self.dtype, self.device = q.dtype, q.device
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), named: Any = None
+    ) -> Any:
+        scores = next(each for each in args if isinstance(each, Scores))
+        other: Any = next((each for each in args if each is not scores), None)
+        if function in PRODUCTS:
+            return scores @ other
+        if function in DIVISIONS:
+            return scores / other
+        if function in MULTIPLICATIONS:
+            return scores * other
+        if function in SUMS:
+            return scores + other
+        if function in KEEPING:
+            return scores
+        raise Unservable(f"does {getattr(function, '__name__', function)} to its scores")
+
+    def __truediv__(self, other: Any) -> Scores:
+        self._scale /= float(other)
+        return self
+
+    def __mul__(self, other: Any) -> Scores:
+        if isinstance(other, torch.Tensor) and other.dim():  # of zeros and ones
+            return self + other
+        self._scale *= float(other)
+        return self
+
+    def __add__(self, mask: Any) -> Scores:
+        if mask.dim() > 2 and mask.shape[-3] != 1:
+            raise Unservable("adds a bias of each head to its scores")
+        return self
+
+    __radd__, __itruediv__, __imul__, __iadd__ = __add__, __truediv__, __mul__, __add__
+
+    def __matmul__(self, values: torch.Tensor) -> torch.Tensor:
+        """The attention's output, with the dimensions of `values`."""
+        heads = [x if x.dim() == 4 else x[None] for x in (self._q, self._k.mT, values)]
+        q, k, v = (x.to(values.dtype) for x in heads)
+        out: torch.Tensor = getattr(self._module, HANDLER).attention(
+            self._module, q, k, v, None, scaling=self._scale
+        )
+        return out.transpose(1, 2).reshape(*self.shape[:-1], values.shape[-1])
+
+    def view(self, *shape: int) -> Scores:
+        self.shape = torch.Size(shape)
+        return self
+
+    reshape = view
+
+    def to(self, dtype: torch.dtype) -> Scores:
+        self.dtype = dtype
+        return self
+
+    def float(self) -> Scores:
+        return self.to(torch.float32)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+
+class _Products(TorchFunctionMode):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), named: Any = None
+    ) -> Any:
+        are_activations = all(isinstance(x, torch.Tensor) and x.dim() > 2 for x in args[:2])
+        if function in PRODUCTS and are_activations:
+            return Scores(self._module, *args[:2])
+        if function is torch.baddbmm:  # to zeros
+            return Scores(self._module, *args[1:3]) * (named or {}).get("alpha", 1.0)
+        return function(*args, **(named or {}))
+
+
+class _LegacyAttention(nn.Module):
+    def forward(self, *args: Any, **named: Any) -> Any:
+        with _Products(self):
+            return super().forward(*args, **named)
+
+
+def replace_attention(model: nn.Module) -> None:
+    """Of a model of one of the LEGACY classes."""
+    for module in list(_attention_modules(model)):
+        module.__class__ = type(type(module).__name__, (_LegacyAttention, type(module)), {})
+
+
+def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The innermost by name."""
+    for module in model.modules():
+        named = [each for each in module.modules() if type(each).__name__.endswith("Attention")]
+        if named == [module]:
+            yield module

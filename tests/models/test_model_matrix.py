@@ -1,0 +1,67 @@
+"""docs/model_matrix.md says what scripts/model_matrix.py finds.
+
+A quarter of the classes that it has results of is examined again, drawn with a seed that is
+printed. `scripts/model_matrix.py` examines all.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from asyncllm.model_config import ARCHITECTURES
+from tests.script_module import import_script
+
+ROOT = Path(__file__).parents[2]
+matrix = import_script(ROOT / "scripts" / "model_matrix.py")
+TEXT = (ROOT / "docs" / "model_matrix.md").read_text()
+ROWS = {
+    name: (served, reason)
+    for name, served, reason in re.findall(r"^\| (\w+) \| (.*?) \| ?(.*?) ?\|$", TEXT, re.MULTILINE)
+    if name != "class"
+}
+IS_DOCUMENTED = f"transformers {transformers.__version__}:" in TEXT
+NOT_COMPARED = "not compared: the script was not run on it to its end"
+SEED = int(time.time())
+
+
+def test_every_class_is_listed() -> None:
+    classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    assert not IS_DOCUMENTED or set(ROWS) == classes
+    served = {name for name, row in ROWS.items() if row[0] != "-"}
+    assert {name for name in served if ROWS[name][0] == "native"} <= {*ARCHITECTURES}
+    assert all(reason for name, (_, reason) in ROWS.items() if name not in served)
+    assert not any(reason.startswith("wrong") for _, reason in ROWS.values())
+
+
+def test_rows_are_made_of_results() -> None:
+    text = matrix.markdown(
+        {
+            "BForCausalLM": ("refused", "architectures 'BForCausalLM' has x, which is not served"),
+            "AForCausalLM": ("by backend", "1e-06"),
+        }
+    )
+    rows = "| AForCausalLM | transformers' code |  |\n| BForCausalLM | - | refused: has x |\n"
+    assert text.endswith(rows) and "1 refused, 1 transformers' code." in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_DOCUMENTED, reason="docs/model_matrix.md is of another transformers")
+def test_a_quarter_of_the_classes_is_as_documented() -> None:
+    print(f"seed {SEED}")
+    compared = sorted(name for name, (_, reason) in ROWS.items() if reason != NOT_COMPARED)
+    drawn = random.Random(SEED).sample(compared, len(compared) // 4)
+    wrong = {}
+    for name in drawn:
+        served, reason = ROWS[name]
+        verdict, details = matrix.in_a_process(name)
+        found = matrix.SERVED.get(verdict, "-")
+        if found != served or (found == "-" and not reason.startswith(verdict)):
+            wrong[name] = (served, verdict, details)
+    assert not wrong, f"seed {SEED}: {wrong}"
