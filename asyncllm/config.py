@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncllm.model_config import (
     GenerationDefaults,
     ModelConfig,
     ModelImplementation,
+    Quantization,
     read_generation_defaults,
     resolve_model_path,
 )
@@ -108,6 +109,9 @@ class EngineArgs:
     dtype: DType = flag("auto", "auto: the checkpoint's on CUDA, float32 on CPU")
     device: DeviceName = flag("auto", "auto: CUDA where there is one")
     load_format: LoadFormat = flag("auto", "dummy: random weights, for benchmarks")
+    quantization: Quantization | None = flag(
+        None, "quantise a checkpoint in 16 bits while it is loaded; default: as the checkpoint is"
+    )
     seed: int = flag(0, "for requests without a seed of their own")
     max_model_len: int | None = flag(
         None, "context window in tokens, default: what model and KV allow", least=1
@@ -168,6 +172,8 @@ class EngineArgs:
         self._check()
         path = resolve_model_path(self.model)
         model = ModelConfig.from_folder(path, self.model_impl)
+        if self.quantization is not None:
+            model = _quantized(model, self.quantization)
         if self.max_model_len is not None and self.max_model_len > model.context_window:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is over the model's window of "
@@ -227,10 +233,13 @@ class EngineArgs:
 
 
 def _check_field(given: Field[Any], hint: Any, value: Any) -> None:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            choices = ", ".join(get_args(hint))
-            raise ValueError(f"{given.name} must be one of {choices}, got {shown(value)}")
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [arm for arm in arms if get_origin(arm) is Literal]
+    if literals:
+        choices = get_args(literals[0])
+        if value not in choices and not (value is None and NoneType in arms):
+            listed = ", ".join(choices)
+            raise ValueError(f"{given.name} must be one of {listed}, got {shown(value)}")
     elif not _has_type(value, hint):
         raise ValueError(f"{given.name} must be of type {given.type}, got {shown(value)}")
     least = given.metadata["least"]
@@ -251,6 +260,15 @@ def _has_type(value: object, hint: Any) -> bool:
 
 
 _ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, str: (str, PathLike)}
+
+
+def _quantized(model: ModelConfig, quantization: Quantization) -> ModelConfig:
+    if model.implementation != "asyncllm":
+        raise ValueError(
+            f"quantization {quantization} is for asyncllm's own models: {model.architecture} is "
+            "run by transformers' code"
+        )
+    return replace(model, quantization=quantization)
 
 
 def _resolve_class(named: str | type) -> type:

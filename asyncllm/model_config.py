@@ -26,6 +26,7 @@ BUILTIN_MODELS = {
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
+Quantization = Literal["fp8", "int8", "int4"]
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
     "vocab_size",
@@ -66,6 +67,7 @@ class ModelConfig:
     dtype_name: str
     eos_token_ids: tuple[int, ...]
     implementation: Literal["asyncllm", "transformers"] = "asyncllm"
+    quantization: Quantization | None = None  # of a checkpoint in 16 bits, while it is loaded
 
     @classmethod
     def from_folder(cls, path: Path, implementation: ModelImplementation = "auto") -> ModelConfig:

@@ -179,8 +179,6 @@ def _check_supported(config: ModelConfig) -> None:
     hf = config.hf_config
     if hf.hidden_act != "silu":
         raise unsupported(config, "hidden_act", "is not supported, only 'silu'")
-    if getattr(hf, "quantization_config", None) is not None:
-        raise unsupported(config, "quantization_config", "is not supported")
     if hf.num_attention_heads % config.num_kv_heads:
         raise unsupported(
             config,

@@ -22,8 +22,10 @@ from asyncllm.models.checkpoint import Checkpoint, list_keys
 from asyncllm.models.weight_stream import Span, stream_weights
 
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV cache
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+PLAIN_FLOATS = frozenset(FLOATS.values())
 DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
 STREAMED_DEVICES = ("cuda",)
 DUMMY_STD = 0.02
@@ -65,7 +67,7 @@ def load_weights(
         _check(checkpoint, loads, model.aliases)
         _copy(checkpoint, loads, progress)
     model.finish_loading()
-    num_bytes = sum(load.view.nbytes for load in loads)
+    num_bytes = sum(load.num_bytes for load in loads)
     return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
@@ -109,7 +111,10 @@ def _read(checkpoint: Checkpoint, load: Load) -> torch.Tensor:
     """The view's contents, on the CPU and in the file's dtype where there is no transform."""
     tensor = checkpoint.read(load.name)[load.part]
     if load.transform is not None:
-        tensor = load.transform(tensor.to(load.view.device))
+        try:
+            tensor = load.transform(tensor.to(load.view.device))
+        except ValueError as error:
+            raise _misfit(checkpoint, load.name, str(error)) from error
     assert tensor.shape == load.view.shape, f"{load.name}: {tensor.shape} for {load.view.shape}"
     return tensor
 
@@ -122,7 +127,9 @@ def _check(
     if missing := names - checkpoint.names:
         raise ModelLoadError(f"{checkpoint.source}: missing tensors: {list_keys(missing)}")
     if unexpected := {
-        name for name in checkpoint.names - names - aliases.keys() if not name.endswith(BUFFERS)
+        name
+        for name in checkpoint.names - names - aliases.keys()
+        if not name.endswith(BUFFERS + KV_SCALES)
     }:
         file = checkpoint.file(min(unexpected))
         raise ModelLoadError(f"{file}: unexpected tensors: {list_keys(unexpected)}")
@@ -154,10 +161,28 @@ def _misfit(checkpoint: Checkpoint, name: str, message: str) -> ModelLoadError:
 
 
 def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
-    """Normal values, and ones for the norms, which are the one-dimensional weights. In place."""
+    """Normal values, and ones for the norms, which are the one-dimensional weights. In place; what
+    a transform makes is made of a file's tensor of such values."""
     generator = torch.Generator(loads[0].view.device).manual_seed(seed)
     for load in loads:
-        if load.view.dim() == 1 and load.name.endswith(".weight"):
+        if load.transform is not None:
+            load.view.copy_(load.transform(_dummy_file(load, generator)))
+        elif load.view.dim() == 1 and load.name.endswith(".weight"):
             load.view.fill_(1.0)
-        else:
+        elif load.view.dtype in PLAIN_FLOATS:
             load.view.normal_(0.0, DUMMY_STD, generator=generator)
+        else:
+            load.view.copy_(_dummy_file(load, generator))
+
+
+def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:
+    """A file's tensor: weights as above, any bits for integers, scales that are positive."""
+    shape = tuple(load.view.shape) if load.file_shape is None else load.file_shape
+    dtype, device = load.file_dtype or load.view.dtype, load.view.device
+    if not dtype.is_floating_point:
+        least, above = (0, 256) if dtype == torch.uint8 else (-128, 128)
+        return torch.randint(least, above, shape, dtype=dtype, device=device, generator=generator)
+    values = torch.empty(shape, device=device).normal_(0.0, DUMMY_STD, generator=generator)
+    if load.name.endswith(".weight"):
+        return (values if dtype in PLAIN_FLOATS else values / DUMMY_STD).to(dtype)
+    return values.abs_().add_(DUMMY_STD).to(dtype)  # scales

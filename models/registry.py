@@ -11,11 +11,11 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.llama import build_llama
 from asyncllm.models.mistral import build_mistral
+from asyncllm.models.quantization.select import linear_methods
 from asyncllm.models.qwen2 import build_qwen2
 from asyncllm.models.qwen3 import build_qwen3
 
@@ -38,8 +38,8 @@ def build_model(
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
-    linear_methods = {"": UnquantizedLinearMethod(dtype, device, ops)}
-    build = Build(dtype, device, ops, linear_methods, max_model_len)
+    methods = linear_methods(model_config, dtype, device, ops)
+    build = Build(dtype, device, ops, methods, max_model_len)
     if model_config.implementation == "transformers":
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel

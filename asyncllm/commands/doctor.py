@@ -241,7 +241,7 @@ def _needs(config: Any) -> Iterator[Finding]:
     dtype = getattr(torch, config.dtype)
     model_len = config.max_model_len or config.model.context_window
     model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), model_len)
-    weights = sum(load.view.nbytes for load in model.loads())
+    weights = sum(load.num_bytes for load in model.loads())
     page: Callable[..., int] = KVCache.page_bytes
     layers = model.attention_layers
     per_token = page(len(layers), 1, layers[0].num_kv_heads, layers[0].head_dim, dtype)

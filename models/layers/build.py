@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from asyncllm.models.layers.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """`linear_methods`: by prefix of a linear layer's name in the checkpoint, "" for any name.
+    """`method_for`: a linear layer's name in the checkpoint -> its method.
 
     `max_model_len` is the number of positions the model must know, in tokens.
     """
@@ -21,13 +21,8 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     ops: Ops
-    linear_methods: Mapping[str, LinearMethod]
+    method_for: Callable[[str], LinearMethod]
     max_model_len: int
-
-    def method_for(self, name: str) -> LinearMethod:
-        """The method of the longest prefix that fits."""
-        prefixes = filter(name.startswith, self.linear_methods)
-        return self.linear_methods[max(prefixes, key=len)]
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""
