@@ -27,6 +27,7 @@ from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import build_model
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
@@ -57,7 +58,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        is_dense=isinstance(model, DenseDecoder),
+        is_dense=isinstance(model, DenseDecoder) and not is_quantized(config.model),
         attention_backend=resolve_backend(config.attention_backend, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),

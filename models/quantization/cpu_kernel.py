@@ -41,35 +41,41 @@ class CpuKernel:
             weights["input_scale"].fill_(weights["input_scale"].max())
 
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
-        values, weight, scale = x.whole(), weights["weight"], weights["scale"]
-        if "order" in weights:
-            values = values[:, weights["order"][0]]
-        if "packed" in weights:
-            return torch._weight_int4pack_mm_for_cpu(
-                values.contiguous(), weights["packed"], scheme.group, weights["scale_offset"]
-            )
-        if scheme.kind == "int8" and scheme.group is None and not scheme.has_offset:
-            if scheme.activations is None:
-                if values.dtype == torch.float32:
-                    return F.linear(values, weight.float()) * scale.T
-                return torch._weight_int8pack_mm(values, weight, scale[:, 0].to(values.dtype))
-            values8, scales = quantize_activations(scheme, weights, values)
-            sums = torch._int_mm(values8, weight.T)
-            return (sums * scales * scale.T).to(values.dtype)
-        if scheme.kind == "fp8" and scheme.group is None:
-            small, scales = values, scale.T * HALF_SCALE
-            if scheme.activations is not None:
-                values8, token_scales = quantize_activations(scheme, weights, values)
-                small, scales = values8.to(values.dtype), scales * token_scales
-            sums = F.linear(small, as_half(weight).to(values.dtype))
-            return (sums * scales).to(values.dtype)
-        matrix = dequantize(scheme, weight, scale, weights.get("offset"))
-        return F.linear(values, matrix.to(values.dtype))
+        y = _product(scheme, weights, x.whole())
+        return y.add_(weights["bias"]) if "bias" in weights else y
 
     def fused(
         self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
     ) -> Out | None:
         return None
+
+
+def _product(scheme: Scheme, weights: Weights, values: torch.Tensor) -> torch.Tensor:
+    """Without the bias."""
+    weight, scale = weights["weight"], weights["scale"]
+    if "order" in weights:
+        values = values[:, weights["order"][0]]
+    if "packed" in weights:
+        return torch._weight_int4pack_mm_for_cpu(
+            values.contiguous(), weights["packed"], scheme.group, weights["scale_offset"]
+        )
+    if scheme.kind == "int8" and scheme.group is None and not scheme.has_offset:
+        if scheme.activations is None:
+            if values.dtype == torch.float32:
+                return F.linear(values, weight.float()) * scale.T
+            return torch._weight_int8pack_mm(values, weight, scale[:, 0].to(values.dtype))
+        values8, scales = quantize_activations(scheme, weights, values)
+        sums = torch._int_mm(values8, weight.T)
+        return (sums * scales * scale.T).to(values.dtype)
+    if scheme.kind == "fp8" and scheme.group is None:
+        small, scales = values, scale.T * HALF_SCALE
+        if scheme.activations is not None:
+            values8, token_scales = quantize_activations(scheme, weights, values)
+            small, scales = values8.to(values.dtype), scales * token_scales
+        sums = F.linear(small, as_half(weight).to(values.dtype))
+        return (sums * scales).to(values.dtype)
+    matrix = dequantize(scheme, weight, scale, weights.get("offset"))
+    return F.linear(values, matrix.to(values.dtype))
 
 
 def as_half(weight: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ class Kernel(Protocol):
         ...
 
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
-        """[T, columns] -> [T, rows], without the bias."""
+        """[T, columns] -> [T, rows], a new tensor, with the bias where there is one."""
         ...
 
     def fused(
@@ -139,8 +139,7 @@ class QuantizedLinearMethod:
         self.kernel.prepare(self.scheme, weights)
 
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
-        y = self.kernel.product(self.scheme, weights, x)
-        return y.add_(weights["bias"]) if "bias" in weights else y
+        return self.kernel.product(self.scheme, weights, x)
 
     def fused(self, weights: Weights, x: Normed, epilogue: Epilogue[Out]) -> Out | None:
         return self.kernel.fused(self.scheme, weights, x, epilogue)

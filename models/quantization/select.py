@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 
@@ -23,6 +24,8 @@ from asyncllm.models.quantization.online import online
 from asyncllm.models.quantization.packed_files import auto_round, awq, gptq
 from asyncllm.models.quantization.sources import Header
 
+logger = logging.getLogger("asyncllm")
+
 FORMATS: dict[str, Callable[[Keys, Header], ReaderOf]] = {
     "fp8": fp8,
     "modelopt": modelopt,
@@ -42,7 +45,9 @@ def linear_methods(
     reader_of = _reader_of(config)
     if reader_of is None:
         return lambda name: plain
-    kernel = select_kernel(device)
+    kernel = select_kernel(device, dtype, ops)
+    if device.type == "cuda":
+        logger.info("persistent decode and skinny GEMM are for 16 bits: weights are quantised")
 
     @cache
     def method(reader: Reader) -> LinearMethod:
@@ -55,8 +60,17 @@ def linear_methods(
     return method_of
 
 
-def select_kernel(device: torch.device) -> Kernel:
-    return CpuKernel()
+def is_quantized(config: ModelConfig) -> bool:
+    return config.quantization is not None or quantization_keys(config) is not None
+
+
+def select_kernel(device: torch.device, dtype: torch.dtype, ops: Ops) -> Kernel:
+    """Ours on CUDA, in 16 bits; torch's else."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return CpuKernel()
+    from asyncllm.models.quantization.cuda_kernel import CudaKernel  # slow to import: Triton
+
+    return CudaKernel(device, dtype, ops)
 
 
 def _reader_of(config: ModelConfig) -> ReaderOf | None:

@@ -319,7 +319,7 @@ GPTQ: dict[str, Any] = {
     "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False,
     "checkpoint_format": "gptq",
 }  # fmt: skip
-ROUGH = 0.15  # a number between two steps of an activation may go to either
+ROUGH = 0.25  # a number between two steps of an activation may go to either
 FORMATS: dict[str, Format] = {
     "fp8-tensor": Format(
         fp8_tensor, {"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8_tokens, ROUGH
