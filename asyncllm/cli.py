@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from asyncllm.commands import bench, chat, complete, doctor, kernels, run_batch
+from asyncllm.commands import bench, chat, complete, doctor, kernels, models, pull, run_batch
 from asyncllm.commands.fast_start import begin_fast_start
 from asyncllm.commands.flags import (
     FlagParser,
@@ -37,7 +37,8 @@ STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130
 COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
 STARTING = {"serve", "run-batch"}  # one engine in this process, at once
-CLIENTS: dict[str, Any] = {"chat": chat, "complete": complete}  # of a running server: no engine
+# Of a running server, or of the hub: no engine and none of its flags.
+PLAIN: dict[str, Any] = {"chat": chat, "complete": complete, "pull": pull, "models": models}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         parser.print_help(sys.stderr)
         return 2
-    if command in CLIENTS:
-        return int(CLIENTS[command].run(argparse.Namespace(**given)))
+    if command in PLAIN:
+        _set_up_logging("info")
+        return _run_command(partial(PLAIN[command].run, argparse.Namespace(**given)))
     try:
         engine_args, server_args = merge(flags, given)
     except ValueError as error:
@@ -103,9 +105,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     batch = commands.add_parser("run-batch", parents=[flags], help=run_batch.HELP)
     run_batch.add_arguments(batch)
     _add_model(batch)
-    for name, module in CLIENTS.items():
-        client = commands.add_parser(name, help=module.HELP)
-        module.add_arguments(client)
+    for name, module in PLAIN.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP))
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, parents=[engine_flags], help=module.HELP)
         module.add_arguments(command)
@@ -115,7 +116,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model_tag", nargs="?", metavar="MODEL", help="model folder or built-in name"
+        "model_tag",
+        nargs="?",
+        metavar="MODEL",
+        help="folder, ORG/NAME[@REVISION] on the hub, or built-in name",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
 
@@ -149,6 +153,8 @@ def _error_text(error: Exception) -> str:
 
 def _set_up_logging(level: str, log_format: str = "text") -> None:
     set_up_logging(level, log_format)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for each request of it
     # Handlers' errors are logged by our middleware; what is left to aiohttp's own log is a
     # traceback for each thing that is no HTTP.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
@@ -164,9 +170,6 @@ def _run(engine_args: EngineArgs, server_args: ServerArgs, listener: Listener) -
     gc.freeze()
     gc.enable()
 
-    async def run() -> None:
-        engine = AsyncLLMEngine.from_engine_args(engine_args)
-        engine.show_progress = sys.stderr.isatty()
-        await serve(engine, server_args, listener, STARTED)
-
-    uvloop.run(run())
+    engine = AsyncLLMEngine.from_engine_args(engine_args)  # before the loop: it may download
+    engine.show_progress = sys.stderr.isatty()
+    uvloop.run(serve(engine, server_args, listener, STARTED))

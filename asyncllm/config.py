@@ -17,11 +17,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from asyncllm.hub.files import Part
 from asyncllm.model_config import (
     GenerationDefaults,
     ModelConfig,
     ModelImplementation,
     Quantization,
+    hub_repo,
     read_generation_defaults,
     resolve_model_path,
 )
@@ -99,8 +101,10 @@ def flag(default: Any, help: str, *, least: float | None = None) -> Any:
 class EngineArgs:
     """The engine's flags."""
 
-    model: str = flag("tiny", "model folder, or the built-in 'tiny'")
-    tokenizer: str | None = flag(None, "folder, default: the model's")
+    model: str = flag("tiny", "folder, ORG/NAME[@REVISION] on the hub, or the built-in 'tiny'")
+    tokenizer: str | None = flag(None, "folder or ORG/NAME[@REVISION], default: the model's")
+    revision: str | None = flag(None, "the model's branch, tag or commit on the hub, default: main")
+    download_dir: str | None = flag(None, "where models of the hub are kept, default: its cache")
     skip_tokenizer_init: bool = flag(False, "no tokenizer: token ids in, token ids out")
     served_model_name: list[str] | None = flag(None, "names clients may use, the first is reported")
     model_impl: ModelImplementation = flag(
@@ -170,7 +174,7 @@ class EngineArgs:
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
         self._check()
-        path = resolve_model_path(self.model)
+        path = self._model_path()
         model = ModelConfig.from_folder(path, self.model_impl)
         if self.quantization is not None:
             model = _quantized(model, self.quantization)
@@ -184,7 +188,7 @@ class EngineArgs:
         resolved: dict[str, Any] = {
             "model": model,
             "tokenizer_path": self._tokenizer_path(path),
-            "served_model_names": tuple(self.served_model_name or [self.model]),
+            "served_model_names": tuple(self.served_model_name or [self._name()]),
             "device": device,
             "dtype": self._resolve_dtype(model, device),
             "swap_space_bytes": int(self.swap_space * GIB),
@@ -199,6 +203,19 @@ class EngineArgs:
         rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
+    def _model_path(self) -> Path:
+        """May download it."""
+        needs: list[Part] = ["config"]
+        if self.load_format != "dummy":
+            needs.append("weights")
+        if not (self.skip_tokenizer_init or self.tokenizer):
+            needs.append("tokenizer")
+        return resolve_model_path(self.model, self.revision, self.download_dir, needs)
+
+    def _name(self) -> str:
+        repo = hub_repo(self.model, self.revision)
+        return self.model if repo is None else repo.name
+
     def _resolve_dtype(self, model: ModelConfig, device: str) -> str:
         dtype: str = DTYPE_NAMES.get(self.dtype, self.dtype)
         if dtype == "auto":
@@ -210,7 +227,9 @@ class EngineArgs:
     def _tokenizer_path(self, model: Path) -> Path | None:
         if self.skip_tokenizer_init:
             return None
-        return resolve_model_path(self.tokenizer) if self.tokenizer else model
+        if not self.tokenizer:
+            return model
+        return resolve_model_path(self.tokenizer, None, self.download_dir, ["tokenizer"])
 
     def _check(self) -> None:
         hints = get_type_hints(EngineArgs)

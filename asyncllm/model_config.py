@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.hub.cache import Repo, cache_folder
+from asyncllm.hub.download import find_or_download
+from asyncllm.hub.files import Part
 from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -122,15 +126,39 @@ class GenerationDefaults:
         return self.sampling.get("max_tokens")
 
 
-def resolve_model_path(name: str) -> Path:
-    """A built-in model's name or a folder, as an absolute path. Raises `ModelLoadError`."""
-    path = BUILTIN_MODELS.get(name) or Path(name).expanduser()
-    if not path.is_dir():
+def hub_repo(name: str, revision: str | None = None) -> Repo | None:
+    """The model on the hub that a name stands for; None: it is built in, or a folder.
+
+    A folder wins over the hub's model of that name. Raises `ModelLoadError`.
+    """
+    if name in BUILTIN_MODELS or Path(name).expanduser().is_dir():
+        if revision is not None:
+            raise ModelLoadError(f"revision {revision!r}: {name!r} is not on the hub, but here")
+        return None
+    repo = Repo.parse(str(name), revision)
+    if repo is None:
         raise ModelLoadError(
-            f"model {name!r} is neither a folder nor built in ({', '.join(BUILTIN_MODELS)}); "
-            "nothing is downloaded here: give the folder of a Hugging Face model"
+            f"model {name!r} is neither a folder nor built in ({', '.join(BUILTIN_MODELS)}) nor a "
+            "name on the hub (ORG/NAME or ORG/NAME@REVISION)"
         )
-    return path.resolve()
+    return repo
+
+
+def resolve_model_path(
+    name: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    needs: Collection[Part] = ("config", "tokenizer"),
+) -> Path:
+    """A model's folder, absolute, with the needed parts of it, which may be downloaded.
+
+    name: built in, a folder, or ORG/NAME[@REVISION] on the hub; GGUF files would be told here.
+    Raises `ModelLoadError`.
+    """
+    repo = hub_repo(name, revision)
+    if repo is not None:
+        return find_or_download(repo, cache_folder(download_dir), needs).resolve()
+    return (BUILTIN_MODELS.get(name) or Path(name).expanduser()).resolve()
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

@@ -18,17 +18,21 @@ import numpy as np
 import torch
 
 from asyncllm.kernels.records import Attend as Attend
+from asyncllm.kernels.records import AttendProjected as AttendProjected
 from asyncllm.kernels.records import AttendRows as AttendRows
 from asyncllm.kernels.records import AttentionLayer as AttentionLayer
 from asyncllm.kernels.records import DecodeRows as DecodeRows
 from asyncllm.kernels.records import HeadNorm as HeadNorm
+from asyncllm.kernels.records import RotatedHeads as RotatedHeads
 from asyncllm.kernels.records import Rotation as Rotation
 
 
 class Mixer(Protocol):
     """A model's access to the tokens before a step's, bound to the step's batch."""
 
-    def attend(self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def attend(
+        self, layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+    ) -> torch.Tensor:
         """As `Attend`."""
         ...
 
@@ -91,8 +95,8 @@ class AttentionBackend(Protocol):
     def write(
         self,
         layer: AttentionLayer,
-        qkv: torch.Tensor,
-        rotation: Rotation,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:

@@ -16,6 +16,7 @@ from asyncllm.attention.base import (
     AttentionLayer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.attention.kv_cache import KVCache
@@ -38,7 +39,9 @@ class FlashAttnAttention:
     def decode(self, rows: DecodeRows) -> Attend:
         write_slots = rows.write_slots(self._cache.block_size)
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
             cache = self._cache.layers[layer.index]
             q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
             return self._decode(layer, q, rows).flatten(1)
@@ -48,8 +51,8 @@ class FlashAttnAttention:
     def write(
         self,
         layer: AttentionLayer,
-        qkv: torch.Tensor,
-        rotation: Rotation,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:

@@ -7,21 +7,43 @@ the rotation stays in float32 until its result is rounded, as CUDA kernels do.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.attention.base import AttentionLayer, RotatedHeads, Rotation
 
 
 def rotated_heads(
-    layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation
+    layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim]; normalise q
-    and k where the layer does so, and rotate them. v is a view."""
+    and k where the layer does so, and rotate them. v is a view. Rotated heads are only padded."""
+    if isinstance(qkv, RotatedHeads):
+        return _padded_q(layer, qkv), _padded(layer, qkv.k), _padded(layer, qkv.v)
+    assert rotation is not None
     q, k, v = qkv.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
     norm = layer.head_norm
     if norm is not None:
         q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
     rotate(q, k, rotation)
     return q, k, v
+
+
+def _padded(layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, dim] -> [T, the layer's KV heads, its dim]."""
+    more_heads, more_dims = layer.num_kv_heads - x.shape[1], layer.head_dim - x.shape[2]
+    return F.pad(x, (0, more_dims, 0, more_heads)) if more_heads or more_dims else x
+
+
+def _padded_q(layer: AttentionLayer, heads: RotatedHeads) -> torch.Tensor:
+    """[T, the layer's heads, its dim]."""
+    q, group = heads.q, layer.num_heads // layer.num_kv_heads
+    if q.shape[1:] == (layer.num_heads, layer.head_dim):
+        return q
+    q = q.unflatten(1, (heads.k.shape[1], -1))
+    more_heads = group - q.shape[2], layer.num_kv_heads - q.shape[1]
+    return F.pad(q, (0, layer.head_dim - q.shape[3], 0, more_heads[0], 0, more_heads[1])).flatten(
+        1, 2
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

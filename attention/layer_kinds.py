@@ -27,9 +27,10 @@ class LayerKinds:
 
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
         found: dict[tuple[object, ...], list[AttentionLayer]] = {}
-        for layer in layers:  # neither index nor a norm's weights decide anything
+        for layer in layers:  # neither index nor weights of norms and sinks decide anything
             heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
-            found.setdefault((*heads, layer.scale, layer.window), []).append(layer)
+            scores = layer.scale, layer.window, layer.soft_cap, layer.sinks is not None
+            found.setdefault((*heads, *scores), []).append(layer)
         self.layers = [alike[0] for alike in found.values()]  # one of each kind
         self.number_of = {  # layer index -> the number of its kind
             layer.index: number for number, alike in enumerate(found.values()) for layer in alike
@@ -67,4 +68,8 @@ def choose_decode_kernels(
 def _xqa_limit(layer: AttentionLayer, block_size: int) -> str | None:
     if layer.head_dim not in XQA_HEAD_DIMS:
         return f"head_dim {layer.head_dim}"
+    if layer.soft_cap is not None:
+        return f"a soft cap of {layer.soft_cap}"
+    if layer.sinks is not None:
+        return "sinks"
     return None if block_size in XQA_PAGE_SIZES else f"block_size {block_size}"

@@ -60,14 +60,14 @@ def build_backend(
 ) -> AttentionBackend:
     """The backend over `cache`; `name` as `resolve_backend` returned it.
 
-    Raises `ValueError` where the layers have what only torch's attention does.
+    Raises `ValueError` where the layers have what the backend does not do.
     """
     for layer in layers:
         feature = "sinks" if layer.sinks is not None else "a soft cap" if layer.soft_cap else None
-        if feature is not None and name != "torch":
+        if feature is not None and name == "flash_attn":
             raise ValueError(
                 f"attention_backend {name} does not do {feature}, which layer {layer.index} has: "
-                "pass torch"
+                "pass auto"
             )
     if name == "flashinfer":
         from asyncllm.attention.flashinfer.backend import FlashInferAttention

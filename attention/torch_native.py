@@ -15,6 +15,7 @@ from asyncllm.attention.base import (
     AttentionLayer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.attention.heads import rotated_heads
@@ -30,7 +31,9 @@ class TorchAttention:
     def decode(self, rows: DecodeRows) -> Attend:
         write_slots = rows.write_slots(self._cache.block_size)
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
             q = self._rotate_and_write(layer, qkv, rotation, write_slots)
             return self._attend_decodes(layer, q, rows).flatten(1)
 
@@ -39,8 +42,8 @@ class TorchAttention:
     def write(
         self,
         layer: AttentionLayer,
-        qkv: torch.Tensor,
-        rotation: Rotation,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
@@ -71,7 +74,11 @@ class TorchAttention:
         return None
 
     def _rotate_and_write(
-        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation, slots: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
+        slots: torch.Tensor,
     ) -> torch.Tensor:
         """Rotated q; keys and values to their pages."""
         q, k, v = rotated_heads(layer, qkv, rotation)

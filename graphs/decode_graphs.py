@@ -3,25 +3,41 @@
 A graph reads the slots of its rows where they always are and everything else from tensors indexed
 by slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are
 padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's next. Where a step
-has several implementations (decode_kernels.py), a size is captured in each and its quickest kept.
+has implementations besides the model's layers, one after another, a size is captured in each that
+takes it and the quickest is kept (kernels/autotune.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from asyncllm.graphs.decode_kernels import LAYERS, Autotune, DecodeKernel, DecodeStep
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import Clear
 from asyncllm.kernels.autotune import quickest
 
 logger = logging.getLogger("asyncllm")
+
+LAYERS = "layers"
+
+# slots int32 [rows] -> outputs, tensors of `rows` rows
+DecodeStep = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+# (slots int32 [rows] that graphs read, the graphs' replays) -> seconds that each of them takes
+Autotune = Callable[[torch.Tensor, Sequence[Callable[[], None]]], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """`step` gives the same outputs as the layers', in the roundings of other kernels."""
+
+    name: str
+    step: DecodeStep
+    sizes: range  # rows that it takes; the layers take every number
 
 
 class DecodeGraphs(SizedGraphs[Recorded]):
@@ -31,7 +47,6 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         self,
         step: DecodeStep,
         slots: torch.Tensor,
-        clear: Clear,
         pool: GraphPool,
         others: Sequence[DecodeKernel] = (),
         autotune: Autotune | None = None,
@@ -44,7 +59,6 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         self._broken: set[str] = set()  # of the others, by name
         self._autotune = autotune
         self.slots = slots
-        self._clear = clear
         self._chosen: dict[int, str] = {}  # size -> the name of its implementation
         self._pool = pool
 
@@ -59,7 +73,6 @@ class DecodeGraphs(SizedGraphs[Recorded]):
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
         slots = self.slots[:size]
-        self._clear()
         captured = {LAYERS: self._pool.record(partial(self._step, slots))}
         for other in self._others:
             if size not in other.sizes or other.name in self._broken:

@@ -7,15 +7,16 @@ twice: for prefills alone, and with decodes before them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from asyncllm.attention.base import PrefillRows, StepAttention
+from asyncllm.attention.base import DecodeRows, PrefillRows, StepAttention
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import Clear, Forward, ReadDecodes, TokenBuffers, WriteChanges
+from asyncllm.graphs.token_buffers import Forward, TokenBuffers
 from asyncllm.step_plan import StepKind, StepShape
 
 
@@ -24,12 +25,12 @@ class FullGraphs:
     """For steps of up to as many tokens as `buffers` has. Has the methods of `PiecewiseGraphs`."""
 
     step_attention: StepAttention
-    write_changes: WriteChanges
-    read_decodes: ReadDecodes
+    write_changes: Callable[[], object]  # the step's changes of slots, which its decodes read
+    # (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
+    read_decodes: Callable[[int, TokenBuffers], DecodeRows]
     most_decodes: int  # of a step, where attention takes as many
     buffers: TokenBuffers
     forward: Forward
-    clear: Clear
     pool: GraphPool
     writes_changes = True  # a replay begins with the step's changes of slots
 
@@ -55,7 +56,6 @@ class FullGraphs:
     def capture(self, size: int) -> None:
         """Capture steps of `size` tokens on the current stream, between two steps; largest first
         saves memory."""
-        self.clear()
         for kind, graphs in self._graphs.items():
             graphs.add(size, self.pool.record(partial(self._run, kind, size)))
 

@@ -19,7 +19,7 @@ import numpy as np
 from asyncllm.attention.base import AttentionLayer, PrefillRows
 from asyncllm.graphs.pool import Graph, GraphPool
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import BindAttention, Clear, Forward, TokenBuffers
+from asyncllm.graphs.token_buffers import BindAttention, Forward, TokenBuffers
 from asyncllm.step_plan import StepKind, StepShape
 
 
@@ -31,7 +31,6 @@ class PiecewiseGraphs:
     bind_attention: BindAttention
     buffers: TokenBuffers
     forward: Forward
-    clear: Clear
     pool: GraphPool
     writes_changes = False
 
@@ -44,13 +43,9 @@ class PiecewiseGraphs:
         return None if size is None else StepShape(kind, size)
 
     def capture(self, size: int) -> None:
-        self.clear()
         tokens = self.buffers.first(size)
-        # Lazily made workspaces and compiled kernels must exist before capture.
-        self.forward(tokens, _no_attention)
-        with self.pool.capture() as capture:
-            self.forward(tokens, lambda layer: capture.cut())
-        self._pieces.add(size, capture.graphs)
+        pieces, _ = self.pool.record_pieces(lambda cut: self.forward(tokens, lambda layer: cut()))
+        self._pieces.add(size, pieces)
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
         tokens = self.buffers.first(shape.size)
@@ -60,7 +55,3 @@ class PiecewiseGraphs:
             piece.replay()
             attend_rows(layer)
         last.replay()
-
-
-def _no_attention(layer: AttentionLayer) -> None:
-    """Attention writes `out` alone, which kernels and shapes do not depend on."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 Outputs = tuple[torch.Tensor, ...]
+T = TypeVar("T")
 
 
 class Graph(Protocol):
@@ -62,31 +63,42 @@ class Capture:
 
 
 class GraphPool:
-    """`before_capture` is called before each, `make_graph` is for tests: a fake that records."""
+    """`make_graph` is for tests: a fake that records."""
 
     def __init__(
         self,
         make_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
-        before_capture: Callable[[], None] = lambda: None,
+        clear: Callable[[], object] = lambda: None,
+        before_capture: Callable[[], object] = lambda: None,
     ) -> None:
+        """clear: called first of all: what a capture runs is on whatever is there, of which nothing
+        may be the last step's, so that it writes to the padding page. before_capture: called after
+        work has run as it is to be captured."""
         self._make_graph = make_graph
+        self._clear = clear
         self._before_capture = before_capture
         self._pool: Any = None
 
     def record(self, run: Callable[[], Outputs]) -> Recorded:
-        """One graph of `run`, and its outputs, which every replay writes again.
+        """One graph of `run`, and its outputs, which every replay writes again."""
+        (graph,), outputs = self.record_pieces(lambda cut: run())
+        return Recorded(graph, tuple(map(weak_alias, outputs)))
+
+    def record_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[list[Graph], T]:
+        """Graphs of `run`, which calls what it is given where one is to end and the next to begin;
+        and what it returned.
 
         It runs once before: workspaces and compiled kernels that are made at their first use must
         exist before a capture.
         """
-        run()
-        with self.capture() as capture:
-            outputs = run()
-        (graph,) = capture.graphs
-        return Recorded(graph, tuple(map(weak_alias, outputs)))
+        self._clear()
+        run(lambda: None)
+        with self._capture() as capture:
+            result = run(capture.cut)
+        return capture.graphs, result
 
     @contextmanager
-    def capture(self) -> Iterator[Capture]:
+    def _capture(self) -> Iterator[Capture]:
         """Capture on the current stream, not the default one. Ends also where the work raises.
 
         Not `torch.cuda.graph`, which collects garbage and synchronises on each of 500 entries.

@@ -13,8 +13,8 @@ from asyncllm.attention.base import (
     AttentionBackend,
     AttentionLayer,
     AttentionMixer,
-    DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.models.base import CausalLM, TokenInputs
@@ -53,7 +53,9 @@ def forward(
     """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write."""
     out = tokens.out.flatten(1)
 
-    def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def attend(
+        layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+    ) -> torch.Tensor:
         attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
         attend_rows(layer)
         return out
@@ -69,10 +71,3 @@ Forward = Callable[[TokenBuffers, AttendRows], object]
 # (tokens, the decodes' positions int32 [decodes], prefills) -> attention over rows and pages that
 # the host knows
 BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]
-# (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
-ReadDecodes = Callable[[int, TokenBuffers], DecodeRows]
-# Of the last step nothing may be read: a capture runs the step once, on whatever is there, and what
-# that writes must go to the padding page.
-Clear = Callable[[], object]
-# The step's changes of slots, which its decodes read: before them.
-WriteChanges = Callable[[], object]

@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncllm.errors import ModelLoadError
+from asyncllm.hub.files import INDEX_FILE, SINGLE_FILE
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 MAX_LISTED_KEYS = 5
 LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 LENGTH_BYTES = 8  # a file begins with its header's length

@@ -8,7 +8,7 @@ its eager attention obeys, whatever it says in arguments.
 
 All pages have one shape, so heads are padded with zeros to the largest: more KV heads, more query
 heads to each of them, a larger dimension (V's to K's too). Zeros add nothing to a score, and the
-padding of the output is cut off. q and k come rotated: the rotation that follows is the identity.
+padding of the output is cut off. q and k come rotated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
+from asyncllm.attention.base import AttentionLayer, Mixer, RotatedHeads
 
 RUN, TRIAL = "asyncllm", "asyncllm_trial"  # attention implementations: without and with masks
 HANDLER = "asyncllm_attention"  # the attribute of modules that takes their attention calls
@@ -146,7 +145,6 @@ class Step:
     def __init__(self, calls: list[AttentionCall], head_dims: tuple[int, ...]) -> None:
         """head_dims: those that kernels have, ascending; a larger one is taken as it is."""
         self.mixer: Mixer | None = None
-        self.rotation: Rotation | None = None
         self.num_kv_heads = max(call.num_kv_heads for call in calls)
         largest = max(max(call.head_dim, call.v_dim) for call in calls)
         largest += largest % 2  # a rotation has pairs
@@ -182,28 +180,13 @@ class Step:
         **others: Any,
     ) -> torch.Tensor:
         """q [1, heads, T, dim], k and v [1, kv_heads, T, dim]: [1, T, heads, v_dim]."""
-        assert self.mixer is not None and self.rotation is not None
+        assert self.mixer is not None
         layer: AttentionLayer = getattr(module, LAYER)
-        qkv = torch.cat((self._padded_q(q, k.shape[1]), self._padded(k), self._padded(v)), dim=1)
-        out = self.mixer.attend(layer, qkv, self.rotation)
+        rotated = RotatedHeads(*(x[0].transpose(0, 1) for x in (q, k, v)))
+        out = self.mixer.attend(layer, rotated, None)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         heads = out.view(1, -1, self.num_kv_heads, self.group, self.head_dim)
         return heads[:, :, :kv_heads, :group, : v.shape[3]].flatten(2, 3)
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, kv_heads, T, dim] -> [T, the layers' KV heads, the layers' dim]."""
-        more_heads, more_dims = self.num_kv_heads - x.shape[1], self.head_dim - x.shape[3]
-        x = x[0].transpose(0, 1)
-        return F.pad(x, (0, more_dims, 0, more_heads)) if more_heads or more_dims else x
-
-    def _padded_q(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """[1, heads, T, dim] -> [T, the layers' heads, the layers' dim]."""
-        q = q[0].transpose(0, 1)
-        if q.shape[1:] == (self.num_kv_heads * self.group, self.head_dim):
-            return q
-        q = q.unflatten(1, (kv_heads, -1))
-        more = self.head_dim - q.shape[3], self.group - q.shape[2], self.num_kv_heads - kv_heads
-        return F.pad(q, (0, more[0], 0, more[1], 0, more[2])).flatten(1, 2)
 
 
 def _parameter_name(module: nn.Module, tensor: torch.Tensor) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
+from asyncllm.attention.base import AttentionLayer, Mixer
 from asyncllm.errors import ModelLoadError, one_line
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load, TokenInputs
@@ -73,17 +73,14 @@ class TransformersModel:
         model.set_attn_implementation(RUN)
         _let_give(self._base)
         self.attention_layers: list[AttentionLayer] = self._step.layers
-        half = self._step.head_dim // 2
-        identity = [1.0] * half + [0.0] * half
-        self._cos_sin = torch.tensor([identity], device=build.device)
 
     @property
     def aliases(self) -> Mapping[str, str | None]:
         return self._names.aliases
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
-        step, rows = self._step, torch.zeros_like(inputs.positions)
-        step.mixer, step.rotation = mixer, Rotation(rows, self._cos_sin)
+        step = self._step
+        step.mixer = mixer
         try:
             output = self._base(
                 input_ids=inputs.ids.long()[None],

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_kernels import LAYERS
+from asyncllm.graphs.decode_graphs import LAYERS, DecodeGraphs
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import DenseShape, num_sms
@@ -136,7 +135,7 @@ class Bench:
         self._persistent = PersistentDecode(model, cache, launch, num_blocks)
         step = partial(runner.decode_step, forward=self._persistent.forward)
         inputs = runner.inputs
-        graphs = DecodeGraphs(step, inputs.decode_slots, inputs.clear, GraphPool())
+        graphs = DecodeGraphs(step, inputs.decode_slots, GraphPool(clear=inputs.clear))
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for batch in batches:

@@ -30,7 +30,7 @@ from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, SequenceStatus, StepResult
-from asyncllm.worker.step_timer import DeviceTimes
+from asyncllm.worker.executor import DeviceTimes
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256

@@ -25,10 +25,9 @@ from asyncllm.server.service import SERVICE, Service
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import Sequence, StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.executor import HostStep, LaunchedStep
+from asyncllm.worker.executor import DeviceTimes, HostStep, LaunchedStep
 from asyncllm.worker.memory import MemoryPlan
 from asyncllm.worker.step_packer import StepPacker
-from asyncllm.worker.step_timer import DeviceTimes
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 

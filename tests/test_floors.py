@@ -19,7 +19,8 @@ FLOORS = [
 HOMES = {"models": ROOT / "models", "attention": ROOT / "attention", "graphs": ROOT / "graphs"}
 GROUND = sorted(
     file
-    for file in (ROOT / "asyncllm").glob("*.py")
+    for folder in (ROOT / "asyncllm", ROOT / "asyncllm" / "hub")
+    for file in folder.glob("*.py")
     if file.stem not in ("__init__", "__main__", "cli")
 )
 

@@ -54,7 +54,7 @@ def test_openai_client_against_the_command() -> None:
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"--[a-z]+(?:-[a-z]+)+", README))))
 def test_flags_exist(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help=all"])
     assert flag in capsys.readouterr().out
 
 

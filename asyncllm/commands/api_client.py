@@ -11,9 +11,12 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from asyncllm.server.args import API_KEY_VARIABLES
+
 CONNECT_SECONDS = 10.0
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # of one event of a stream
 MAX_ERROR_CHARS = 2000
+KEY_VARIABLES = " or ".join(f"${name}" for name in (*API_KEY_VARIABLES, "OPENAI_API_KEY"))
 DONE = b"[DONE]"
 
 
@@ -36,14 +39,15 @@ class ApiClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._session.close()
 
-    async def first_model(self) -> str:
-        """The first name of /models. Raises `AnswerError`."""
+    async def models(self) -> list[str]:
+        """The names of /models, at least one. Raises `AnswerError`."""
         try:
             async with self._session.get(f"{self._url}/models") as response:
                 if response.status == 404:
                     raise AnswerError(f"there is no {response.url}: must its URL end in /v1?")
                 await _check(response)
-                return str(orjson.loads(await response.read())["data"][0]["id"])
+                entries = orjson.loads(await response.read())["data"]
+                return [str(entries[0]["id"]), *(str(entry["id"]) for entry in entries[1:])]
         except aiohttp.ClientError as error:
             raise self._unreached(error) from error
         except (ValueError, LookupError, TypeError) as error:
@@ -103,7 +107,10 @@ async def _check(response: aiohttp.ClientResponse) -> None:
             body = orjson.loads(raw)
         except ValueError:
             body = None
-        raise AnswerError(_message(body, f"HTTP status {response.status}"))
+        said = _message(body, f"HTTP status {response.status}")
+        if response.status == 401:
+            said = f"{said.rstrip('.')}: give the server's with --api-key, or in {KEY_VARIABLES}"
+        raise AnswerError(said)
 
 
 def _message(body: Any, otherwise: str) -> str:

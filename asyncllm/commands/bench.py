@@ -1,8 +1,8 @@
 """`asyncllm bench latency|throughput|startup`: the engine alone, without HTTP.
 
 Random token ids, `ignore_eos`, greedy: lengths are exact and answers mean nothing. Each iteration
-has prompts of its own, so nothing comes from the prefix cache. Ends with one JSON line, conditions
-included. The flags have vLLM's names; `scripts/loadtest.py` measures a server.
+has prompts of its own, so nothing comes from the prefix cache. In a pipe it ends with one line of
+JSON, conditions included. The flags have vLLM's names; `scripts/loadtest.py` measures a server.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.commands import bench_summary
+from asyncllm.commands.bench_summary import Result
 from asyncllm.config import EngineArgs
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -29,7 +31,6 @@ HELP = "measure the engine without HTTP: latency, throughput, startup"
 PERCENTILES = (10, 50, 90, 99)
 STARTUP_TIMEOUT_SECONDS = 3600.0  # kernels may be compiled in it
 FIRST_TOKEN_ID = 3  # below are, usually, the special tokens
-Result = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-iters", type=int, default=10, help="latency, startup: repetitions")
     parser.add_argument("--num-iters-warmup", type=int, default=3, help="latency: not counted")
     parser.add_argument("--num-prompts", type=int, default=256, help="throughput: all at once")
+    parser.add_argument("--output-json", metavar="FILE", help="the result as one line of JSON")
 
 
 def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
@@ -47,7 +49,7 @@ def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
     result = _KINDS[options.what](engine_args, options)
-    _print(result)
+    bench_summary.show(result, engine_args.model, options.output_json)
     return 0
 
 
@@ -231,18 +233,3 @@ def _bar(total: int, unit: str | None) -> Any:
     from asyncllm.models.loader import DELAY_S, ProgressBar
 
     return ProgressBar(range(total), desc=unit, leave=False, delay=DELAY_S)
-
-
-def _print(result: Result) -> None:
-    """A table for people, then one line for programs."""
-    for name, value in result.items():
-        if name == "conditions":
-            continue
-        if isinstance(value, dict):
-            value = "  ".join(f"{part} {number:.4g}" for part, number in value.items())
-        elif isinstance(value, float):
-            value = f"{value:.5g}"
-        print(f"{name:26}{value}")
-    for name, value in result["conditions"].items():
-        print(f"  {name:24}{value}")
-    print(json.dumps(result, default=str), flush=True)

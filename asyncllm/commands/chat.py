@@ -10,7 +10,16 @@ from asyncllm.commands import terminal
 from asyncllm.commands.terminal import Screen, Stopwatch
 
 HELP = "talk to a running server"
-GREETING = "Ctrl-C ends an answer, Ctrl-D the conversation."
+COMMANDS = {
+    "/help": "this list",
+    "/new": "forget the conversation",
+    "/undo": "forget the last question and its answer",
+    "/retry": "ask the last question again",
+    "/system": "TEXT: begin anew, with this system prompt",
+    "/model": "[NAME]: the server's models, or talk to another one",
+    "/stats": "tokens and speed after each answer, or no longer",
+    "/quit": "end, as Ctrl-D does",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    conversation = Conversation(options)
-    return terminal.ask_all(conversation.ask, options.quick, GREETING)
+    return terminal.ask_all(Conversation(options), options.quick)
 
 
 class Conversation:
@@ -28,15 +36,24 @@ class Conversation:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.messages: list[dict[str, str]] = []
-        if options.system_prompt is not None:
-            self.messages.append({"role": "system", "content": options.system_prompt})
         self._options = options
         self._model: str | None = options.model_name
+        self._last = ""  # question
+        self._begin()
+
+    async def greeting(self) -> str:
+        models = await self._models()
+        self._model = self._model or models[0]
+        return (
+            f"{self._model} at {self._options.url}. /help lists commands, Ctrl-C ends an answer, "
+            "Ctrl-D the conversation."
+        )
 
     async def ask(self, question: str) -> None:
-        """Raises `AnswerError`. What was said until an interruption is remembered."""
+        """What was said until an interruption is remembered."""
         from asyncllm.commands.api_client import ApiClient
 
+        self._last = question
         asked = [*self.messages, {"role": "user", "content": question}]
         body: dict[str, Any] = {"messages": asked}
         if self._options.stats:
@@ -44,7 +61,7 @@ class Conversation:
         screen, watch = Screen(sys.stdout), Stopwatch()
         said: list[str] = []
         async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
-            self._model = self._model or await client.first_model()
+            self._model = self._model or (await client.models())[0]
             try:
                 events = client.stream("/chat/completions", {"model": self._model, **body})
                 async for event in events:
@@ -57,6 +74,62 @@ class Conversation:
                     self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
         if self._options.stats:
             print(watch.words(), file=sys.stderr)
+
+    async def command(self, line: str) -> bool:
+        """A slash and letters, and what follows them; a path, with more slashes, is a question."""
+        name, _, rest = line.partition(" ")
+        if not (name.startswith("/") and name[1:].isalpha()):
+            return False
+        rest = rest.strip()
+        if name == "/quit":
+            raise EOFError
+        if name == "/new":
+            self._begin()
+        elif name == "/undo":
+            self._undo()
+        elif name == "/retry":
+            await self._retry()
+        elif name == "/system":
+            self._options.system_prompt = rest or None
+            self._begin()
+        elif name == "/model":
+            await self._choose(rest)
+        elif name == "/stats":
+            self._options.stats = not self._options.stats
+        else:
+            if name not in COMMANDS:
+                print(f"There is no {name}.")
+            print("\n".join(f"{command:8} {what}" for command, what in COMMANDS.items()))
+        return True
+
+    def _begin(self) -> None:
+        prompt = self._options.system_prompt
+        self.messages = [] if prompt is None else [{"role": "system", "content": prompt}]
+
+    def _undo(self) -> None:
+        while self.messages and self.messages[-1]["role"] != "system":
+            if self.messages.pop()["role"] == "user":
+                return
+
+    async def _retry(self) -> None:
+        if self.messages[-2:-1] == [{"role": "user", "content": self._last}]:
+            self._undo()
+        if self._last:
+            await self.ask(self._last)
+
+    async def _choose(self, name: str) -> None:
+        models = await self._models()
+        if name in models:
+            self._model = name
+        elif name:
+            print(f"The server has no {name}.")
+        print("\n".join(f"{'*' if each == self._model else ' '} {each}" for each in models))
+
+    async def _models(self) -> list[str]:
+        from asyncllm.commands.api_client import ApiClient
+
+        async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
+            return await client.models()
 
 
 def _show(delta: dict[str, Any], screen: Screen) -> str:

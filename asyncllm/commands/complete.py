@@ -10,7 +10,6 @@ from asyncllm.commands import terminal
 from asyncllm.commands.terminal import Screen, Stopwatch
 
 HELP = "let a running server continue texts"
-GREETING = "Each line is a text to continue. Ctrl-C ends an answer, Ctrl-D the program."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,30 +20,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    async def ask(prompt: str) -> None:
-        await _complete(prompt, options)
-
-    return terminal.ask_all(ask, options.quick, GREETING)
+    return terminal.ask_all(Continuation(options), options.quick)
 
 
-async def _complete(prompt: str, options: argparse.Namespace) -> None:
-    """Raises `AnswerError`."""
-    from asyncllm.commands.api_client import ApiClient
+class Continuation:
+    """Each line is a text, also one that begins with a slash."""
 
-    body: dict[str, Any] = {"prompt": prompt}
-    if options.max_tokens is not None:
-        body["max_tokens"] = options.max_tokens
-    if options.stats:
-        body["stream_options"] = {"include_usage": True}
-    screen, watch = Screen(sys.stdout), Stopwatch()
-    async with ApiClient(options.url, terminal.api_key(options)) as client:
-        model = options.model_name or await client.first_model()
-        try:
-            async for event in client.stream("/completions", {"model": model, **body}):
-                watch.event(event)
-                for choice in event.get("choices") or ():
-                    screen.write(choice.get("text") or "")
-        finally:
-            screen.end()
-    if options.stats:
-        print(watch.words(), file=sys.stderr)
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._model: str | None = options.model_name
+
+    async def greeting(self) -> str:
+        from asyncllm.commands.api_client import ApiClient
+
+        async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
+            self._model = self._model or (await client.models())[0]
+        return (
+            f"{self._model} at {self._options.url}. Each line is a text to continue. Ctrl-C ends "
+            "an answer, Ctrl-D the program."
+        )
+
+    async def command(self, line: str) -> bool:
+        return False
+
+    async def ask(self, line: str) -> None:
+        from asyncllm.commands.api_client import ApiClient
+
+        body: dict[str, Any] = {"prompt": line}
+        if self._options.max_tokens is not None:
+            body["max_tokens"] = self._options.max_tokens
+        if self._options.stats:
+            body["stream_options"] = {"include_usage": True}
+        screen, watch = Screen(sys.stdout), Stopwatch()
+        async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
+            self._model = self._model or (await client.models())[0]
+            try:
+                async for event in client.stream("/completions", {"model": self._model, **body}):
+                    watch.event(event)
+                    for choice in event.get("choices") or ():
+                        screen.write(choice.get("text") or "")
+            finally:
+                screen.end()
+        if self._options.stats:
+            print(watch.words(), file=sys.stderr)

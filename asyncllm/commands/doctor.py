@@ -16,7 +16,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from asyncllm.commands import kernels
 from asyncllm.config import GIB, EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.host import num_cores
+from asyncllm.hub.files import Part, missing_parts
+from asyncllm.model_config import hub_repo
 
 HELP = "say what this machine has, what is missing, and what a model needs"
 State = Literal["ok", "note", "MISSING"]
@@ -213,13 +215,14 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
     try:
-        config = engine_args.create_engine_config()
-        yield Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
-        yield Finding("model", "implementation", config.model.implementation)
-        yield from _needs(config)
-    except (ModelLoadError, ValueError) as error:
+        # Dummy weights: what is on the hub is judged by its small files, before all of it is here.
+        config = replace(engine_args, load_format="dummy").create_engine_config()
+        name = Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
+        found = [*_files(engine_args, config.model.path), *_needs(config)]
+    except (ModelLoadError, ValueError) as error:  # which may come late: one line in any case
         yield Finding("model", "name", str(error), "MISSING", "another folder, or another flag")
         return
+    yield from (name, Finding("model", "implementation", config.model.implementation), *found)
     if kernels.nothing_to_build(config) is None:
         modules = kernels.modules_of(config)
         absent = [module.name for module in modules if not module.is_built]
@@ -227,6 +230,22 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
         advice = "asyncllm kernels build MODEL: else the first start compiles them"
         built = f"{len(modules) - len(absent)} of {len(modules)} FlashInfer modules built"
         yield Finding("model", "kernels", built, state, advice if absent else "")
+
+
+def _files(engine_args: EngineArgs, folder: Path) -> Iterator[Finding]:
+    """Whether weights and tokenizer are there, where they are wanted."""
+    needs: list[Part] = [] if engine_args.load_format == "dummy" else ["weights"]
+    if not (engine_args.skip_tokenizer_init or engine_args.tokenizer):
+        needs.append("tokenizer")
+    missing = missing_parts(folder, needs)
+    if not missing:
+        yield Finding("model", "files", "there")
+    elif hub_repo(engine_args.model, engine_args.revision) is not None:
+        advice = f"asyncllm pull {engine_args.model}, or the first start downloads it"
+        yield Finding("model", "files", f"no {' and '.join(missing)} here yet", "note", advice)
+    else:
+        advice = "safetensors and a tokenizer.json; see --load-format, --tokenizer"
+        yield Finding("model", "files", f"no {' and '.join(missing)}", "MISSING", advice)
 
 
 def _needs(config: Any) -> Iterator[Finding]:

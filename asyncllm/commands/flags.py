@@ -18,17 +18,72 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 
+from asyncllm.commands.flag_groups import GROUPS
+
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class FlagParser(argparse.ArgumentParser):
     """Reports an error in two lines: the usage, with all flags, would push it off the screen.
 
+    So would a help of all flags: where they come from parents, `--help` names their groups, and
+    `--help=GROUP` shows one.
     Flags are not abbreviated: an abbreviation may mean another one in the next version.
     """
 
     def __init__(self, **options: Any) -> None:
+        has_groups = bool(options.get("parents"))
+        if has_groups:
+            options["add_help"] = False
         super().__init__(**{"allow_abbrev": False, **options})
+        if has_groups:
+            self.add_argument("-h", "--help", action=_Help)
+
+    def format_help(self) -> str:
+        """Without the flags that are in groups of flag_groups.py, which are named."""
+        groups = self._flag_groups()
+        if not groups:
+            return super().format_help()
+        words = [str(each.metavar or each.dest) for each in self._get_positional_actions()]
+        usage = " ".join(f"[{word}]" if word == "MODEL" else word for word in words)
+        own = [group for group in self._action_groups if group.title not in groups]
+        lines = [f"  {name:11} {group.description}" for name, group in groups.items()]
+        return (
+            f"usage: {self.prog} {usage} [flags]\n\n{self._format(own)}\nflags:\n"
+            + "\n".join(lines)
+            + f"\n\n{self.prog} --help=GROUP lists the flags of a group, --help=all of all groups; "
+            "--help=FLAG says\nwhat is known of one.\n"
+        )
+
+    def format_flags(self, asked: str) -> str:
+        """Of `--help=asked`: "all", a group, or a part of a flag's name. Raises `ValueError`."""
+        groups = self._flag_groups()
+        if asked == "all":
+            return self._format(self._action_groups)
+        if asked in groups:
+            return self._format([groups[asked]])
+        word = normalise([f"--{asked.lstrip('-')}"])[0][2:]
+        formatter = self._get_formatter()
+        found = [
+            action for action in self._actions if any(word in o for o in action.option_strings)
+        ]
+        formatter.add_arguments(found)
+        if not (text := formatter.format_help().strip("\n")):
+            raise ValueError(f"--help={asked}: no flag has that name, and the groups are "
+                             f"{', '.join(groups)}, all")  # fmt: skip
+        return f"{text}\n"
+
+    def _format(self, groups: Sequence[Any]) -> str:
+        formatter = self._get_formatter()
+        for group in groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        return formatter.format_help()
+
+    def _flag_groups(self) -> dict[str, Any]:
+        return {str(each.title): each for each in self._action_groups if each.title in GROUPS}
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
@@ -46,18 +101,41 @@ class FlagParser(argparse.ArgumentParser):
         return f"{word} (did you mean {near[0]}?)" if near else word
 
 
+class _Help(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        hidden = argparse.SUPPRESS
+        super().__init__(option_strings, hidden, "?", default=hidden, metavar="GROUP")
+        self.help = "this, or the flags of a group"
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        assert isinstance(parser, FlagParser)
+        try:
+            text = parser.format_help() if values is None else parser.format_flags(values)
+        except ValueError as error:
+            parser.error(str(error))
+        print(text, end="")
+        parser.exit(0)
+
+
 def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
-    """One flag for each field of a dataclass, in a group of its own."""
-    group = parser.add_argument_group(record.__name__)
+    """One flag for each field of a dataclass, in its group."""
+    groups = {group.title: group for group in parser._action_groups}
     hints = get_type_hints(record)
-    for field in dataclasses.fields(record):
-        group.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            dest=field.name,
-            default=argparse.SUPPRESS,
-            help=_help(field),
-            **_how_to_parse(hints[field.name]),
-        )
+    fields = {field.name: field for field in dataclasses.fields(record)}
+    for title, (about, names) in GROUPS.items():
+        members = [fields[name] for name in names.split() if name in fields]
+        if members and title not in groups:
+            groups[title] = parser.add_argument_group(title, about)
+        for field in members:
+            groups[title].add_argument(
+                f"--{field.name.replace('_', '-')}",
+                dest=field.name,
+                default=argparse.SUPPRESS,
+                help=_help(field),
+                **_how_to_parse(hints[field.name]),
+            )
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
@@ -152,6 +230,8 @@ def _help(field: dataclasses.Field[Any]) -> str:
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = " ".join(map(str, field.default_factory()))
-    if default is not None:
+    if default is True:
+        text += " (default: on)"
+    elif default is not None and default is not False:
         text += f" (default: {default})"
     return text

@@ -12,9 +12,9 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from asyncllm.server.args import API_KEY_VARIABLES, key_from_environment
 
@@ -24,7 +24,17 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 
-Ask = Callable[[str], Coroutine[Any, Any, None]]
+
+class Session(Protocol):
+    """What lines are said to. Each raises `AnswerError`."""
+
+    async def greeting(self) -> str:
+        """Asks the server; what to say before the first prompt."""
+
+    async def ask(self, line: str) -> None: ...
+
+    async def command(self, line: str) -> bool:
+        """Of a typed line; False: it is none. Raises `EOFError` to end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,35 +121,58 @@ class Stopwatch:
         )
 
 
-def ask_all(ask: Ask, quick: str | None, greeting: str) -> int:
+def ask_all(session: Session, quick: str | None) -> int:
     """Ask `quick`, or whatever is typed or piped in until it ends; the exit code."""
-    from asyncllm.commands.api_client import AnswerError
-
     if quick is not None:
-        lines: Iterator[str] = iter([quick])
-    else:
-        lines = _typed(greeting) if sys.stdin.isatty() else _piped()
-    code = 0
-    for line in lines:
+        return _say(session.ask(quick))
+    if not sys.stdin.isatty():
+        return _ask_piped(session)
+    if code := _say(_greet(session)):
+        return code  # before a prompt that nobody would answer
+    for line in _typed():
         try:
-            asyncio.run(ask(line))
-        except KeyboardInterrupt:
-            if quick is not None:
-                return EXIT_CODE_INTERRUPTED
-        except AnswerError as error:
-            print(f"asyncllm: error: {error}", file=sys.stderr)
-            code = 1
+            code |= _say(_take(session, line)) == 1  # Ctrl-C ended an answer: no error
+        except EOFError:
+            break
     return code
 
 
-def _piped() -> Iterator[str]:
-    return (line.rstrip("\n") for line in sys.stdin if line.strip())
+def _ask_piped(session: Session) -> int:
+    code = 0
+    for line in sys.stdin:
+        if line.strip():
+            code = max(code, _say(session.ask(line.rstrip("\n"))))
+            if code == EXIT_CODE_INTERRUPTED:
+                break
+    return code
 
 
-def _typed(greeting: str) -> Iterator[str]:
+def _say(work: Coroutine[Any, Any, None]) -> int:
+    """The exit code of a single one; an error is one line."""
+    from asyncllm.commands.api_client import AnswerError
+
+    try:
+        asyncio.run(work)
+    except KeyboardInterrupt:
+        return EXIT_CODE_INTERRUPTED
+    except AnswerError as error:
+        print(f"asyncllm: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _greet(session: Session) -> None:
+    print(await session.greeting())
+
+
+async def _take(session: Session, line: str) -> None:
+    if not await session.command(line):
+        await session.ask(line)
+
+
+def _typed() -> Iterator[str]:
     with suppress(ImportError):  # line editing and history for input(), where there is one
         import readline  # noqa: F401
-    print(greeting)
     while True:
         try:
             line = input("> ")

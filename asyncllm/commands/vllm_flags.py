@@ -51,6 +51,10 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         uvicorn-log-level=* disable-uvicorn-access-log?* disable-access-log-for-endpoints=*
         """),
     ("accepted", "no code of a model is ever run; a warning says so", "trust-remote-code?*"),
+    ("accepted", "no code of a model is downloaded", "code-revision=*"),
+    ("accepted", "only safetensors, configurations, tokenizer and templates are downloaded", """
+        ignore-patterns+=*
+        """),
     ("accepted", "without effect: there is nothing here that it switches", """
         aggregate-engine-logging?* use-tqdm-on-load?* disable-cascade-attn?*
         disable-hybrid-kv-cache-manager?* fail-on-environ-validation?* enable-cumem-allocator?
@@ -69,6 +73,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         """),
     ("other name", "--log-level and --log-format", "log-config-file"),
     ("other name", "the environment's HF_TOKEN", "hf-token"),
+    ("other name", "--tokenizer ORG/NAME@REVISION", "tokenizer-revision"),
     ("not yet", "one GPU for each server", """
         tensor-parallel-size=1 pipeline-parallel-size=1 data-parallel-size=1
         data-parallel-size-local=1 prefill-context-parallel-size=1 decode-context-parallel-size=1
@@ -85,9 +90,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         quantization quantization-config allow-deprecated-quantization? kv-cache-dtype=auto
         kv-cache-dtype-skip-layers+ calculate-kv-scales? override-attention-dtype
         """),
-    ("not yet", "models are folders", """
-        revision code-revision tokenizer-revision download-dir ignore-patterns+ hf-config-path
-        """),
+    ("not yet", "config.json is the model's own", "hf-config-path"),
     ("not yet", "no adapters", """
         enable-lora? lora-modules+ max-loras=* max-lora-rank=* max-cpu-loras=* lora-dtype=*
         lora-target-modules+ fully-sharded-loras? default-mm-loras enable-mixed-moe-lora-format?

@@ -137,7 +137,7 @@ class LLM:
         every_priority = _one_each("priority", priority, len(prompts))
         done: dict[int, RequestOutput] = {}
         room = asyncio.Semaphore(self.engine.config.max_queued_requests)
-        with tqdm(total=len(prompts), desc="generating", disable=not use_tqdm) as bar:
+        with _Bar(total=len(prompts), desc="generating", disable=not use_tqdm) as bar:
 
             async def run(index: int) -> None:
                 final = replace(every_params[index], output_kind=RequestOutputKind.FINAL_ONLY)
@@ -145,7 +145,7 @@ class LLM:
                     done[index] = await self.engine.generate(
                         prompts[index], final, priority=every_priority[index]
                     )
-                bar.update()
+                bar.count(done[index])
 
             async with asyncio.TaskGroup() as tasks:
                 for index in range(len(prompts)):
@@ -190,6 +190,21 @@ class LLM:
         asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop)
         self._thread.join()
         self._loop.close()
+
+
+class _Bar(tqdm):
+    """Requests that have ended, and how many tokens of theirs in a second."""
+
+    num_prompt_tokens = num_output_tokens = 0
+
+    def count(self, output: RequestOutput) -> None:
+        self.num_prompt_tokens += len(output.prompt_token_ids)
+        self.num_output_tokens += sum(len(each.token_ids) for each in output.outputs)
+        if not self.disable:
+            seconds = self.format_dict["elapsed"] or math.inf
+            rates = self.num_prompt_tokens / seconds, self.num_output_tokens / seconds
+            self.set_postfix_str("{:.0f} prompt + {:.0f} output tokens/s".format(*rates), False)
+        self.update()
 
 
 def _abandon(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

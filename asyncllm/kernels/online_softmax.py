@@ -28,3 +28,20 @@ def add_tile(scores, values, best, total, acc):
     total = total * shrink + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
     return new_best, total, acc
+
+
+@triton.jit
+def add_sink(sinks, best, total, acc):
+    """The same after a score of each head that has no value: sinks [HEADS], of base 2."""
+    new_best = tl.maximum(best, sinks)
+    shrink = tl.exp2(best - new_best)
+    return new_best, total * shrink + tl.exp2(sinks - new_best), acc * shrink[:, None]
+
+
+@triton.jit
+def scaled_scores(products, scale, SOFT_CAP: tl.constexpr, LOG2_E: tl.constexpr):
+    """Scores of base 2 from q times k, whatever the layer does to them."""
+    scores = products * scale
+    if SOFT_CAP is not None:  # tanh(x) = 2 * sigmoid(2 * x) - 1
+        scores = (2 * tl.sigmoid(scores * (2 / SOFT_CAP)) - 1) * SOFT_CAP
+    return scores * LOG2_E

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -57,18 +57,33 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
 
 
+class RotatedHeads(NamedTuple):
+    """Heads of q, k and v that are normalised and rotated: [tokens, heads, dim], strided as may be.
+
+    There may be fewer than the layer's, and smaller ones: zeros fill them up. More KV heads come
+    behind the others, more query heads behind those of each KV head, more dimensions behind.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class Attend(Protocol):
     """One step's attention, bound to its batch.
 
     qkv: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous: the heads of q, of k, of v;
-    may be overwritten. Returns [tokens, num_heads * head_dim].
+    may be overwritten. Or heads that are rotated, without a rotation. Returns [tokens, num_heads *
+    head_dim].
     """
 
     def __call__(
-        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation
+        self, layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
     ) -> torch.Tensor: ...
 
 
+# The same by kernels that begin with the projection: of heads that are not rotated.
+AttendProjected = Callable[[AttentionLayer, torch.Tensor, Rotation], torch.Tensor]
 # Attention of one layer over a mixed step's rows, from its q to its out (see `mixed`).
 AttendRows = Callable[[AttentionLayer], None]
 

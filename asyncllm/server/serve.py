@@ -87,7 +87,11 @@ async def _stop_or_failure(stop: asyncio.Event, engine: AsyncLLMEngine) -> None:
 async def drain(service: Service, patience_seconds: float) -> None:
     """Refuse new requests, wait for running ones, then end what is left with an error."""
     service.draining = True
-    logger.info("shutting down: %d answers in progress", service.num_live)
+    logger.info(
+        "shutting down: %d answers in progress, which have %g s; Ctrl-C or SIGTERM again ends now",
+        service.num_live,
+        patience_seconds,
+    )
     with suppress(TimeoutError):
         async with asyncio.timeout(patience_seconds):
             await service.idle()

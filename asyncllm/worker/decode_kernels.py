@@ -1,4 +1,4 @@
-"""The implementations of a decode step among which a start measures: see graphs/decode_kernels.py.
+"""The implementations of a decode step among which a start measures: see graphs/decode_graphs.py.
 
 Only for captured steps, and only where the attention backend was left to us.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.graphs.decode_kernels import DecodeKernel
+from asyncllm.graphs.decode_graphs import DecodeKernel
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch, Start, num_sms
 from asyncllm.kernels.persistent_decode import MAX_ROWS

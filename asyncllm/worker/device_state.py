@@ -28,7 +28,7 @@ import torch
 from asyncllm.attention.base import DecodeRows
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.kernels.records import SlotRows
-from asyncllm.worker.packed_step import AllowedInit, PenaltyInit, SamplingExtras
+from asyncllm.worker.packed_step import SamplingExtras, SlotTokens
 
 FLOAT_PARAMS = (
     "temperatures",
@@ -63,12 +63,19 @@ class DeviceState:
         self.allowed: torch.Tensor | None = None
 
     def apply(self, extras: SamplingExtras[torch.Tensor]) -> None:
-        """Write what few sequences that take slots have: penalties, allowed tokens. The rest is
-        written by a `WriteSlots` (slot_changes.py)."""
-        if extras.penalties is not None:
-            self._init_penalties(extras.penalties)
+        """Write what few sequences that take slots have: tokens that count for penalties, tokens
+        that are allowed. The rest is written by a `WriteSlots` (slot_changes.py)."""
+        if extras.prompt_tokens is not None:
+            _set_true(self.in_prompt, extras.prompt_tokens)
+        if extras.output_tokens is not None:
+            slots, row_slots, tokens = extras.output_tokens
+            self.output_counts.index_fill_(0, slots.long(), 0)
+            places = row_slots, tokens
+            self.output_counts.index_put_(places, torch.ones_like(tokens), accumulate=True)
         if extras.allowed is not None:
-            self._init_allowed(extras.allowed)
+            if self.allowed is None:
+                self.allowed = torch.zeros_like(self.in_prompt)
+            _set_true(self.allowed, extras.allowed)
 
     @property
     def penalties(self) -> tuple[torch.Tensor, ...]:
@@ -88,21 +95,6 @@ class DeviceState:
         is_penalised = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
         return is_penalised & (slots != 0)
 
-    def _init_penalties(self, init: PenaltyInit[torch.Tensor]) -> None:
-        slots = init.slots.long()
-        self.in_prompt.index_fill_(0, slots, False)  # `[slots] = False` would synchronise
-        self.output_counts.index_fill_(0, slots, 0)
-        _set_true(self.in_prompt, init.prompt_slots, init.prompt_tokens)
-        output = (init.output_slots, init.output_tokens)
-        ones = torch.ones_like(init.output_tokens)
-        self.output_counts.index_put_(output, ones, accumulate=True)
-
-    def _init_allowed(self, init: AllowedInit[torch.Tensor]) -> None:
-        if self.allowed is None:
-            self.allowed = torch.zeros_like(self.in_prompt)
-        self.allowed.index_fill_(0, init.slots.long(), False)
-        _set_true(self.allowed, init.row_slots, init.tokens)
-
     def advance(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Each slot's sampled token, and the position that it will be computed at.
 
@@ -112,9 +104,12 @@ class DeviceState:
         self.positions[slots] = torch.where(slots == 0, 0, positions)
 
 
-def _set_true(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
-    """table[rows, columns] = True, without a scalar that would have to travel to the device."""
-    table.index_put_((rows, columns), torch.ones_like(columns, dtype=torch.bool))
+def _set_true(table: torch.Tensor, lists: SlotTokens[torch.Tensor]) -> None:
+    """bool [slots, V]: these tokens of these slots, and no others. By no scalar that would have to
+    travel to the device: `[slots] = False` would synchronise."""
+    table.index_fill_(0, lists.slots.long(), False)
+    places = lists.row_slots, lists.tokens
+    table.index_put_(places, torch.ones_like(lists.tokens, dtype=torch.bool))
 
 
 # (state, slots int32 [rows]) -> the rows of a step of decodes alone. Counts the inputs. Only

@@ -26,11 +26,19 @@ import torch
 from asyncllm.step_plan import StepShape
 from asyncllm.types import StepResult, TokenMasks
 from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
 
 Collect = Callable[[], StepResult]
 Work = Callable[[], Collect]
 T = TypeVar("T")
+CLOCK_DRIFT = 1e-4  # the device's clock may be this much slower than the host's
+
+
+@dataclass(slots=True)
+class DeviceTimes:
+    """Seconds of `time.monotonic()`; valid once the step's results are known."""
+
+    started: float = 0.0
+    ended: float = 0.0
 
 
 class LaunchedStep(Protocol):
@@ -123,23 +131,64 @@ def _timed(work: Callable[[], T], times: DeviceTimes) -> T:
     return result
 
 
-@dataclass(slots=True, eq=False)
-class EventStep:
-    """A step that `done` ends."""
+class StreamClock:
+    """Places the ends of one stream's steps in the host's time, in the order of the steps.
 
-    done: torch.cuda.Event
-    collect: Collect
-    waiter: EventWaiter
-    timer: StepTimer
-    shape: StepShape | None
+    Events know durations, not times of day: an end is placed by the end before it, and never after
+    the moment at which the host saw it. So durations and gaps are the device's own (events resolve
+    0.5 us), and a place in time is late by no more than the promptest sight of a recent step (a
+    thread's wake-up, about 0.1 ms).
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.cuda.Event, float] | None = None
+
+    def place(self, end: torch.cuda.Event, seen: float) -> float:
+        """When `end` happened, which the host saw at `seen`."""
+        ended = seen
+        if self._last is not None:
+            before, ended_before = self._last
+            seconds = before.elapsed_time(end) / 1e3
+            ended = min(seen, ended_before + seconds * (1 + CLOCK_DRIFT))
+        self._last = (end, ended)
+        return ended
+
+
+class EventStep:
+    """A step between two events on a stream. All between them counts as busy, gaps between kernels
+    included. The events are read once the host has seen the second, which synchronises nothing."""
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        waiter: EventWaiter,
+        clock: StreamClock,
+        shape: StepShape | None,
+    ) -> None:
+        """Right before the first of its work is enqueued."""
+        self._stream, self._waiter, self._clock, self._shape = stream, waiter, clock, shape
+        self._submitted_s = time.perf_counter()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record(stream)  # said, not looked up: that takes longer
+        self._seen: float | None = None
+
+    def end(self, collect: Collect) -> EventStep:
+        """Right after the last of its work was enqueued."""
+        self._collect = collect
+        # Who waits sleeps in the driver.
+        self._done = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._done.record(self._stream)
+        return self
 
     async def wait(self) -> StepResult:
-        await self.waiter.wait(self.done, self.timer.submitted_s, self.shape)
-        self.timer.see()
-        return self.collect()
+        await self._waiter.wait(self._done, self._submitted_s, self._shape)
+        self._seen = time.monotonic()
+        return self._collect()
 
     def device_times(self) -> DeviceTimes:
-        return self.timer.times(self.done)
+        assert self._seen is not None, "device times of a step that has not ended"
+        ended = self._clock.place(self._done, self._seen)
+        return DeviceTimes(ended - self._start.elapsed_time(self._done) / 1e3, ended)
 
 
 # Streams of closed engines, for the next one: torch keeps cuBLAS workspaces (64 MiB on Hopper) for
@@ -159,23 +208,17 @@ class StreamExecutor:
 
     def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
         with torch.inference_mode(), self.stream:
-            return self._end(StepTimer(self._clock, self.stream), work(), shape)
+            return EventStep(self.stream, self._waiter, self._clock, shape).end(work())
 
     def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
         with torch.inference_mode(), self.stream:
-            timer, value = StepTimer(self._clock, self.stream), first()
+            step, value = EventStep(self.stream, self._waiter, self._clock, shape), first()
 
         def end(rest: Callable[[T], Collect]) -> LaunchedStep:
             with torch.inference_mode(), self.stream:
-                return self._end(timer, rest(value), shape)
+                return step.end(rest(value))
 
         return end
-
-    def _end(self, timer: StepTimer, collect: Collect, shape: StepShape | None) -> EventStep:
-        """Right after the last of the step's work was enqueued."""
-        done = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits sleeps in the driver
-        done.record(self.stream)
-        return EventStep(done, collect, self._waiter, timer, shape)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

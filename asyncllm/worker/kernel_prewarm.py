@@ -32,7 +32,7 @@ from asyncllm.models.registry import build_model
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
 from asyncllm.worker.packed_step import NO_FEATURE
-from asyncllm.worker.sampler import Sampler
+from asyncllm.worker.sampler import sample_fully
 from asyncllm.worker.slot_changes import RECORD_WORDS
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
@@ -131,8 +131,10 @@ def prewarm_slots(
     kernels.fill_decodes(state, zero, tokens, block_size)
     masks.host()[:1] = -1
     row_masks = masks.upload(np.zeros(1, np.int32), 1)
-    sampler = Sampler(state, kernels.sample_slots, kernels.apply_masks)
     logits = torch.zeros(1, state.in_prompt.shape[1], dtype=dtype, device=zero.device)
     for positions in (zero, None):  # as after prefills, as after a decode step
-        sampler.plain(logits, zero, positions, row_masks)
-        sampler.full(logits, zero, positions, NO_FEATURE, None, row_masks)
+        kernels.sample_slots(state, logits, zero, positions, row_masks)
+        for each in (row_masks, None):
+            sample_fully(
+                kernels.sample_slots, state, logits, zero, positions, NO_FEATURE, None, each
+            )

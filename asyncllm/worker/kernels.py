@@ -28,7 +28,6 @@ from asyncllm.worker.device_state import (
 from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
 from asyncllm.worker.slot_changes import WriteSlots, write_slots_torch
-from asyncllm.worker.token_masks import ApplyMasks, apply_masks_torch
 
 logger = logging.getLogger("asyncllm")
 
@@ -41,7 +40,6 @@ class SlotKernels:
     fill_decodes: FillDecodes
     write_slots: WriteSlots
     sample_slots: SampleSlots
-    apply_masks: ApplyMasks
 
 
 def select_slot_kernels(device: torch.device) -> SlotKernels:
@@ -52,11 +50,9 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
             fill_decodes_torch,
             write_slots_torch,
             sample_slots_torch,
-            apply_masks_torch,
         )
     # Slow to import: only where they are used.
     from asyncllm.kernels.sampling.kernel import sample_slots_triton
-    from asyncllm.kernels.sampling.logits import apply_masks_triton
     from asyncllm.kernels.slots.kernel import (
         fill_decodes_triton,
         gather_slots_triton,
@@ -68,7 +64,6 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
         fill_decodes_triton,
         write_slots_triton,
         sample_slots_triton,
-        apply_masks_triton,
     )
 
 

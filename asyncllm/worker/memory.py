@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.attention.base import AttentionLayer, AttentionMixer, Rotation
+from asyncllm.attention.base import AttentionLayer, AttentionMixer, RotatedHeads, Rotation
 from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import GIB, EngineConfig
@@ -59,8 +59,11 @@ def forward_without_attention(
     return model.forward(TokenInputs(tokens, tokens, prompt_lens), AttentionMixer(_no_attention))
 
 
-def _no_attention(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    return torch.zeros_like(qkv[:, : layer.num_heads]).flatten(1)
+def _no_attention(
+    layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+) -> torch.Tensor:
+    tokens = qkv.q if isinstance(qkv, RotatedHeads) else qkv
+    return tokens.new_zeros((len(tokens), layer.num_heads * layer.head_dim))
 
 
 def plan_memory(model: CausalLM, config: EngineConfig, device: torch.device) -> MemoryPlan:

@@ -12,18 +12,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncllm.attention.base import AttendRows, AttentionBackend, PrefillRows
+from asyncllm.attention.base import AttendRows, AttentionBackend, DecodeRows, PrefillRows
 from asyncllm.graphs.full_graphs import FullGraphs
 from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import ReadDecodes, TokenBuffers, forward
+from asyncllm.graphs.token_buffers import TokenBuffers, forward
 from asyncllm.models.base import CausalLM
-from asyncllm.step_plan import StepKind, StepShape
-from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges, StepTokens
-from asyncllm.worker.sampler import Sampler
+from asyncllm.step_plan import StepShape
+from asyncllm.worker.device_state import DeviceState
+from asyncllm.worker.kernels import SlotKernels
+from asyncllm.worker.packed_step import NO_CHANGES, PackedStep
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.static_inputs import TOKEN_ARRAYS, SlotWriter, StaticInputs
+from asyncllm.worker.static_inputs import StaticInputs
 
 EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
 
@@ -34,11 +35,11 @@ class MixedStep:
 
     model: CausalLM
     attention: AttentionBackend
+    state: DeviceState
+    kernels: SlotKernels
     inputs: StaticInputs
     staging: Staging
-    slot_writer: SlotWriter
-    read_decodes: ReadDecodes
-    sampler: Sampler
+    block_size: int
     dtype: torch.dtype  # of queries and hidden states
 
     def __post_init__(self) -> None:
@@ -64,36 +65,33 @@ class MixedStep:
             output = forward(self.model, self.attention, tokens, attend_rows)
             hidden[: len(output)].copy_(output)
 
-        shared = buffers, forward_to_buffer, inputs.clear, pool
+        shared = buffers, forward_to_buffer, pool
         step_attention = self.attention.step_attention(len(inputs.token_ids))
         if step_attention is None:
             layers = self.model.attention_layers
             self.graphs = PiecewiseGraphs(layers, self._bind_attention, *shared)
         else:
-            write_changes, read_decodes = self.slot_writer.launch, self.read_decodes
             self.graphs = FullGraphs(
-                step_attention, write_changes, read_decodes, most_decodes, *shared
+                step_attention, inputs.launch_changes, self._read_decodes, most_decodes, *shared
             )
         return self.graphs
 
-    def graph_shape(self, step: StepTokens) -> StepShape | None:
+    def graph_shape(self, step: PackedStep) -> StepShape | None:
         """The captured shape that such a step is padded to; None: it runs eagerly."""
         if self.graphs is None:
             return None
         return self.graphs.fitting(len(step.decode_slots), step.prefills)
 
-    def forward(
-        self, step: StepTokens, shape: StepShape | None, changes: SlotChanges = NO_CHANGES
-    ) -> torch.Tensor:
+    def forward(self, step: PackedStep, shape: StepShape | None) -> torch.Tensor:
         """Hidden states [tokens or more, hidden_size], until the next step: decodes, prefills.
 
-        shape: the step's `graph_shape`. changes: as many as the static inputs take; its decodes see
-        them. The static inputs have the step's rows afterwards.
+        shape: the step's `graph_shape`. The step's changes of slots are written, and the static
+        inputs have its rows afterwards.
         """
         graphs = None if shape is None else self.graphs
-        self.inputs.put(step, changes, None if shape is None else shape.size)
-        if changes is not NO_CHANGES and (graphs is None or not graphs.writes_changes):
-            self.slot_writer.write()
+        self.inputs.put(step, None if shape is None else shape.size)
+        if step.changes is not NO_CHANGES and (graphs is None or not graphs.writes_changes):
+            self.inputs.write_changes()
         if graphs is not None and shape is not None:
             assert self._hidden is not None
             graphs.replay(shape, step.decode_positions, step.prefills)
@@ -127,16 +125,22 @@ class MixedStep:
         """Logits and plain sampling of `size` rows, those beyond the step's being slot 0's."""
         inputs, hidden = self.inputs, self._hidden
         assert hidden is not None
-        rows, slots, positions = (
-            tensor[:size].zero_()  # those of the last step
-            for tensor in (inputs.sample_tokens, inputs.sample_slots, inputs.sample_positions)
-        )
 
         def sample() -> Outputs:
-            logits = self.model.compute_logits(hidden.index_select(0, rows))
-            return self.sampler.plain(logits, slots, positions), logits
+            logits = self.model.compute_logits(hidden.index_select(0, inputs.sample_tokens[:size]))
+            return self.sample(logits), logits
 
         self.sample_graphs.add(size, pool.record(sample))
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Plain tokens int32 [rows] of the first rows in the static inputs. May be captured."""
+        rows = slice(len(logits))
+        slots, positions = self.inputs.sample_slots[rows], self.inputs.sample_positions[rows]
+        return self.kernels.sample_slots(self.state, logits, slots, positions, None)
+
+    def _read_decodes(self, num_rows: int, tokens: TokenBuffers) -> DecodeRows:
+        slots = self.inputs.decode_slots[:num_rows]
+        return self.kernels.fill_decodes(self.state, slots, tokens, self.block_size)
 
     def _bind_attention(
         self, tokens: TokenBuffers, decode_positions: np.ndarray, prefills: PrefillRows
@@ -145,23 +149,22 @@ class MixedStep:
         decodes = None
         if num_decodes := len(decode_positions):
             max_len = int(decode_positions.max()) + 1
-            decodes = replace(self.read_decodes(num_decodes, tokens), max_len=max_len)
+            decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_len)
         return self.attention.mixed(decodes, prefills, tokens.q, tokens.out)
 
     def _zeros(self, num_tokens: int) -> TokenBuffers:
         layer, device = self.model.attention_layers[0], self.inputs.token_ids.device
         return TokenBuffers.zeros(num_tokens, layer, self.dtype, device)
 
-    def _eager_tokens(self, step: StepTokens) -> TokenBuffers:
-        tokens, first = self._zeros(step.num_tokens), len(step.decode_slots)
-        columns, write_slots = self.staging.upload((step.tokens, step.write_slots))
-        for name, values in zip(TOKEN_ARRAYS, columns, strict=True):
-            getattr(tokens, name)[first:].copy_(values)
-        tokens.write_slots[first:].copy_(write_slots)
+    def _eager_tokens(self, step: PackedStep) -> TokenBuffers:
+        tokens, first = self._zeros(step.shape.size), len(step.decode_slots)
+        (columns,) = self.staging.upload((step.tokens,))
+        for buffer, values in zip(tokens[: len(columns)], columns, strict=True):
+            buffer[first:].copy_(values)
         return tokens
 
 
-def eager_shape(step: StepTokens) -> StepShape:
+def eager_shape(step: PackedStep) -> StepShape:
     """The shape that predicts the duration of a step without a graph: its own, rounded."""
-    kind = StepKind.of(len(step.decode_slots), step.prefills.num_tokens)
-    return StepShape(kind, -(-step.num_tokens // EAGER_SIZE) * EAGER_SIZE)
+    kind, num_tokens = step.shape
+    return StepShape(kind, -(-num_tokens // EAGER_SIZE) * EAGER_SIZE)

@@ -18,7 +18,6 @@ from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult, TokenMasks
@@ -28,18 +27,16 @@ from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_step import MixedStep, eager_shape
 from asyncllm.worker.packed_step import (
-    NO_CHANGES,
     NO_DEVICE_EXTRAS,
     NO_EXTRAS,
+    NO_MOVES,
     DeviceExtras,
     PackedStep,
-    StepTokens,
     padding_prompt,
 )
-from asyncllm.worker.sampler import Sampler
 from asyncllm.worker.staging import ResultBuffers, Staging
-from asyncllm.worker.static_inputs import SlotWriter, StaticInputs
-from asyncllm.worker.step_packer import NO_MOVES, StepPacker
+from asyncllm.worker.static_inputs import StaticInputs
+from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.step_sampling import Forwarded, StepSampling, prompt_logprobs
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
@@ -65,36 +62,25 @@ class ModelRunner:
         self._cache = cache
         self._attention = attention
         self._state = state
-        self._gather_slots = kernels.gather_slots
+        self._kernels = kernels
         self._executor = executor
         self._masks = masks
         self._packer = StepPacker(config.num_slots, config.block_size)
         device = state.positions.device
-        self._staging = Staging(device)
-        self._sampler = sampler = Sampler(state, kernels.sample_slots, kernels.apply_masks)
+        self._staging = staging = Staging(device)
         self.graphs: DecodeGraphs | None = None
         self.masked_graphs: SizedGraphs[Recorded] = SizedGraphs()  # `resample`, of the same sizes
         self.work = WorkCounts()
         most_tokens = max(config.prefill_graph_sizes, default=0)
-        self.inputs = inputs = StaticInputs(most_tokens, config.num_slots, device)
-        self.slot_writer = SlotWriter(state, inputs, kernels.write_slots)
-
-        def read_decodes(num_rows: int, tokens: TokenBuffers) -> DecodeRows:
-            slots = inputs.decode_slots[:num_rows]
-            return kernels.fill_decodes(state, slots, tokens, config.block_size)
-
+        self.inputs = StaticInputs(most_tokens, config.num_slots, state, kernels.write_slots)
+        dtype = cache.layers[0].dtype
         self.mixed = MixedStep(
-            model,
-            attention,
-            inputs,
-            self._staging,
-            self.slot_writer,
-            read_decodes,
-            sampler,
-            cache.layers[0].dtype,
+            model, attention, state, kernels, self.inputs, staging, config.block_size, dtype
         )
         results = ResultBuffers(config.num_slots, device)
-        self._sampling = StepSampling(sampler, processors, masks, self._staging, results)
+        self._sampling = StepSampling(
+            state, kernels.sample_slots, processors, masks, staging, results
+        )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host`.
@@ -103,9 +89,9 @@ class ModelRunner:
         """
         step, graph = self._packer.pack(plan), None
         shape = StepShape(StepKind.DECODE, len(step.decode_slots))
-        if step.tokens is not None:
-            graph = self.mixed.graph_shape(step.tokens)
-            shape = graph or eager_shape(step.tokens)
+        if step.has_prompts:
+            graph = self.mixed.graph_shape(step)
+            shape = graph or eager_shape(step)
         if not step.needs_host:
             return self._executor.submit(
                 lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape
@@ -135,16 +121,13 @@ class ModelRunner:
             self._cache.swap_out(step.moves.swap_out)
             self._cache.copy_pages(step.moves.copies)
             self._cache.swap_in(step.moves.swap_in)
-        if step.tokens is not None:
-            return self._mixed_step(step, step.tokens, graph)
+        if step.has_prompts:
+            return self._mixed_step(step, graph)
         return self._decode_only(step) if len(step.decode_slots) else None
 
     def _decode_only(self, step: PackedStep) -> Forwarded:
         extras = self._upload(step)
-        changes = self.slot_writer.write_most(step.changes)
-        self.inputs.put_decodes(step.decode_slots, changes)
-        if changes is not NO_CHANGES:
-            self.slot_writer.write()
+        self.inputs.put_decodes(step.decode_slots, step.changes)
         graphs, slots, num_rows = self.graphs, self.inputs.decode_slots, len(step.decode_slots)
         size = None if graphs is None else graphs.fitting(num_rows)
         self.work.ran("decode", num_rows, size)
@@ -171,16 +154,17 @@ class ModelRunner:
         kernels than the layers'.
         """
         state = self._state
-        rows = self._gather_slots(state, slots)
+        rows = self._kernels.gather_slots(state, slots)
         decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
         logits = (forward or self._layers)(rows.last_tokens, decodes, prompt_lens)
-        return self._sampler.plain(logits, slots, rows.next_positions), logits
+        return self._kernels.sample_slots(state, logits, slots, rows.next_positions, None), logits
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """A token for each row of a decode step, again: by the masks that were uploaded for them.
         Capturable."""
-        return self._sampler.plain(logits, slots, None, self._masks.first(len(slots)))
+        masks = self._masks.first(len(slots))
+        return self._kernels.sample_slots(self._state, logits, slots, None, masks)
 
     def _layers(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
@@ -189,20 +173,17 @@ class ModelRunner:
         hidden = self._model.forward(inputs, AttentionMixer(self._attention.decode(rows)))
         return self._model.compute_logits(hidden)
 
-    def _mixed_step(
-        self, step: PackedStep, tokens: StepTokens, graph: StepShape | None
-    ) -> Forwarded:
+    def _mixed_step(self, step: PackedStep, graph: StepShape | None) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
-        self.work.ran("mixed", tokens.num_tokens, None if graph is None else graph.size)
-        changes = self.slot_writer.write_most(step.changes)
-        if step.extras.penalties is not None:  # of decodes too, which count their inputs
+        self.work.ran("mixed", step.shape.size, None if graph is None else graph.size)
+        if step.extras.output_tokens is not None:  # of decodes too, which count their inputs
             extras = self._upload(step)
-            hidden = self.mixed.forward(tokens, graph, changes)
+            hidden = self.mixed.forward(step, graph)
         else:
-            hidden = self.mixed.forward(tokens, graph, changes)
+            hidden = self.mixed.forward(step, graph)
             extras = self._upload(step)  # which only sampling reads
         of_prompts = prompt_logprobs(self._model, hidden, step.prompt_logprobs, extras)
-        sampled, logits = self.mixed.logits(hidden, tokens.num_samples)
+        sampled, logits = self.mixed.logits(hidden, len(step.sampled_slots))
         slots, positions = self.inputs.sample_slots, self.inputs.sample_positions
         return Forwarded(logits, slots, positions, sampled, extras, of_prompts)
 
@@ -213,8 +194,7 @@ class ModelRunner:
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
         tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:
-            inputs = self.inputs
-            self._sampler.plain(logits, inputs.sample_slots[:1], inputs.sample_positions[:1])
+            self.mixed.sample(logits)
 
     def _upload(self, step: PackedStep) -> DeviceExtras:
         """In one copy; penalties and allowed tokens are written to the device state."""

@@ -7,7 +7,6 @@ The records are generic: of numpy arrays on the host, of tensors once they are o
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -15,13 +14,15 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
+from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 
 A = TypeVar("A", np.ndarray, torch.Tensor)
 
 
-class Feature(enum.IntFlag):
-    """Sampling features beyond those of the captured sampler."""
+class Feature:
+    """Bits of a number: sampling features beyond those of the captured sampler. Plain numbers: an
+    `IntFlag` computes in Python."""
 
     EDIT = 1  # logit bias, bad words, min_tokens, tokens that are forced
     ALLOWED = 2
@@ -30,31 +31,21 @@ class Feature(enum.IntFlag):
     PROCESS = 16  # logits processors, of the request or of the engine
 
 
-NO_FEATURE = Feature(0)
+NO_FEATURE = 0
 # What the sampler does plainly; logprobs are read from the logits beside it.
 PLAIN = Feature.LOGPROBS | Feature.MASK
 
 
-class PenaltyInit(NamedTuple, Generic[A]):
-    """Token counts of sequences with penalties that take slots. All int32."""
+class SlotTokens(NamedTuple, Generic[A]):
+    """Lists of tokens that slots get for those that they had before. All int32."""
 
-    slots: A  # [sequences]
-    prompt_slots: A  # [prompt tokens], each token once per slot
-    prompt_tokens: A
-    output_slots: A  # [output tokens]
-    output_tokens: A
-
-
-class AllowedInit(NamedTuple, Generic[A]):
-    """Lists of allowed tokens of slots that have one, or had one before. All int32."""
-
-    slots: A  # [slots], whose lists are replaced
-    row_slots: A  # [tokens]
+    slots: A  # [lists]
+    row_slots: A  # [tokens]: the slot of each
     tokens: A
 
 
 class LogitEdits(NamedTuple, Generic[A]):
-    """Additions to logits, and tokens that are forced. int64 but `values`."""
+    """Additions to logits, and tokens that are forced. int32 but `values`."""
 
     rows: A  # [edits]
     tokens: A
@@ -66,8 +57,9 @@ class LogitEdits(NamedTuple, Generic[A]):
 class SamplingExtras(NamedTuple, Generic[A]):
     """Inputs of sampling that few steps have; None: this one has none."""
 
-    penalties: PenaltyInit[A] | None = None
-    allowed: AllowedInit[A] | None = None
+    prompt_tokens: SlotTokens[A] | None = None  # of sequences with penalties, each token once
+    output_tokens: SlotTokens[A] | None = None  # of the same
+    allowed: SlotTokens[A] | None = None  # of slots that have a list, or had one before
     edits: LogitEdits[A] | None = None
     logprob_ids: A | None = None  # int32 [rows, ids]: tokens that rows named for logprobs
     prompt_targets: A | None = None  # int32: of all rows with prompt logprobs, one after another
@@ -123,51 +115,52 @@ class PromptLogprobs:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """The tokens of a step with prefills, D decodes and P tokens of prompts, and its R samples."""
-
-    decode_slots: np.ndarray  # int32 [D]
-    decode_positions: np.ndarray  # int32 [D]
-    tokens: np.ndarray  # int32 [3, P]: positions, lengths of their prompts, ids
-    write_slots: np.ndarray  # int32 [P]: flat KV positions
-    samples: np.ndarray  # int32 [3, R]: which of the D + P tokens; slots; new tokens' positions
-    prefills: PrefillRows
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decode_slots) + len(self.write_slots)
-
-    @property
-    def num_samples(self) -> int:
-        return self.samples.shape[1]
+NO_MOVES = PageMoves()
+NO_ROWS = np.zeros(0, np.int32)
+NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS)
 
 
 class PackedStep(NamedTuple):
-    """A tuple: one is made for each step, and a frozen dataclass takes three times as long."""
+    """D decodes, then P tokens of prompts; R rows sample. A tuple: one is made for each step, and a
+    frozen dataclass takes three times as long."""
 
-    moves: PageMoves
-    changes: SlotChanges
-    decode_slots: np.ndarray  # int32 [decodes]
-    decode_positions: np.ndarray  # int32 [decodes]
-    tokens: StepTokens | None  # of a step with prefills
-    sampled_slots: np.ndarray  # int32 [rows that sample]
-    features: Feature  # all that any of these rows needs
-    extras: SamplingExtras[np.ndarray]
-    num_top_logprobs: int | None  # the most that any row wants; None: no row wants logprobs
-    prompt_logprobs: tuple[PromptLogprobs, ...]
-    needs_host: bool  # its sampling is launched later, when the tokens before it are known
+    decode_slots: np.ndarray  # int32 [D]
+    decode_positions: np.ndarray  # int32 [D]
+    sampled_slots: np.ndarray  # int32 [R]
+    # The next three are of steps with prompts alone.
+    tokens: np.ndarray = NO_ROWS  # int32 [4, P]: ids, positions, prompts' lengths, KV positions
+    samples: np.ndarray = NO_ROWS  # int32 [3, R]: which of D + P tokens; slots; the new positions
+    prefills: PrefillRows = NO_PROMPTS
+    moves: PageMoves = NO_MOVES
+    changes: SlotChanges = NO_CHANGES
+    features: int = NO_FEATURE  # all that any row that samples needs
+    extras: SamplingExtras[np.ndarray] = NO_EXTRAS
+    num_top_logprobs: int | None = None  # the most that any row wants; None: none wants logprobs
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    needs_host: bool = False  # its sampling is launched later, when the tokens before it are known
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.prefills is not NO_PROMPTS
+
+    @property
+    def shape(self) -> StepShape:
+        """Not padded."""
+        num_decodes, num_prompt_tokens = len(self.decode_slots), self.prefills.num_tokens
+        kind = StepKind.of(num_decodes, num_prompt_tokens)
+        return StepShape(kind, num_decodes + num_prompt_tokens)
 
 
-def padding_prompt(num_tokens: int, block_size: int) -> StepTokens:
+def padding_prompt(num_tokens: int, block_size: int) -> PackedStep:
     """A step of one prompt, and its first token, on the padding page and slot."""
     num_pages = -(-num_tokens // block_size)
-    zeros = np.zeros(num_tokens, np.int32)
-    return StepTokens(
-        decode_slots=zeros[:0],
-        decode_positions=zeros[:0],
-        tokens=np.stack((np.arange(num_tokens, dtype=np.int32), zeros + num_tokens, zeros)),
-        write_slots=zeros,
+    tokens = np.zeros((4, num_tokens), np.int32)
+    tokens[1], tokens[2] = np.arange(num_tokens), num_tokens
+    return PackedStep(
+        decode_slots=NO_ROWS,
+        decode_positions=NO_ROWS,
+        sampled_slots=np.array([PADDING_SLOT], np.int32),
+        tokens=tokens,
         samples=np.array([[num_tokens - 1], [PADDING_SLOT], [0]], np.int32),
         prefills=PrefillRows(
             query_indptr=np.array([0, num_tokens], np.int32),

@@ -2,8 +2,8 @@
 
 Two paths, by what the step's rows need (known on the host):
 
-  plain  masks, greedy, temperature, min-p, top-k, top-p: what a captured step does
-  full   processors, allowed tokens, edits, masks and penalties first, then the same
+  `SampleSlots`   masks, penalties, greedy, temperature, min-p, top-k, top-p: what graphs capture
+  `sample_fully`  processors, allowed tokens and edits of logits first, then the same
 
 Both leave each slot's state at its new token.
 
@@ -24,14 +24,15 @@ import torch
 from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.packed_step import Feature, LogitEdits
-from asyncllm.worker.token_masks import ApplyMasks, RowMasks, allows, apply_masks_torch
+from asyncllm.worker.token_masks import RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
 NOTHING = float("-inf")
 FORBIDDING = Feature.ALLOWED | Feature.EDIT | Feature.PROCESS  # may leave a row no token
 
 # (state, logits [rows, V], slots int32 [rows], positions int32 [rows] or None, masks or None)
-# -> int32 [rows], sampled plainly by the slots' parameters; the slots have moved on to them.
+# -> int32 [rows], sampled plainly by the slots' parameters; the slots have moved on to them. Only
+# enqueues, and may be captured.
 # positions: of the tokens to be sampled, where the slots do not hold them already.
 SampleSlots = Callable[
     [DeviceState, torch.Tensor, torch.Tensor, torch.Tensor | None, RowMasks | None], torch.Tensor
@@ -49,69 +50,47 @@ class LogprobTensors(NamedTuple):
     named_logprobs: torch.Tensor | None = None  # f32 [rows, ids], of the tokens that were named
 
 
-class Sampler:
-    """positions: of the tokens to be sampled, int32 [rows]; None: the slots hold them already."""
+def sample_fully(
+    sample: SampleSlots,
+    state: DeviceState,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None,
+    features: int,
+    edits: LogitEdits[torch.Tensor] | None,
+    masks: RowMasks | None = None,
+    process: Process | None = None,
+) -> torch.Tensor:
+    """int32 [rows], with every feature that any row of the step asks for.
 
-    def __init__(
-        self, state: DeviceState, sample_slots: SampleSlots, apply_masks: ApplyMasks
-    ) -> None:
-        self._state = state
-        self._sample_slots = sample_slots
-        self._apply_masks = apply_masks
+    NON_FINITE_TOKEN for a row with a NaN or +inf, NO_TOKEN_LEFT where all are forbidden.
+    """
+    logits = logits.to(torch.float32, copy=True)
+    if process is not None:
+        process(logits)
+    bad = _rows_not_finite(logits)  # before edits hide it
+    if features & Feature.ALLOWED:
+        _mask_disallowed(logits, state, slots)
+    if edits is not None:
+        logits.index_put_((edits.rows, edits.tokens), edits.values, accumulate=True)
+    tokens = sample(state, logits, slots, positions, masks)
+    if features & FORBIDDING:
+        tokens.masked_fill_(tokens == NON_FINITE_TOKEN, NO_TOKEN_LEFT)
+    if edits is not None and len(edits.forced_rows):
+        rows, forced = edits.forced_rows, edits.forced_tokens.int()
+        if masks is not None:  # a grammar that knows no such token goes first
+            forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
+        tokens.index_put_((rows,), forced)
+        state.last_tokens.index_put_((slots[rows],), forced.clamp(min=0))
+    tokens.masked_fill_(bad, NON_FINITE_TOKEN)
+    return tokens
 
-    def plain(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor | None,
-        masks: RowMasks | None = None,
-    ) -> torch.Tensor:
-        """int32 [rows]. Only enqueues, and may be captured."""
-        return self._sample_slots(self._state, logits, slots, positions, masks)
 
-    def full(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor | None,
-        features: Feature,
-        edits: LogitEdits[torch.Tensor] | None,
-        masks: RowMasks | None = None,
-        process: Process | None = None,
-    ) -> torch.Tensor:
-        """int32 [rows], with every feature that any row of the step asks for.
-
-        NON_FINITE_TOKEN for a row with a NaN or +inf, NO_TOKEN_LEFT where all are forbidden.
-        """
-        state = self._state
-        logits = logits.to(torch.float32, copy=True)
-        if process is not None:
-            process(logits)
-        bad = _rows_not_finite(logits)  # before edits hide it
-        if features & Feature.ALLOWED:
-            self._mask_disallowed(logits, slots)
-        if edits is not None:
-            logits.index_put_((edits.rows, edits.tokens), edits.values, accumulate=True)
-        if masks is not None:
-            self._apply_masks(logits, masks)
-        empty = logits.amax(dim=1) == NOTHING if features & FORBIDDING else None
-        tokens = self._sample_slots(state, logits, slots, positions, None)
-        if empty is not None:
-            tokens.masked_fill_(empty, NO_TOKEN_LEFT)
-        if edits is not None and len(edits.forced_rows):
-            rows, forced = edits.forced_rows, edits.forced_tokens.int()
-            if masks is not None:  # a grammar that knows no such token goes first
-                forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
-            tokens.index_put_((rows,), forced)
-            state.last_tokens.index_put_((slots[rows],), forced.clamp(min=0))
-        tokens.masked_fill_(bad, NON_FINITE_TOKEN)
-        return tokens
-
-    def _mask_disallowed(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        assert self._state.allowed is not None
-        allowed = self._state.allowed[slots]
-        unrestricted = ~allowed.any(dim=1, keepdim=True)
-        logits.masked_fill_(~(allowed | unrestricted), NOTHING)
+def _mask_disallowed(logits: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> None:
+    assert state.allowed is not None
+    allowed = state.allowed[slots]
+    unrestricted = ~allowed.any(dim=1, keepdim=True)
+    logits.masked_fill_(~(allowed | unrestricted), NOTHING)
 
 
 def penalise(logits: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> None:

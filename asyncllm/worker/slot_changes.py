@@ -33,9 +33,9 @@ RECORD_WORDS = SLOT_INIT.itemsize // 4
 _RECORD = struct.Struct(f"=q{len(INTS)}i{len(FLOAT_PARAMS)}fi")  # the same: numpy takes longer
 assert SLOT_INIT.itemsize == _RECORD.size and _RECORD.size % 8 == 0
 
-# (state, records int32 [n, RECORD_WORDS] or None, entries int32 [3, m] or None); only enqueues, and
-# may be captured. A record or an entry of zeros says of the padding slot what it has anyway.
-WriteSlots = Callable[[DeviceState, torch.Tensor | None, torch.Tensor | None], None]
+# (state, records int32 [n, RECORD_WORDS], entries int32 [3, m]). Only enqueues, and may be
+# captured. A record or an entry of zeros says of the padding slot what it has anyway.
+WriteSlots = Callable[[DeviceState, torch.Tensor, torch.Tensor], None]
 
 
 def pack_changes(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> SlotChanges:
@@ -81,18 +81,14 @@ def _pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> n
     return np.array((slots, indices, pages), np.int32)
 
 
-def write_slots_torch(
-    state: DeviceState, records: torch.Tensor | None, entries: torch.Tensor | None
-) -> None:
+def write_slots_torch(state: DeviceState, records: torch.Tensor, entries: torch.Tensor) -> None:
     """The reference `WriteSlots`."""
-    if records is not None:
-        slots, *ints = records[:, FIRST_INT:FIRST_FLOAT].unbind(1)
-        tensors = (state.last_tokens, state.positions, state.prompt_lens, state.top_ks)
-        for tensor, values in zip(tensors, ints, strict=True):
-            tensor[slots] = values
-        state.seeds[slots] = records[:, :FIRST_INT].contiguous().view(torch.int64).squeeze(1)
-        floats = records[:, FIRST_FLOAT : FIRST_FLOAT + len(FLOAT_PARAMS)].view(torch.float32)
-        state.float_params[:, slots] = floats.T
-    if entries is not None:
-        slots, indices, pages = entries
-        state.block_tables[slots, indices] = pages
+    slots, *ints = records[:, FIRST_INT:FIRST_FLOAT].unbind(1)
+    tensors = (state.last_tokens, state.positions, state.prompt_lens, state.top_ks)
+    for tensor, values in zip(tensors, ints, strict=True):
+        tensor[slots] = values
+    state.seeds[slots] = records[:, :FIRST_INT].contiguous().view(torch.int64).squeeze(1)
+    floats = records[:, FIRST_FLOAT : FIRST_FLOAT + len(FLOAT_PARAMS)].view(torch.float32)
+    state.float_params[:, slots] = floats.T
+    slots, indices, pages = entries
+    state.block_tables[slots, indices] = pages

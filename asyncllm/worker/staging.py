@@ -14,7 +14,9 @@ import torch
 
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 
-ALIGNMENT_BYTES = 16
+WORD_BYTES = 4
+ALIGNMENT_WORDS = 4
+TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 USUAL_BYTES = 1 << 20  # of a buffer; it grows where a step has more
 NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
@@ -60,51 +62,33 @@ def _with_tensors(record: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 class Twins:
-    """A host buffer, pinned for CUDA, and one on the device: from arrays to the first, to views of
-    the second. Arrays of one type lie side by side, each aligned: one call gives all their views.
-    """
+    """A host buffer, pinned for CUDA, and one on the device: from arrays of int32 or float32 to the
+    first, to views of the second, each aligned."""
 
     def __init__(self, device: torch.device, capacity_bytes: int = USUAL_BYTES) -> None:
         self._device = device
-        self._allocate(capacity_bytes)
+        self._allocate(capacity_bytes // WORD_BYTES)
 
-    def _allocate(self, num_bytes: int) -> None:
+    def _allocate(self, num_words: int) -> None:
         is_pinned = self._device.type == "cuda"
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self._twin = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._host_views = {dtype: self._host.numpy().view(dtype) for dtype in _TORCH_DTYPES}
-        self._device_views = {dtype: self._twin.view(t) for dtype, t in _TORCH_DTYPES.items()}
+        self._host = torch.empty(num_words, dtype=torch.int32, pin_memory=is_pinned)
+        self._twin = torch.empty(num_words, dtype=torch.int32, device=self._device)
 
     def copy(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """One copy of all, without waiting for it."""
-        most_bytes = sum(array.nbytes + ALIGNMENT_BYTES for array in arrays)
-        if most_bytes > len(self._host):
-            self._allocate(2 * most_bytes)
-        tensors: dict[int, torch.Tensor] = {}  # by the array's place
-        end_bytes = 0
-        for dtype, device in self._device_views.items():
-            group = [(i, array) for i, array in enumerate(arrays) if array.dtype == dtype]
-            start = end = end_bytes // dtype.itemsize
-            sizes: list[int] = []  # of an array, of the gap behind it, and so on
-            for _, array in group:
-                gap = -array.size % (ALIGNMENT_BYTES // dtype.itemsize)
-                self._host_views[dtype][end : end + array.size] = array.reshape(-1)
-                sizes += array.size, gap
-                end += array.size + gap
-            end_bytes = end * dtype.itemsize
-            views = device[start:end].split(sizes)[::2] if group else ()
-            for (i, array), view in zip(group, views, strict=True):
-                tensors[i] = view if array.ndim == 1 else view.view(array.shape)
-        assert len(tensors) == len(arrays), "an array of a type that no step has"
-        self._twin[:end_bytes].copy_(self._host[:end_bytes], non_blocking=True)
-        return [tensors[i] for i in range(len(arrays))]
-
-
-_TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-}
+        sizes = [size for array in arrays for size in (array.size, -array.size % ALIGNMENT_WORDS)]
+        num_words = sum(sizes)
+        if num_words > len(self._host):
+            self._allocate(2 * num_words)
+        words, end = self._host.numpy(), 0
+        for array, size, gap in zip(arrays, sizes[::2], sizes[1::2], strict=True):
+            assert array.dtype in TYPES, "an array of a type that no step has"
+            words[end : end + size] = array.reshape(-1).view(np.int32)
+            end += size + gap
+        device = self._twin[:num_words]
+        device.copy_(self._host[:num_words], non_blocking=True)
+        views = zip(arrays, device.split(sizes)[::2], strict=True)
+        return [view.view(TYPES[array.dtype]).view(array.shape) for array, view in views]
 
 
 class ResultBuffers:

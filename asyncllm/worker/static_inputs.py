@@ -1,8 +1,8 @@
 """The static input buffers of steps: what graphs read, always at the same addresses.
 
 One copy brings a step's, on CUDA from rotating pinned buffers; a step of the same decodes as the
-last one, with no new page, needs none. Changes of slots come with it, and `SlotWriter` writes them
-to the device state: by a captured launch of its own, or as part of a step's graph.
+last one, with no new page, needs none. Changes of slots come with it, and are written from here to
+the device state: by a captured launch of its own, or as part of a step's graph.
 
 What is beyond the step's rows and changes of slots is 0: the padding slot, which may be written so.
 Of the arrays of tokens, what the decodes have is for `FillDecodes` to fill, and beyond the step's
@@ -19,38 +19,42 @@ import torch
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.packed_step import NO_CHANGES, A, SlotChanges, StepTokens
+from asyncllm.worker.packed_step import NO_CHANGES, NO_ROWS, A, PackedStep, SlotChanges
 from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
-TOKEN_ARRAYS = ("positions", "prompt_lens", "token_ids")  # and write_slots, of 64 bits
+TOKEN_ARRAYS = ("token_ids", "positions", "prompt_lens")  # and write_slots, of 64 bits
 # Places for changes of slots, all brought and written whether full or not. Even numbers.
 MAX_RECORDS = 64  # sequences that take slots
 MAX_ENTRIES = 1024  # pages
 # One being read, one launched ahead, one being written; and those of a burst of sequences, whose
 # changes come in several pieces.
 NUM_BUFFERS = 6
-NO_SLOTS = np.zeros(0, np.int32)
 
 
 class StaticInputs:
     """Holds steps of at most `max_rows` rows, and `max_tokens` tokens of steps with prefills."""
 
-    def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, max_rows: int, state: DeviceState, write_slots: WriteSlots
+    ) -> None:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._state, self._write_slots = state, write_slots
+        device = state.positions.device
         memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._ours = ours = self._split(memory)
         self._buffers = RotatingBuffers([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
         self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows
-        self.records, self.entries = ours.records, ours.entries
-        self.positions, self.prompt_lens, self.token_ids = ours.tokens
+        self.token_ids, self.positions, self.prompt_lens = ours.tokens
         self.write_slots = ours.write_slots
         self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
+        self._writing: Recorded | None = None  # `launch_changes`
 
     def put_decodes(self, slots: np.ndarray, changes: SlotChanges) -> None:
-        """The rows of a step of decodes alone, unless they are those of the last step."""
-        held = self._decode_slots
+        """The rows of a step of decodes alone, unless they are those of the last step. Its changes
+        are written."""
+        held, changes = self._decode_slots, self._write_most(changes)
         is_held = slots is held or (held is not None and np.array_equal(slots, held))
         if is_held and changes is NO_CHANGES:
             return
@@ -58,22 +62,50 @@ class StaticInputs:
         with self._buffers as (tensors, arrays):
             _begin(arrays, slots, changes)
             self._ours.head.copy_(tensors.head, non_blocking=True)
+        if changes is not NO_CHANGES:
+            self.write_changes()
 
-    def put(self, step: StepTokens, changes: SlotChanges, num_tokens: int | None) -> None:
-        """num_tokens: of the graph that will read it; None: it reads no tokens."""
+    def put(self, step: PackedStep, num_tokens: int | None) -> None:
+        """A step with prompts; `write_changes`, or its graph, writes its changes. num_tokens: of
+        the graph that will read it; None: it reads no tokens."""
+        changes, first = self._write_most(step.changes), len(step.decode_slots)
         self._decode_slots = step.decode_slots
-        first = len(step.decode_slots)
         with self._buffers as (tensors, arrays):
             _begin(arrays, step.decode_slots, changes)
-            arrays.rows[1:, : step.num_samples] = step.samples
+            arrays.rows[1:, : step.samples.shape[1]] = step.samples
             if num_tokens is None:
                 self._ours.head.copy_(tensors.head, non_blocking=True)
                 return
-            end = step.num_tokens
-            arrays.tokens[:, first:end] = step.tokens
-            arrays.write_slots[first:end] = step.write_slots
+            end = first + step.tokens.shape[1]
+            arrays.tokens[:, first:end] = step.tokens[:3]
+            arrays.write_slots[first:end] = step.tokens[3]
             arrays.write_slots[end:num_tokens] = 0
             self._ours.whole.copy_(tensors.whole, non_blocking=True)
+
+    def _write_most(self, changes: SlotChanges) -> SlotChanges:
+        """Write what one step's inputs have no room for; the rest, returned, comes with them."""
+        if changes is NO_CHANGES:
+            return changes
+        *pieces, last = changes.split(MAX_RECORDS, MAX_ENTRIES)
+        for piece in pieces:
+            self.put_decodes(NO_ROWS, piece)
+        return last
+
+    def launch_changes(self) -> tuple[()]:
+        """Write the changes that are there to the device state. May be captured."""
+        self._write_slots(self._state, self._ours.records, self._ours.entries)
+        return ()
+
+    def capture_changes(self, pool: GraphPool) -> None:
+        """Triton's launcher takes four times as long as a replay."""
+        self._writing = pool.record(self.launch_changes)
+
+    def write_changes(self) -> None:
+        """`launch_changes`, by a replay where it was captured."""
+        if self._writing is None:
+            self.launch_changes()
+        else:
+            self._writing.replay()
 
     def clear(self) -> None:
         """Nothing of the last step is there: no decodes, no changes, and all that is written goes
@@ -125,42 +157,3 @@ def _begin(arrays: _Parts[np.ndarray], decode_slots: np.ndarray, changes: SlotCh
         arrays.records[: len(changes.records)] = changes.records
     if changes.entries is not None:
         arrays.entries[:, : changes.entries.shape[1]] = changes.entries
-
-
-class SlotWriter:
-    """Writes changes of slots to the device state, from the static inputs.
-
-    Captured, because Triton's launcher takes four times as long as a replay.
-    """
-
-    def __init__(self, state: DeviceState, inputs: StaticInputs, write_slots: WriteSlots) -> None:
-        self._state = state
-        self._inputs = inputs
-        self._write_slots = write_slots
-        self._graph: Recorded | None = None
-
-    def capture(self, pool: GraphPool) -> None:
-        self._inputs.clear()
-        self._graph = pool.record(self.launch)
-
-    def launch(self) -> tuple[()]:
-        """Write the changes that are there. May be captured."""
-        self._write_slots(self._state, self._inputs.records, self._inputs.entries)
-        return ()
-
-    def write(self) -> None:
-        """`launch`, by a replay where it was captured."""
-        if self._graph is None:
-            self.launch()
-        else:
-            self._graph.replay()
-
-    def write_most(self, changes: SlotChanges) -> SlotChanges:
-        """Write what one step's inputs have no room for; the rest, returned, comes with them."""
-        if changes is NO_CHANGES:
-            return changes
-        *pieces, last = changes.split(MAX_RECORDS, MAX_ENTRIES)
-        for piece in pieces:
-            self._inputs.put_decodes(NO_SLOTS, piece)
-            self.write()
-        return last

@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_kernels import DecodeKernel
+from asyncllm.graphs.decode_graphs import DecodeGraphs, DecodeKernel
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
 from asyncllm.models.loader import DELAY_S, ProgressBar
@@ -37,11 +36,11 @@ class StepCaptures:
         *,
         progress: bool,
     ) -> None:
-        """before_capture: after a step has run as it is to be captured."""
+        """before_capture: as `GraphPool` calls it."""
         self._config = config
         self._runner = runner
         self._progress = progress
-        self._pool = GraphPool(before_capture=before_capture)
+        self._pool = GraphPool(clear=runner.inputs.clear, before_capture=before_capture)
         self._pending: deque[Callable[[], None]] = deque()  # in their order
 
     def __len__(self) -> int:
@@ -64,8 +63,8 @@ class StepCaptures:
     def decodes(self, others: list[DecodeKernel], autotune: DecodeAutotune) -> None:
         """`others`: implementations of a step besides the layers, which `autotune` times."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
-        slots, clear = runner.inputs.decode_slots, runner.inputs.clear
-        decode = DecodeGraphs(runner.decode_step, slots, clear, self._pool, others, autotune)
+        slots = runner.inputs.decode_slots
+        decode = DecodeGraphs(runner.decode_step, slots, self._pool, others, autotune)
         # What resampling computes must not lie where the logits are that it reads, which are a
         # step's outputs: it has a pool of its own.
         pool = GraphPool()
@@ -77,7 +76,7 @@ class StepCaptures:
             masked.add(size, pool.record(lambda: (runner.resample(logits, rows),)))
 
         self._capture(capture, sizes, "decode")
-        runner.slot_writer.capture(self._pool)
+        runner.inputs.capture_changes(self._pool)
         runner.graphs, runner.masked_graphs = decode, masked
 
     def capture_one(self) -> None:

@@ -15,65 +15,63 @@ from asyncllm.step_plan import DecodeBatch, StepPlan
 from asyncllm.worker.packed_step import (
     NO_EXTRAS,
     NO_FEATURE,
+    NO_MOVES,
+    NO_PROMPTS,
+    NO_ROWS,
     Feature,
     LogitEdits,
     PackedStep,
     PageMoves,
     PromptLogprobs,
-    SamplingExtras,
-    StepTokens,
 )
 from asyncllm.worker.slot_changes import pack_changes
 from asyncllm.worker.slot_sampling import SlotSampling, int32
-
-NO_MOVES = PageMoves()
 
 
 class StepPacker:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._block_size = block_size
         self._sampling = SlotSampling(num_slots)
-        self._decode_slots, self._decode_features = int32([]), NO_FEATURE  # of the last step
+        self._decode_slots, self._decode_features = NO_ROWS, NO_FEATURE  # of the last step
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        if plan.slot_inits:
-            penalties, allowed = self._sampling.init(plan.slot_inits)
-        else:
-            penalties = allowed = None
-        tokens, prompt_targets = None, None
-        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if plan.prefills:
-            tokens = self._tokens(plan)
-            sampled_slots = tokens.samples[1]
-            features = self._sampling.features(sampled_slots)
-            prompt_logprobs, prompt_targets = _prompt_logprobs(plan)
-        else:
-            sampled_slots = plan.decodes.slots
-            features = self._features_of_decodes(sampled_slots)
-        needs_host = plan.needs_host
-        edits = logprob_ids = num_top = None
-        if features:
-            if features & Feature.EDIT and not needs_host:
-                edits = self._sampling.logit_edits(sampled_slots)
-            if features & Feature.LOGPROBS:
-                num_top, logprob_ids = _logprobs(plan)
         extras, moves = NO_EXTRAS, NO_MOVES  # as of most steps
-        if plan.slot_inits or features or plan.prefills:
-            extras = SamplingExtras(penalties, allowed, edits, logprob_ids, prompt_targets)
+        if plan.slot_inits:
+            extras = self._sampling.init(plan.slot_inits)
         if plan.swap_out or plan.page_copies or plan.swap_in:
             moves = PageMoves(plan.swap_out, plan.page_copies, plan.swap_in)
+        sampled_slots = plan.decodes.slots
+        tokens = samples = NO_ROWS
+        prefills, num_top = NO_PROMPTS, None
+        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        if plan.prefills:
+            tokens, samples, prefills = self._tokens(plan)
+            sampled_slots = samples[1]
+            features = self._sampling.features(sampled_slots)
+            prompt_logprobs, prompt_targets = _prompt_logprobs(plan)
+            if prompt_targets is not None:
+                extras = extras._replace(prompt_targets=prompt_targets)
+        else:
+            features = self._features_of_decodes(sampled_slots)
+        if features & Feature.EDIT and not plan.needs_host:
+            extras = extras._replace(edits=self._sampling.logit_edits(sampled_slots))
+        if features & Feature.LOGPROBS:
+            num_top, logprob_ids = _logprobs(plan)
+            extras = extras._replace(logprob_ids=logprob_ids)
         return PackedStep(
-            moves=moves,
-            changes=pack_changes(plan.slot_inits, plan.page_appends),
             decode_slots=plan.decodes.slots,
             decode_positions=plan.decodes.positions,
-            tokens=tokens,
             sampled_slots=sampled_slots,
+            tokens=tokens,
+            samples=samples,
+            prefills=prefills,
+            moves=moves,
+            changes=pack_changes(plan.slot_inits, plan.page_appends),
             features=features,
             extras=extras,
             num_top_logprobs=num_top,
             prompt_logprobs=prompt_logprobs,
-            needs_host=needs_host,
+            needs_host=plan.needs_host,
         )
 
     def pack_edits(self, step: PackedStep) -> LogitEdits[np.ndarray] | None:
@@ -82,16 +80,16 @@ class StepPacker:
             return None
         return self._sampling.logit_edits(step.sampled_slots)
 
-    def _features_of_decodes(self, slots: np.ndarray) -> Feature:
+    def _features_of_decodes(self, slots: np.ndarray) -> int:
         """Known already where the same sequences decode: their array of slots is the same too."""
         if slots is not self._decode_slots:
             self._decode_slots, self._decode_features = slots, self._sampling.features(slots)
         return self._decode_features
 
-    def _tokens(self, plan: StepPlan) -> StepTokens:
-        """Lists first, then few arrays: to a hundred tokens a call of numpy costs more than its
-        work."""
-        decodes, num_decodes = plan.decodes, len(plan.decodes.slots)
+    def _tokens(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, PrefillRows]:
+        """`tokens`, `samples` and `prefills` of a `PackedStep`. Lists first, then few arrays: to a
+        hundred tokens a call of numpy costs more than its work."""
+        num_decodes = len(plan.decodes.slots)
         token_ids: list[int] = []
         pages: list[int] = []
         # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
@@ -111,27 +109,20 @@ class StepPacker:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
         columns = np.array([*zip(*of_rows, strict=True)], np.int32)
         prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], int32(pages))
-        tokens = columns[4:, 1:].repeat(columns[3, 1:], axis=1)
-        positions = tokens[0]
+        tokens = columns[3:, 1:].repeat(columns[3, 1:], axis=1)
+        tokens[0] = np.fromiter(token_ids, np.int32, len(token_ids))
+        positions, write_slots = tokens[1], tokens[3]
         positions += np.arange(len(token_ids), dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
-        blocks += tokens[2]
-        write_slots = prefills.pages.take(blocks)
+        blocks += write_slots  # the row's first page
+        np.take(prefills.pages, blocks, out=write_slots)
         write_slots *= self._block_size
         write_slots += offsets
-        tokens[2] = np.fromiter(token_ids, np.int32, len(token_ids))
-        return StepTokens(
-            decode_slots=decodes.slots,
-            decode_positions=decodes.positions,
-            tokens=tokens,
-            write_slots=write_slots,
-            samples=_samples(decodes, samples),
-            prefills=prefills,
-        )
+        return tokens, _samples(plan.decodes, samples), prefills
 
 
 def _samples(decodes: DecodeBatch, of_prefills: list[tuple[int, int, int]]) -> np.ndarray:
-    """int32 [3, R], as `StepTokens` has them."""
+    """int32 [3, R], as `PackedStep` has them."""
     last = np.array(of_prefills, np.int32).reshape(-1, 3).T
     num_decodes = len(decodes.slots)
     if not num_decodes:

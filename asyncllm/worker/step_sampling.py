@@ -18,6 +18,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import NO_MASKS, StepResult, TokenLogprobs, TokenMasks
+from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.packed_step import (
@@ -28,7 +29,7 @@ from asyncllm.worker.packed_step import (
     PackedStep,
     PromptLogprobs,
 )
-from asyncllm.worker.sampler import LogprobTensors, Sampler, gather_logprobs
+from asyncllm.worker.sampler import LogprobTensors, SampleSlots, gather_logprobs, sample_fully
 from asyncllm.worker.staging import ResultBuffers, Staging
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
@@ -63,7 +64,8 @@ class Forwarded(NamedTuple):
 class StepSampling:
     """On the current stream, without waiting for it."""
 
-    sampler: Sampler
+    state: DeviceState
+    sample_slots: SampleSlots
     processors: LogitsProcessors
     masks: TokenMaskBuffer
     staging: Staging
@@ -107,7 +109,7 @@ class StepSampling:
         if not (step.features and step.features & ~PLAIN):
             if forwarded.tokens is not None and row_masks is None:
                 return forwarded.tokens, {}
-            return self.sampler.plain(*rows, row_masks), {}
+            return self.sample_slots(self.state, *rows, row_masks), {}
         on_device = forwarded.extras.edits if edits is None else self.staging.upload(edits)
         failures: dict[int, Exception] = {}
 
@@ -115,8 +117,14 @@ class StepSampling:
             failures.update(self.processors.apply(logits, plan.sampled))
 
         is_processed = step.features & Feature.PROCESS
-        tokens = self.sampler.full(
-            *rows, step.features, on_device, row_masks, process if is_processed else None
+        tokens = sample_fully(
+            self.sample_slots,
+            self.state,
+            *rows,
+            step.features,
+            on_device,
+            row_masks,
+            process if is_processed else None,
         )
         return tokens, failures
 

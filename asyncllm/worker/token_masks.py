@@ -7,7 +7,6 @@ of their own, beside the forward pass whose logits they are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -17,10 +16,6 @@ from asyncllm.kernels.records import LEAST_LOGIT as LEAST_LOGIT
 from asyncllm.kernels.records import RowMasks as RowMasks
 
 NO_MASK = -1  # of a row that no mask restricts
-
-
-# (logits f32 [rows, V], masks): in place
-ApplyMasks = Callable[[torch.Tensor, RowMasks], None]
 
 
 class TokenMaskBuffer:
@@ -94,7 +89,7 @@ def allows(masks: RowMasks, rows: torch.Tensor, tokens: torch.Tensor) -> torch.T
 
 
 def apply_masks_torch(logits: torch.Tensor, masks: RowMasks) -> None:
-    """The reference `ApplyMasks`: -inf where the bit of a token is not set."""
+    """In place, f32 [rows, V]: -inf where the bit of a token is not set."""
     is_masked = masks.of_row >= 0
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     bits = masks.bits.unsqueeze(2) >> shifts  # [masked, words, 32]

@@ -18,10 +18,12 @@ import torch
 
 from asyncllm.attention.base import (
     Attend,
+    AttendProjected,
     AttendRows,
     AttentionLayer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
     Rotation,
 )
 from asyncllm.attention.flashinfer import api
@@ -68,16 +70,24 @@ class FlashInferAttention:
         self._plans = RotatingBuffers(plans, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
-        rotated = cached(lambda: self._decode_rotated(rows))  # once for all kinds that need it
-        return self._kinds.select(
+        rotated = cached(lambda: self._decode_rotated(rows))  # once for all that need it
+        from_projection = self._kinds.select(
             [self._decode_from_projection(kernels, rows) or rotated() for kernels in self._kernels]
         )
+
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
+            call = rotated() if isinstance(qkv, RotatedHeads) else from_projection
+            return call(layer, qkv, rotation)
+
+        return attend
 
     def write(
         self,
         layer: AttentionLayer,
-        qkv: torch.Tensor,
-        rotation: Rotation,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
@@ -108,7 +118,7 @@ class FlashInferAttention:
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
         """For layers of one kind, which FA3 and balanced_decode do."""
         layer, device = self._kinds.layers[0], self._workspace.device
-        is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer.window) == "fa3"
+        is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer) == "fa3"
         if len(self._kernels) > 1 or api.private is None or not is_fa3:
             return None
         if (balanced := self._kernels[0].balanced()) is None:
@@ -132,7 +142,9 @@ class FlashInferAttention:
             xqa.bind if "xqa" in names else partial(_bind_triton, cache, num_sms),
         )
 
-    def _decode_from_projection(self, kernels: _KindKernels, rows: DecodeRows) -> Attend | None:
+    def _decode_from_projection(
+        self, kernels: _KindKernels, rows: DecodeRows
+    ) -> AttendProjected | None:
         """One kernel with all from the projection on, where there is one for so many rows."""
         fused = kernels.fused
         if not fused.takes(rows.positions.shape[0]):
@@ -148,29 +160,39 @@ class FlashInferAttention:
     def _decode_rotated(self, rows: DecodeRows) -> Attend:
         """Two kernels: one rotates and writes, one attends."""
         write_slots = rows.write_slots(self._cache.block_size)
-        lengths = _lengths(rows)
+        lengths = cached(lambda: _lengths(rows))
 
-        def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
             cache = self._cache.layers[layer.index]
             q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
             out = torch.empty_like(q)
             kernels = self._kernels[self._kinds.number_of[layer.index]]
-            kernels.bind_lengths(q, rows.block_tables, lengths, out)(layer)
+            _bind_kind(kernels, q, rows, lengths, out)(layer)
             return out.flatten(1)
 
         return attend
 
     def _bind_decode(self, q: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> AttendRows:
         """Attention of rotated heads: q, out [rows, heads, head_dim], contiguous."""
-        tables, positions = rows.block_tables, rows.positions
         lengths = cached(lambda: _lengths(rows))
+        return self._kinds.select(
+            [_bind_kind(kernels, q, rows, lengths, out) for kernels in self._kernels]
+        )
 
-        def bind(kernels: _KindKernels) -> AttendRows:
-            if (balanced := _balanced_for(kernels, rows)) is not None:
-                return balanced.bind(q, tables, positions, out)
-            return kernels.bind_lengths(q, tables, lengths(), out)
 
-        return self._kinds.select([bind(kernels) for kernels in self._kernels])
+def _bind_kind(
+    kernels: _KindKernels,
+    q: torch.Tensor,
+    rows: DecodeRows,
+    lengths: Callable[[], torch.Tensor],
+    out: torch.Tensor,
+) -> AttendRows:
+    """Attention of rotated heads, whose keys and values are written."""
+    if (balanced := _balanced_for(kernels, rows)) is not None:
+        return balanced.bind(q, rows.block_tables, rows.positions, out)
+    return kernels.bind_lengths(q, rows.block_tables, lengths(), out)
 
 
 def _bind_triton(
@@ -191,6 +213,8 @@ def _bind_triton(
             scale=layer.scale,
             window=layer.window,
             num_sms=num_sms,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
         )
 
     return decode

@@ -59,10 +59,11 @@ def modules_for(
     specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module
     for layer in LayerKinds(layers).layers:
         dim, has_window = layer.head_dim, layer.window is not None
+        has_cap = layer.soft_cap is not None
         found = [
             jit.gen_batch_prefill_module(
-                prefill_backend(capability, layer.window), dtype, dtype, dtype, torch.int32,
-                dim, dim, 0, has_window, False, False,
+                prefill_backend(capability, layer), dtype, dtype, dtype, torch.int32,
+                dim, dim, 0, has_window, has_cap, False,
             )
         ]  # fmt: skip
         if "xqa" in choose_decode_kernels(layer, dtype, block_size, capability).names:

@@ -11,6 +11,7 @@ wrapper would pass, where api.py finds it as it was tested; else the wrapper is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -27,6 +28,7 @@ from asyncllm.attention.layer_kinds import LayerKinds
 WORKSPACE_BYTES = 8 << 20  # for a plan, as the wrapper has it
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
+LN_2 = math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class Rows:
     kv_lens: torch.Tensor
 
 
-# keys and values of one layer, [pages, block_size, kv_heads, head_dim] each
-Call = Callable[[torch.Tensor, torch.Tensor], Any]
+# (layer, its keys and values, [pages, block_size, kv_heads, head_dim] each)
+Call = Callable[[AttentionLayer, torch.Tensor, torch.Tensor], Any]
 
 
 class PrefillPlan:
@@ -71,7 +73,7 @@ class PrefillPlan:
         calls, number_of = [kernel.bind(q, out) for kernel in self._kernels], self._kinds.number_of
 
         def attend(layer: AttentionLayer) -> None:
-            calls[number_of[layer.index]](*self._keys_values[layer.index])
+            calls[number_of[layer.index]](layer, *self._keys_values[layer.index])
 
         return attend
 
@@ -109,7 +111,7 @@ class PrefillModule:
         self._backend = _backend(layer, device)
         self._module = api.private.get_batch_prefill_module(
             self._backend, dtype, dtype, dtype, torch.int32, layer.head_dim, layer.head_dim,
-            0, layer.window is not None, False, False,  # no rotation; no soft cap, no f16 products
+            0, layer.window is not None, layer.soft_cap is not None, False,  # no f16 products
         )  # fmt: skip
         if lists is None:
             lists = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -144,17 +146,20 @@ class PrefillModule:
         assert self._rows is not None, "bind before plan"
         run, rows = self._module.paged_run, self._rows
         before = (*self._workspaces, self._info, q)
+        lse = _log_sums(self._layer, q)
         after = (
             rows.query_indptr, rows.page_indptr, rows.pages, rows.last_page_lens, out,
-            None, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer), self._pdl,
+            lse, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer), self._pdl,
             *[None] * 6,  # custom masks, ALiBi, several items in a row
-            0.0, self._layer.scale,  # no soft cap
+            self._layer.soft_cap or 0.0, self._layer.scale,
             *[None] * 3,  # scales of FP8
             1.0, 1e4, 0, 0,  # rotation and items, unused
         )  # fmt: skip
 
-        def call(keys: torch.Tensor, values: torch.Tensor) -> None:
+        def call(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             run(*before, keys, values, *after)
+            if lse is not None:
+                _add_sinks(layer, lse, out)
 
         return call
 
@@ -183,24 +188,44 @@ class PublicWrapper:
             causal=True,
             sm_scale=self._layer.scale,
             window_left=_window_left(self._layer),
+            logits_soft_cap=self._layer.soft_cap,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
-        def call(keys: torch.Tensor, values: torch.Tensor) -> None:
-            self._wrapper.run(q, (keys, values), out=out)
+        lse = _log_sums(self._layer, q)
+
+        def call(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+            self._wrapper.run(q, (keys, values), out=out, lse=lse, return_lse=lse is not None)
+            if lse is not None:
+                _add_sinks(layer, lse, out)
 
         return call
 
 
-def prefill_backend(capability: tuple[int, int], window: int | None) -> str:
-    """FlashInfer's name of the kernel for layers of this window."""
-    return "fa3" if capability[0] == 9 and window is None else "fa2"
+def _log_sums(layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor | None:
+    """float32 [tokens, heads], for the logarithm (base 2) of each softmax's sum, where it is
+    needed."""
+    return None if layer.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _add_sinks(layer: AttentionLayer, lse: torch.Tensor, out: torch.Tensor) -> None:
+    """In place: a score without a value adds exp(sink) to the softmax's sum, and so takes a share
+    of 1 - sigmoid(log(sum) - sink) from the others."""
+    assert layer.sinks is not None
+    out.mul_((lse * LN_2 - layer.sinks).sigmoid_().unsqueeze(-1))
+
+
+def prefill_backend(capability: tuple[int, int], layer: AttentionLayer) -> str:
+    """FlashInfer's name of the kernel for such layers. FA3 has soft caps, too, but a module of it
+    takes ten times as long to compile as one of FA2."""
+    is_plain = layer.window is None and layer.soft_cap is None
+    return "fa3" if capability[0] == 9 and is_plain else "fa2"
 
 
 def _backend(layer: AttentionLayer, device: torch.device) -> str:
-    return prefill_backend(torch.cuda.get_device_capability(device), layer.window)
+    return prefill_backend(torch.cuda.get_device_capability(device), layer)
 
 
 def _window_left(layer: AttentionLayer) -> int:

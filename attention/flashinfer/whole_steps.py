@@ -56,7 +56,7 @@ class FlashInferSteps:
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         prefill = self._module.bind(q, out)
         if decodes is None:
-            return lambda layer: prefill(*self._keys_values[layer.index])
+            return lambda layer: prefill(layer, *self._keys_values[layer.index])
         tables, positions = decodes.block_tables, decodes.positions
         rows = slice(len(positions))
         main, side = torch.cuda.current_stream(q.device), self._side
@@ -66,7 +66,7 @@ class FlashInferSteps:
 
         def attend(layer: AttentionLayer) -> None:
             side.wait_stream(main)  # keys and values are written
-            prefill(*self._keys_values[layer.index])
+            prefill(layer, *self._keys_values[layer.index])
             with torch.cuda.stream(side):
                 decode(layer)
             main.wait_stream(side)  # what comes next reads all rows of `out`

@@ -34,6 +34,8 @@ ALIKE = [replace(FULL, index=i) for i in range(4)]
         (FULL, torch.float16, 16, HOPPER, "xqa paged_decode", "does not do torch.float16"),
         (replace(FULL, head_dim=256), BF16, 16, HOPPER, "xqa paged_decode", "head_dim 256"),
         (replace(FULL, num_kv_heads=2), BF16, 16, HOPPER, "xqa paged_decode", "16 query heads"),
+        (replace(FULL, soft_cap=50.0), BF16, 16, HOPPER, "paged_decode", "a soft cap of 50.0"),
+        (replace(FULL, sinks=torch.zeros(32)), BF16, 16, HOPPER, "paged_decode", "sinks"),
         (FULL, BF16, 8, HOPPER, "paged_decode", "xqa does not do block_size 8"),
         (FULL, BF16, 48, HOPPER, "balanced_decode paged_decode", "xqa does not do block_size 48"),
         (FULL, BF16, 16, (12, 0), "xqa paged_decode", "compute capability (12, 0)"),
@@ -76,6 +78,10 @@ def test_layers_are_grouped_by_their_constants() -> None:
     assert LayerKinds(ALIKE).select([call]) is call, "nothing between a model of one kind and it"
     scaled = [FULL, replace(FULL, index=1, scale=1.0)]
     assert len(LayerKinds(scaled).layers) == 2
+    capped = [FULL, replace(FULL, index=1, soft_cap=30.0), replace(FULL, index=2, soft_cap=30.0)]
+    assert len(LayerKinds(capped).layers) == 2
+    sunk = [FULL, *(replace(FULL, index=i, sinks=torch.ones(32)) for i in (1, 2))]
+    assert LayerKinds(sunk).number_of == {0: 0, 1: 1, 2: 1}, "whatever their sinks are"
 
 
 class Balanced:
@@ -134,7 +140,7 @@ class Backend:
             self.launched.append(f"rotate {layer.index}")
             return qkv[:, : layer.num_heads]
 
-        def paged_decode(*_: Any, scale: float, window: int | None, num_sms: int) -> None:
+        def paged_decode(*_: Any, window: int | None, **others: Any) -> None:
             self.launched.append(f"triton {window}")
 
         def fused(layer: AttentionLayer, *_: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ SHAPE = ["--input-len", "8", "--output-len", "4"]
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert cli.main(["bench", *words, *SMALL]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 5  # the table
-    return json.loads(lines[-1])
+    *summary, line = capsys.readouterr().out.splitlines()
+    assert 5 < len(summary) < 20 and max(map(len, summary)) <= 160
+    assert not any(sign in "".join(summary) for sign in "{}[]'")  # nothing of Python's
+    result: dict[str, Any] = json.loads(line)
+    return result
 
 
 def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +36,17 @@ def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
     conditions = result["conditions"]
     assert conditions["batch_size"] == 2 and conditions["input_len"] == 8
     assert conditions["device"] in ("cpu", "cuda") and conditions["load_format"] == "dummy"
+
+
+def test_on_a_terminal_the_json_is_in_a_file_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    words = ["throughput", "--num-prompts", "2", "--output-json", str(tmp_path / "result.json")]
+    assert cli.main(["bench", *words, *SHAPE, *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "{" not in out and "output tokens/s" in out
+    assert json.loads((tmp_path / "result.json").read_text())["bench"] == "throughput"
 
 
 def test_throughput(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,23 @@ def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{tmp_path} is no model folder" in text and "MISSING" in text
 
 
+def test_one_word_of_a_model_whose_error_comes_late(tmp_path: Path) -> None:
+    """transformers may know the architecture, and not what its configuration asks for."""
+    config = json.loads((BUILTIN_MODELS["tiny"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "nonsense"}))
+    found = [each for each in examine(EngineArgs(str(tmp_path))) if each.section == "model"]
+    assert [(each.name, each.state) for each in found] == [("name", "MISSING")]
+    assert "nonsense" in found[0].value
+
+
+def test_files_that_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((BUILTIN_MODELS["tiny"] / "config.json").read_bytes())
+    found = findings(model=str(tmp_path), device="cpu")
+    assert found["files"].value == "no weights and tokenizer" and found["files"].state == "MISSING"
+    given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+    assert findings(model=str(tmp_path), device="cpu", **given)["files"].state == "ok"
+
+
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_memory_bytes", lambda: 1 << 20)
     assert findings(model="tiny", device="cpu")["tokens that fit"].state == "MISSING"

@@ -102,6 +102,7 @@ def test_complete(url: str) -> None:
     ("words", "message"),
     [
         (["--api-key", "wrong"], "no valid API key"),
+        (["--api-key", "wrong"], ": give the server's with --api-key, or in $ASYNCLLM_API_KEY or"),
         (["--model-name", "other"], "'other' does not exist"),
         (["--url", "http://127.0.0.1:1/v1"], "no server at http://127.0.0.1:1/v1: Conn"),
         (["--url", "nonsense"], "'nonsense' is no URL such as http://127.0.0.1:8000/v1"),
@@ -149,7 +150,7 @@ class Terminal:
 
 
 @contextmanager
-def on_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
+def on_terminal(*words: str, code: int = 0) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
     ours, theirs = pty.openpty()
     # A shell that starts the tests in the background has them, and so their children, ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,7 +159,7 @@ def on_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]
     os.close(theirs)
     try:
         yield Terminal(ours), process
-        assert process.wait(PATIENCE_SECONDS) == 0
+        assert process.wait(PATIENCE_SECONDS) == code
     finally:
         process.kill()
         process.wait()
@@ -175,6 +176,49 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(url: str) -> None:
         screen.wait_for(" ")  # it has begun
         screen.wait_for("> ", interrupt)
         screen.type("\x04")
+
+
+def test_without_a_server_there_is_no_prompt(url: str) -> None:
+    for words, said in (
+        (["--url", "http://127.0.0.1:1/v1"], "no server at http://127.0.0.1:1/v1"),
+        (["--url", url, "--api-key", "wrong"], "--api-key, or in $ASYNCLLM_API_KEY"),
+    ):
+        with on_terminal("chat", *words, code=1) as (screen, _):
+            assert ">" not in screen.wait_for(said)
+
+
+def test_commands(url: str) -> None:
+    with on_terminal("chat", "--url", url, "--stats") as (screen, _):
+
+        def type_line(line: str) -> str:
+            screen.type(line + "\n")
+            screen.wait_for(line)  # the echo
+            return screen.wait_for("> ")
+
+        assert "tiny at http://127.0.0.1:" in screen.wait_for("/help lists commands")
+        screen.wait_for("> ")
+        assert "/retry" in type_line("/help")
+        assert "There is no /hlep" in type_line("/hlep")
+        first, second, again, undone, path, anew = (
+            prompt_lengths(type_line(line)) + prompt_lengths(type_line(more))
+            for line, more in (
+                ("What is 2 + 2?", "/undo"),
+                ("What is 2 + 2?", "What is 2 + 3?"),
+                ("/retry", "/undo"),
+                ("What is 2 + 3?", "/undo"),
+                ("/usr/bin is what?", "/new"),
+                ("What is 2 + 2?", "/new"),
+            )
+        )
+        assert first == anew == [16] and second[0] == 16 and second[1] > 16
+        assert again == undone == second[1:]  # the same conversation before it
+        assert len(path) == 1  # asked, no command
+        assert "* tiny" in type_line("/model") and "has no other" in type_line("/model other")
+        assert prompt_lengths(type_line("/system You are brief.")) == []
+        (with_system,) = prompt_lengths(type_line("What is 2 + 2?"))
+        assert with_system > 16
+        assert "[" not in type_line("/stats") + type_line("What is 2 + 2?")
+        screen.type("/quit\n")
 
 
 # --- what is shown --------------------------------------------------------------------------------

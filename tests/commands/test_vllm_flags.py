@@ -96,7 +96,7 @@ def test_torchs_short_names_of_dtypes() -> None:
 
 def test_help_does_not_list_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse("--help")
+        parse("--help=all")
     listed = capsys.readouterr().out
     assert "--max-num-seqs" in listed and "--tensor-parallel-size" not in listed
 

@@ -1,4 +1,4 @@
-"""Which steps are sampled in full, not by the plain sampler."""
+"""Which steps are sampled in full, not plainly."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.worker.sampler import Sampler
+from asyncllm.worker import step_sampling
+from asyncllm.worker.sampler import SampleSlots, sample_fully
 
 
 def count_in_full(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on: the rows of each such step. A start tries it too, twice with one row."""
+    """From now on: the rows of each such step."""
     in_full: list[int] = []
-    full = Sampler.full
 
-    def counted(self: Sampler, logits: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counted(sample: SampleSlots, state: Any, logits: torch.Tensor, *args: Any) -> torch.Tensor:
         in_full.append(len(logits))
-        return full(self, logits, *args)
+        return sample_fully(sample, state, logits, *args)
 
-    monkeypatch.setattr(Sampler, "full", counted)
+    monkeypatch.setattr(step_sampling, "sample_fully", counted)
     return in_full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,17 @@ def test_one_prompt_in_any_form(llm: LLM) -> None:
     }
     assert len(answers) == 1
     assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_the_bar_tells_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = llm.generate(["Once", "Twice upon"], GREEDY)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "generating: 100%" in last
+    found = re.search(r"(\d+) prompt \+ (\d+) output tokens/s", last)
+    assert found is not None
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert int(found[2]) / int(found[1]) == pytest.approx(num_output / num_prompt, rel=0.5)
 
 
 def test_params_one_each(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from asyncllm.engine.step_clock import StepClock, kind_of
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
-from asyncllm.worker import step_timer
-from asyncllm.worker.step_timer import DeviceTimes, StepTimer, StreamClock
+from asyncllm.worker import executor
+from asyncllm.worker.executor import DeviceTimes, EventStep, StreamClock
 from asyncllm.worker.work_counts import WorkCounts
 from tests.engine.builders import make_request, make_scheduler, run_step
 
@@ -121,19 +122,24 @@ def test_a_step_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
     ours: Any = object()
 
     class Recorded(Event):
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing: bool, blocking: bool = False) -> None:
             assert enable_timing
 
         def record(self, stream: object) -> None:
             assert stream is ours
             self.at = device[0]
 
-    monkeypatch.setattr(step_timer.torch.cuda, "Event", Recorded)
-    monkeypatch.setattr(step_timer.time, "monotonic", lambda: host[0])
-    timer = StepTimer(StreamClock(), ours)
-    device[0], host[0] = 7.5, 100.5
-    timer.see()
-    times = timer.times(Event(7.25))  # type: ignore[arg-type]
+    class Waiter:
+        async def wait(self, event: Recorded, submitted_s: float, shape: object) -> None:
+            device[0], host[0] = 7.5, 100.5
+
+    monkeypatch.setattr(executor.torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(executor.time, "monotonic", lambda: host[0])
+    waiter: Any = Waiter()
+    step = EventStep(ours, waiter, StreamClock(), None)
+    device[0] = 7.25
+    assert asyncio.run(step.end(lambda: StepResult([3])).wait()).token_ids == [3]
+    times = step.device_times()
     assert (times.started, times.ended) == (100.25, 100.5)  # the first end is where it was seen
 
 

@@ -90,21 +90,6 @@ def test_heads_kernel_equals_torch(
     assert torch.equal(caches[0].layers[0][:, 1], caches[1].layers[0][:, 1])  # values as they were
 
 
-@pytest.mark.parametrize("rows", [1, 7, 256])
-@pytest.mark.parametrize("vocab", [97, 4096, 128256])
-def test_token_masks_equal_torch(rows: int, vocab: int) -> None:
-    from asyncllm.kernels.sampling.logits import apply_masks_triton
-    from asyncllm.worker.token_masks import apply_masks_torch
-
-    logits = torch.randn(rows, vocab, device=CUDA)
-    logits[:, ::5] = float("-inf")
-    reference = logits.clone()
-    masks = some_masks(rows, vocab)
-    apply_masks_triton(logits, masks)
-    apply_masks_torch(reference, masks)
-    assert torch.equal(logits, reference)
-
-
 def test_masks_are_written_where_nobody_reads() -> None:
     """Their memory must not be what a kernel of the step's stream is still about to read."""
     rows, vocab = 256, 128256
@@ -136,10 +121,11 @@ def some_masks(rows: int, vocab: int) -> RowMasks:
 def test_sampling_slots_equals_the_full_way(
     rows: int, vocab: int, in_slots: bool, masked: bool
 ) -> None:
-    """The same kernel draws in both, so that not even near ties differ."""
+    """And, where all is finite, what torch has masked before. The same kernel draws in all, so that
+    not even near ties differ."""
     from asyncllm.kernels.sampling.kernel import sample_slots_triton
-    from asyncllm.kernels.sampling.logits import apply_masks_triton
-    from asyncllm.worker.sampler import Sampler
+    from asyncllm.worker.sampler import sample_fully
+    from asyncllm.worker.token_masks import apply_masks_torch
 
     logits = (torch.randn(rows, vocab, device=CUDA) * 3).to(BF16)
     logits[rows // 2, vocab - 1], logits[rows // 3, 0] = float("nan"), float("inf")
@@ -154,7 +140,7 @@ def test_sampling_slots_equals_the_full_way(
     seeds = torch.randint(-(2**62), 2**62, (301,), device=CUDA)
     masks = some_masks(rows, vocab) if masked else None
     results = []
-    for plainly in (True, False):
+    for form in ("plainly", "fully", "masked before"):
         state = DeviceState(301, 8, vocab, CUDA)
         state.temperatures.copy_(temperatures)
         state.seeds.copy_(seeds)
@@ -163,15 +149,24 @@ def test_sampling_slots_equals_the_full_way(
         state.min_ps.copy_(min_ps)
         if in_slots:
             state.positions[slots] = positions
-        sampler = Sampler(state, sample_slots_triton, apply_masks_triton)
         given = None if in_slots else positions
-        if plainly:
-            tokens = sampler.plain(logits, slots, given, masks)
+        if form == "plainly":
+            tokens = sample_slots_triton(state, logits, slots, given, masks)
+        elif form == "fully":
+            tokens = sample_fully(
+                sample_slots_triton, state, logits, slots, given, Feature.MASK, None, masks
+            )
         else:
-            tokens = sampler.full(logits, slots, given, Feature.MASK, None, masks)
+            before = logits.float()
+            if masks is not None:
+                apply_masks_torch(before, masks)
+            tokens = sample_slots_triton(state, before, slots, given, None)
         results.append((tokens, state.last_tokens, state.positions))
-    (ours, _, our_positions), (expected, _, expected_positions) = results
+    (ours, _, our_positions), (expected, _, expected_positions), (masked_before, *_) = results
     assert torch.equal(ours, expected)
+    poisoned = torch.zeros(rows, dtype=torch.bool, device=CUDA)
+    poisoned[rows // 2] = poisoned[rows // 3] = True
+    assert torch.equal(ours[~poisoned], masked_before[~poisoned])
     assert ours[rows // 2].item() == NON_FINITE_TOKEN
     assert torch.equal(our_positions, expected_positions)
     finite = ours >= 0  # where logits are not, the state holds any token

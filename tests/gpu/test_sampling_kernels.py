@@ -12,10 +12,10 @@ import torch
 from asyncllm import SamplingParams
 from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.packed_step import Feature
-from asyncllm.worker.sampler import Sampler, sample_slots_torch
+from asyncllm.worker.packed_step import NO_FEATURE
+from asyncllm.worker.sampler import sample_fully, sample_slots_torch
 from asyncllm.worker.slot_changes import LEAST_TOP_P
-from asyncllm.worker.token_masks import NO_MASK, RowMasks, apply_masks_torch
+from asyncllm.worker.token_masks import NO_MASK, RowMasks
 from tests.sampling.test_distributions import MAX_SCORE, SINGLES, expected, make_logits, score
 
 triton = pytest.importorskip("triton")
@@ -275,13 +275,13 @@ def test_a_row_draws_the_same_whoever_is_beside_it_and_whatever_type_its_logits_
     logits = (torch.randn(len(params), vocab) * 3).to(BF16).to(DEVICE)
     slots = torch.arange(1, len(params) + 1, device=DEVICE).int()
     state = make_state(params, vocab)
-    sampler = Sampler(state, sample_slots_triton, apply_masks_torch)
-    together = sampler.plain(logits, slots, None).tolist()
-    in_full = sampler.full(logits, slots, None, Feature(0), None).tolist()
+    together = sample_slots_triton(state, logits, slots, None, None).tolist()
+    in_full = sample_fully(sample_slots_triton, state, logits, slots, None, NO_FEATURE, None)
     alone = [
-        sampler.plain(logits[i : i + 1], slots[i : i + 1], None).item() for i in range(len(params))
+        sample_slots_triton(state, logits[i : i + 1], slots[i : i + 1], None, None).item()
+        for i in range(len(params))
     ]
-    assert together == in_full == alone
+    assert together == in_full.tolist() == alone
 
 
 @pytest.mark.skipif(not ON_GPU, reason="takes minutes in an interpreter")

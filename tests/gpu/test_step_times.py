@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from asyncllm.types import StepResult
-from asyncllm.worker.executor import Collect, StreamExecutor
-from asyncllm.worker.step_timer import DeviceTimes
+from asyncllm.worker.executor import Collect, DeviceTimes, StreamExecutor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -174,11 +174,13 @@ def test_slots_are_written_as_by_the_reference() -> None:
         entries = np.stack([places // 9, places % 9, rng.integers(1, 99, num_entries)])
         packed = torch.from_numpy(records.view(np.int32).reshape(num_records, RECORD_WORDS))
         changes = (packed.to(device), torch.from_numpy(entries.astype(np.int32)).to(device))
-        some = tuple(tensor if tensor.numel() else None for tensor in changes)
-        padded = (pad(changes[0], (0, 0, 0, 90)), pad(changes[1], (0, 700)))  # as the inbox has it
+        padded = (
+            pad(changes[0], (0, 0, 0, 90)),
+            pad(changes[1], (0, 700)),
+        )  # as static inputs have them
         expected, *states = (DeviceState(200, 9, 10, device) for _ in range(3))
-        write_slots_torch(expected, *some)
-        write_slots_triton(states[0], *some)
+        write_slots_torch(expected, *changes)
+        write_slots_triton(states[0], *changes)
         write_slots_triton(states[1], *padded)
         for state in states:
             for name in ("last_tokens", "positions", "prompt_lens", "top_ks", "seeds"):

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.decode_kernels import LAYERS, DecodeKernel, DecodeStep
+from asyncllm.graphs.decode_graphs import LAYERS, DecodeGraphs, DecodeKernel, DecodeStep
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels.autotune import LEAST_GAIN, quickest
 from tests.worker.recorded_graph import RecordedGraph
@@ -47,10 +46,12 @@ def timed(times: Times) -> Callable[[torch.Tensor, Sequence[Callable[[], None]]]
     return autotune
 
 
-def slots(number: int) -> tuple[torch.Tensor, Callable[[], object]]:
-    """So many, and what clears them."""
+def slots(
+    number: int, make_graph: Callable[[], RecordedGraph] = RecordedGraph
+) -> tuple[torch.Tensor, GraphPool]:
+    """So many, and a pool that clears them."""
     tensor = torch.zeros(number, dtype=torch.int32)
-    return tensor, tensor.zero_
+    return tensor, GraphPool(make_graph, clear=tensor.zero_)
 
 
 def run(graphs: DecodeGraphs, size: int) -> int:
@@ -68,7 +69,6 @@ def test_each_size_has_its_quickest(caplog: pytest.LogCaptureFixture) -> None:
     graphs = DecodeGraphs(
         plus(100, sizes["layers"]),
         *slots(8),
-        GraphPool(RecordedGraph),
         [
             DecodeKernel("few", plus(200, sizes["few"]), range(1, 5)),
             DecodeKernel("even", plus(300, sizes["even"]), range(2, 7, 2)),
@@ -98,9 +98,7 @@ def test_who_was_timed_and_not_kept_is_gone() -> None:
         return graph
 
     other = DecodeKernel("other", plus(2, []), range(1, 9))
-    graphs = DecodeGraphs(
-        plus(1, []), *slots(4), GraphPool(make_graph), [other], timed({4: [1, 2]})
-    )
+    graphs = DecodeGraphs(plus(1, []), *slots(4, make_graph), [other], timed({4: [1, 2]}))
     graphs.capture(4)
     layers, other = made
     assert layers() is not None and other() is None
@@ -122,7 +120,7 @@ def test_what_a_kept_graph_uses_stays_where_its_way_fails_for_another_size(
     used = weakref.ref(buffers)
     others = [DecodeKernel("other", buffers.step, range(1, 9))]
     autotune = timed({4: [2, 1]})
-    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), others, autotune)
+    graphs = DecodeGraphs(plus(1, []), *slots(4), others, autotune)
     graphs.capture(4)
     del buffers, others
     graphs.capture(2)
@@ -138,7 +136,7 @@ def test_a_way_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixt
         raise RuntimeError("CUDA error 720")
 
     other = DecodeKernel("broken", broken, range(1, 9))
-    graphs = DecodeGraphs(plus(1, []), *slots(4), GraphPool(RecordedGraph), [other])
+    graphs = DecodeGraphs(plus(1, []), *slots(4), [other])
     for size in (4, 2):
         graphs.capture(size)
     assert graphs.implementations == {LAYERS: [2, 4]} and calls == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -21,11 +22,12 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[Served]:
+def served(*flags: str, model: str = MODEL, **environment: str) -> Iterator[Served]:
     """On a port that the system chooses: one that was free a moment ago may be taken now."""
-    command = [sys.executable, "-m", "asyncllm", "serve", MODEL, "--port", "0"]
+    command = [sys.executable, "-m", "asyncllm", "serve", model, "--port", "0"]
     command += ["--swap-space", "0", "--num-gpu-blocks-override", "100", "--device", "cpu", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    variables = os.environ | environment
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         try:
             said = ""
             assert process.stdout is not None

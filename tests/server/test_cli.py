@@ -84,7 +84,7 @@ def test_every_kind_of_flag() -> None:
 
 def test_every_field_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(["serve", "--help"])
+        cli.main(["serve", "--help=all"])
     assert end.value.code == 0
     text = capsys.readouterr().out
     for record in (EngineArgs, ServerArgs):

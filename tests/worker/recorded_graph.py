@@ -77,9 +77,9 @@ class ForgetfulGraph(RecordedGraph):
 class ForgetfulPool(GraphPool):
     """Of recorded graphs: whichever runs, the outputs of all are lost."""
 
-    def __init__(self, before_capture: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, **hooks: Callable[[], object]) -> None:
         self._outputs: list[torch.Tensor] = []
-        super().__init__(partial(ForgetfulGraph, self._outputs), before_capture)
+        super().__init__(partial(ForgetfulGraph, self._outputs), **hooks)
 
     def record(self, run: Callable[[], Outputs]) -> Recorded:
         recorded = super().record(run)

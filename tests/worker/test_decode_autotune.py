@@ -12,7 +12,7 @@ import torch
 from asyncllm import LLM, SamplingParams
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.engine import engine_steps
-from asyncllm.graphs.decode_kernels import DecodeKernel
+from asyncllm.graphs.decode_graphs import DecodeKernel
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.worker import decode_kernels, step_captures
 from asyncllm.worker.decode_autotune import CONTEXT_TOKENS, NUM_ROUNDS, DecodeAutotune

@@ -33,7 +33,7 @@ from asyncllm.models.layers.embedding import Embedding
 from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.worker import kernels, static_inputs, step_captures, worker
 from asyncllm.worker.device_state import fill_decodes_torch
-from asyncllm.worker.packed_step import SlotChanges, StepTokens
+from asyncllm.worker.packed_step import PackedStep, SlotChanges
 from tests.engine.builders import finish, make_request, make_scheduler
 from tests.worker.recorded_graph import ForgetfulGraph, ForgetfulPool, RecordedGraph
 
@@ -341,11 +341,12 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
     positions = np.concatenate([np.arange(start, start + n) for n in lens])
     slots = pages.repeat(lens) * 16 + positions
     ids = np.arange(start + 1, start + num_tokens + 1)
-    step = StepTokens(
-        decode_slots=np.zeros(0, np.int32),
-        decode_positions=np.zeros(0, np.int32),
-        tokens=np.stack((positions, np.full(num_tokens, 9), ids)).astype(np.int32),
-        write_slots=slots,
+    nothing = np.zeros(0, np.int32)
+    step = PackedStep(
+        decode_slots=nothing,
+        decode_positions=nothing,
+        sampled_slots=nothing,
+        tokens=np.stack((ids, positions, np.full(num_tokens, 9), slots)).astype(np.int32),
         samples=np.zeros((3, 0), np.int32),
         prefills=PrefillRows(
             ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
@@ -395,8 +396,8 @@ def test_a_captured_step_with_prompts_is_one_copy_and_two_replays(
         plan = scheduler.plan()
         assert plan is not None
         inputs = runner._packer.pack(plan)
-        assert inputs.tokens is not None
-        graph = runner.mixed.graph_shape(inputs.tokens)
+        assert inputs.has_prompts
+        graph = runner.mixed.graph_shape(inputs)
         assert graph is not None
         launched.names.clear()
         with launched:
@@ -422,7 +423,7 @@ def test_captured_decodes_are_told_what_changed(
     while plan := scheduler.plan():
         inputs = runner._packer.pack(plan)
         launched.names.clear()
-        if inputs.tokens is None:
+        if not inputs.has_prompts:
             with launched:
                 runner._sampling.run(inputs, plan, runner._forward(inputs, None))
             assert launched.names.pop() == "aten.slice.Tensor"
@@ -459,7 +460,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
         }
         with torch.inference_mode():
             if captured == "samples":
-                runner.mixed.capture_sampling(3, GraphPool(RecordedGraph))
+                runner.mixed.capture_sampling(3, ours._captures._pool)
             else:
                 graphs[captured].capture({"prefills": 12}.get(captured, 3))
         for layer, before in zip(runner._cache.layers, pages, strict=True):
@@ -488,7 +489,7 @@ def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:
         return (slots + 1,)
 
     slots = torch.zeros(4, dtype=torch.int32)
-    graphs = DecodeGraphs(step, slots, slots.zero_, GraphPool(RecordedGraph))
+    graphs = DecodeGraphs(step, slots, GraphPool(RecordedGraph, clear=slots.zero_))
     with pytest.raises(MemoryError):
         graphs.capture(4)
     assert RecordedGraph.open == 0 and gc.isenabled()

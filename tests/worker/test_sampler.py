@@ -15,16 +15,16 @@ from asyncllm.types import NO_TOKEN_LEFT, NON_FINITE_TOKEN, Request, Sequence
 from asyncllm.worker.device_state import DeviceState, gather_slots_torch
 from asyncllm.worker.packed_step import PLAIN, Feature
 from asyncllm.worker.sampler import (
-    Sampler,
     cutoffs,
     gather_logprobs,
     gumbel_noise,
+    sample_fully,
     sample_slots_torch,
 )
 from asyncllm.worker.slot_changes import write_slots_torch
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.step_packer import StepPacker
-from asyncllm.worker.token_masks import NO_MASK, RowMasks, apply_masks_torch
+from asyncllm.worker.token_masks import NO_MASK, RowMasks
 from tests.sampling.reference import filtered
 
 VOCAB = 40
@@ -37,7 +37,6 @@ class Rig:
     def __init__(self, *params: SamplingParams, outputs: list[int] | None = None) -> None:
         self.packer = StepPacker(num_slots=len(params) + 1, block_size=4)
         self.state = DeviceState(len(params) + 1, 8, VOCAB, CPU)
-        self.sampler = Sampler(self.state, sample_slots_torch, apply_masks_torch)
         self.seqs = [self._sequence(i, p, outputs or []) for i, p in enumerate(params)]
         self.inits = tuple(
             SlotInit(s, s.slot, [1], len(s.token_ids) - 1, list(s.token_ids)) for s in self.seqs
@@ -63,18 +62,22 @@ class Rig:
         if plan.needs_host:
             extras = extras._replace(edits=self.packer.pack_edits(inputs))
         tensors = Staging(CPU).upload(extras)
-        packed = inputs.changes.records, inputs.changes.entries
-        changes = (None if array is None else torch.from_numpy(array.copy()) for array in packed)
-        write_slots_torch(self.state, *changes)
+        if plan.slot_inits:
+            records, entries = inputs.changes.records, inputs.changes.entries
+            assert records is not None and entries is not None
+            write_slots_torch(self.state, torch.tensor(records), torch.tensor(entries))
         self.state.apply(tensors)
         self.inits = ()
         slots = torch.tensor([s.slot for s in self.seqs])
         positions = torch.tensor([len(s.token_ids) for s in self.seqs], dtype=torch.int32)
         gather_slots_torch(self.state, slots)
         if inputs.features & ~PLAIN:
-            tokens = self.sampler.full(logits, slots, positions, inputs.features, tensors.edits)
+            tokens = sample_fully(
+                sample_slots_torch, self.state, logits, slots, positions, inputs.features,
+                tensors.edits,
+            )  # fmt: skip
         else:
-            tokens = self.sampler.plain(logits, slots, positions)
+            tokens = sample_slots_torch(self.state, logits, slots, positions, None)
         return tokens.tolist()
 
 
@@ -248,9 +251,11 @@ def test_masked_rows_sampled_plainly_are_those_of_the_full_way(in_slots: bool) -
             rig.state.positions[slots] = positions
         masks = RowMasks(of_row, bits)
         if plainly:
-            tokens = rig.sampler.plain(logits, slots, given, masks)
+            tokens = sample_slots_torch(rig.state, logits, slots, given, masks)
         else:
-            tokens = rig.sampler.full(logits, slots, given, Feature.MASK, None, masks)
+            tokens = sample_fully(
+                sample_slots_torch, rig.state, logits, slots, given, Feature.MASK, None, masks
+            )
         results.append((tokens, rig.state.last_tokens, rig.state.positions))
     (ours, *our_state), (expected, *expected_state) = results
     assert torch.equal(ours, expected)

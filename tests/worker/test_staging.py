@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncllm.worker.packed_step import LogitEdits, SamplingExtras
-from asyncllm.worker.staging import ALIGNMENT_BYTES, Staging, Twins
+from asyncllm.worker.staging import Staging, Twins
 
 
 def test_what_comes_out_is_what_went_in() -> None:
@@ -15,7 +15,7 @@ def test_what_comes_out_is_what_went_in() -> None:
     twins = Twins(torch.device("cpu"), 4096)
     for _ in range(50):
         shapes = [(1,), (2, 3), (0,), (5,), (7,), (1, 4), (16,), (3, 0)]
-        dtypes = rng.choice(["int32", "int64", "float32"], len(shapes))
+        dtypes = rng.choice(["int32", "float32"], len(shapes))
         arrays = [
             rng.integers(0, 1 << 30, shape).astype(dtype)
             for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -24,21 +24,21 @@ def test_what_comes_out_is_what_went_in() -> None:
             assert tensor.numpy().dtype == array.dtype
             np.testing.assert_array_equal(tensor.numpy(), array)
             if array.size:  # kernels are compiled for aligned pointers
-                assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+                assert tensor.data_ptr() % 16 == 0
 
 
 def test_a_type_that_no_step_has_is_an_error() -> None:
     twins = Twins(torch.device("cpu"), 64)
     with pytest.raises(AssertionError, match="type"):
-        twins.copy([np.zeros(3)])
+        twins.copy([np.zeros(3, np.int64)])
 
 
 def test_records_come_back_with_tensors_in_their_places() -> None:
-    edits = LogitEdits(*(np.arange(i, i + 3) for i in range(5)))
+    edits = LogitEdits(*(np.arange(i, i + 3, dtype=np.int32) for i in range(5)))
     extras = SamplingExtras(edits=edits, prompt_targets=np.array([7, 8], np.int32))
     uploaded = Staging(torch.device("cpu")).upload(extras)
     assert isinstance(uploaded, SamplingExtras) and isinstance(uploaded.edits, LogitEdits)
     for array, tensor in zip(edits, uploaded.edits, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), array)
     assert uploaded.prompt_targets.tolist() == [7, 8]
-    assert uploaded.penalties is uploaded.allowed is uploaded.logprob_ids is None
+    assert uploaded.prompt_tokens is uploaded.allowed is uploaded.logprob_ids is None

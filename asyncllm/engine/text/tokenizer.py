@@ -22,12 +22,8 @@ from asyncllm.engine.text.hf_tokenizer import load_hf_tokenizer
 from asyncllm.engine.text.split_pattern import split_pattern
 from asyncllm.engine.text.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.hub.files import VOCABULARY_FILES
 
-# At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
-VOCABULARY_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
-    "sentencepiece.bpe.model",
-)  # fmt: skip
 # Arguments of a tokenizer that hold paths, or say how it was loaded.
 _HOW_LOADED = {
     "vocab_file", "merges_file", "tokenizer_file", "tokenizer_object", "name_or_path", "cache_dir",

@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 
 from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start, current_stream
-from asyncllm.kernels.records import Attend, AttendRows, AttentionLayer, DecodeRows, Rotation
+from asyncllm.kernels.records import (
+    AttendProjected,
+    AttendRows,
+    AttentionLayer,
+    DecodeRows,
+    Rotation,
+)
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
@@ -58,6 +64,8 @@ def limit(layer: AttentionLayer, dtype: torch.dtype, block_size: int) -> str | N
     limits = (
         (dtype is torch.bfloat16, str(dtype)),
         (layer.window is None, f"a window of {layer.window}"),
+        (layer.soft_cap is None, f"a soft cap of {layer.soft_cap}"),
+        (layer.sinks is None, "sinks"),
         (layer.head_dim in HEAD_DIMS, f"head_dim {layer.head_dim}"),
         (group <= MAX_GROUP, f"{group} query heads of one KV head"),
         (block_size % TILE == 0, f"block_size {block_size}"),
@@ -110,7 +118,7 @@ class BalancedDecode:
         self._parts = torch.empty(parts, dtype=torch.float32, device=device)
         self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
 
-    def decode(self, rows: DecodeRows) -> Attend:
+    def decode(self, rows: DecodeRows) -> AttendProjected:
         """From the projection on. Capturable.
 
         Reads rows and rotation before the projection has ended, which itself may start early: they

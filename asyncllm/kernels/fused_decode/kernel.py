@@ -16,7 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.kernels.online_softmax import LOG2_E, add_tile, start_softmax
+from asyncllm.kernels.online_softmax import (
+    LOG2_E,
+    add_sink,
+    add_tile,
+    scaled_scores,
+    start_softmax,
+)
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.records import AttentionLayer, Rotation
 
@@ -94,11 +100,12 @@ def _merge_splits(out, partial_ptr, lse_ptr, first_head, num_active, GROUP: tl.c
 @triton.jit(do_not_specialize=["num_splits"])
 def _fused_decode(
     qkv_ptr, cache_ptr, tables_ptr, positions_ptr, rows_ptr, cos_sin_ptr, q_weight_ptr,
-    k_weight_ptr, out_ptr, partial_ptr, lse_ptr, counts_ptr,
-    eps, scale_log2, table_stride, page_stride, kv_stride, num_splits,
+    k_weight_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr, counts_ptr,
+    eps, scale, table_stride, page_stride, kv_stride, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
     row = tl.program_id(1)
@@ -180,11 +187,16 @@ def _fused_decode(
         )  # fmt: skip
 
         scores = tl.dot(q1, tl.trans(tile_k1))
-        scores = tl.dot(q2, tl.trans(tile_k2), scores) * scale_log2  # [GROUP_PADDED, TILE]
+        scores = tl.dot(q2, tl.trans(tile_k2), scores)  # [GROUP_PADDED, TILE]
+        scores = scaled_scores(scores, scale, SOFT_CAP, LOG2_E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a split holds a key that is seen.
         best, total, acc = add_tile(scores, tile_v, best, total, acc)
 
+    if HAS_SINKS:  # once in a row: in its first split
+        has_sink = (member < GROUP) & (split == 0)
+        sinks = tl.load(sinks_ptr + head, has_sink, other=float("-inf")).to(tl.float32)
+        best, total, acc = add_sink(sinks * LOG2_E, best, total, acc)
     in_out = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     in_row = head[:, None] * HEAD_DIM + column[None, :]
     acc = acc / total[:, None]
@@ -249,14 +261,15 @@ class FusedDecode:
         q_norm, k_norm = (norm.q_weight, norm.k_weight) if norm is not None else (None, None)
         _fused_decode[(layer.num_kv_heads, num_rows, num_splits)](
             qkv, cache, block_tables, positions, rotation.rows, rotation.cos_sin,
-            q_norm, k_norm, out, self._partial, self._lse, self._counts,
-            norm.eps if norm is not None else 0.0, layer.scale * LOG2_E,
+            q_norm, k_norm, layer.sinks, out, self._partial, self._lse, self._counts,
+            norm.eps if norm is not None else 0.0, layer.scale,
             block_tables.stride(0), cache.stride(0), cache.stride(1), num_splits,
             NUM_KV_HEADS=layer.num_kv_heads, GROUP=group,
             GROUP_PADDED=max(MIN_DOT, triton.next_power_of_2(group)),
             HALF=head_dim // 2, PADDED=dim_padded // 2,
             BLOCK_SIZE=cache.shape[2], TILE=min(TILE, TILE_ELEMENTS // dim_padded),
-            WINDOW=layer.window, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None,
+            WINDOW=layer.window, SOFT_CAP=layer.soft_cap, HAS_SINKS=layer.sinks is not None,
+            LOG2_E=LOG2_E, SPLITS=MAX_SPLITS, HAS_NORM=norm is not None,
             num_warps=4, **self._launch_flags,
         )  # fmt: skip
         return out

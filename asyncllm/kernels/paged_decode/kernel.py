@@ -16,7 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.kernels.online_softmax import LOG2_E, add_tile, start_softmax
+from asyncllm.kernels.online_softmax import (
+    LOG2_E,
+    add_sink,
+    add_tile,
+    scaled_scores,
+    start_softmax,
+)
 
 TILE = 64  # keys that a program takes at a time
 TILE_ELEMENTS = 8192  # its head_dims together, at most: two tiles in flight are then 64 KiB
@@ -37,11 +43,12 @@ def _tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _attend_split(
-    q_ptr, cache_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, lse_ptr,
-    q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, num_splits,
+    q_ptr, cache_ptr, tables_ptr, lengths_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
+    q_stride, table_stride, page_stride, kv_stride, out_stride, scale, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One split of a row and group of heads. WHOLE: there is no other, this is the row's output."""
     group = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
@@ -82,11 +89,15 @@ def _attend_split(
         token += TILE
         page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
 
-        scores = tl.dot(q, tl.trans(k)) * scale_log2  # [GROUP_PADDED, TILE]
+        scores = scaled_scores(tl.dot(q, tl.trans(k)), scale, SOFT_CAP, LOG2_E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a split holds a key that is seen.
         best, total, acc = add_tile(scores, v, best, total, acc)
 
+    if HAS_SINKS:  # once in a row: in its first split
+        has_sink = (member < GROUP) & (split == 0)
+        sinks = tl.load(sinks_ptr + head, has_sink, other=float("-inf")).to(tl.float32)
+        best, total, acc = add_sink(sinks * LOG2_E, best, total, acc)
     acc = acc / total[:, None]
     if WHOLE:
         tl.store(out_ptr + row * out_stride + in_row, acc.to(out_ptr.dtype.element_ty), in_q)
@@ -135,13 +146,16 @@ def paged_decode(
     scale: float,
     window: int | None,
     num_sms: int,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of one query token per row over its pages, into `out`.
 
     q, out: [rows, heads, head_dim] in half precision. Rows may be strided; the last two dimensions
     are contiguous. cache: [pages, 2, block_size, kv_heads, head_dim], one layer's, contiguous.
     block_tables: int32 [rows, pages per sequence]. lengths: int32 or uint32, one per row: the keys
-    that it sees, at least 1. `window`: a row sees its last so many keys only.
+    that it sees, at least 1. `window`: a row sees its last so many keys only. soft_cap, sinks: see
+    `AttentionLayer`.
 
     Only enqueues, and decides nothing by what the tensors hold: it may be captured.
     """
@@ -161,13 +175,13 @@ def paged_decode(
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     _attend_split[(num_groups, num_rows, num_splits)](
-        q, cache, block_tables, lengths, out, partial, lse,
+        q, cache, block_tables, lengths, sinks, out, partial, lse,
         q.stride(0), block_tables.stride(0), cache.stride(0), cache.stride(1), out.stride(0),
-        scale * LOG2_E, num_splits,
+        scale, num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
-        TILE=tile, WINDOW=window, WHOLE=num_splits == 1,
-        num_warps=4, num_stages=3,  # two tiles in flight
+        TILE=tile, WINDOW=window, SOFT_CAP=soft_cap, HAS_SINKS=sinks is not None,
+        LOG2_E=LOG2_E, WHOLE=num_splits == 1, num_warps=4, num_stages=3,  # two tiles in flight
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits[(num_heads, num_rows)](

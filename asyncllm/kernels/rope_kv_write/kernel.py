@@ -20,7 +20,7 @@ import triton.language as tl
 
 from asyncllm.kernels.declaration import Start
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.kernels.records import AttentionLayer, HeadNorm, Rotation
+from asyncllm.kernels.records import AttentionLayer, HeadNorm, RotatedHeads, Rotation
 
 MAX_HEADS_PER_PROGRAM = 16
 FEW_TOKENS = 64  # up to here one program per head: a small step must still fill the GPU
@@ -87,8 +87,8 @@ def _heads_kernel(
 
 def rotate_and_write(
     layer: AttentionLayer,
-    qkv: torch.Tensor,
-    rotation: Rotation,
+    qkv: torch.Tensor | RotatedHeads,
+    rotation: Rotation | None,
     cache: torch.Tensor,
     slots: torch.Tensor,
     q: torch.Tensor | None = None,
@@ -99,6 +99,9 @@ def rotate_and_write(
     contiguous; slots: int64 [tokens], flat positions page * block_size + offset. `q`: where to
     put q; a new tensor if None.
     """
+    if isinstance(qkv, RotatedHeads):
+        return _write_rotated(layer, qkv, cache, slots, q)
+    assert rotation is not None
     num_tokens, all_heads, head_dim = qkv.shape
     if q is None:
         q = qkv.new_empty((num_tokens, layer.num_heads, head_dim))
@@ -115,6 +118,77 @@ def rotate_and_write(
         HAS_NORM=norm is not None, num_warps=1 if heads == 1 else 4, **launch_flags(qkv.device),
     )  # fmt: skip
     return q
+
+
+@triton.jit
+def _rotated_kernel(
+    q_ptr, k_ptr, v_ptr, q_out_ptr, cache_ptr, slots_ptr,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    page_stride, kv_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GIVEN_KV_HEADS: tl.constexpr, GIVEN_GROUP: tl.constexpr, GIVEN_DIM: tl.constexpr,
+    GIVEN_V_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """As _heads_kernel without its arithmetic, and with zeros behind what is given."""
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
+    column = tl.arange(0, PADDED)[None, :]
+    is_q = head < NUM_HEADS
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    slot = tl.load(slots_ptr + token)
+    of_q = head // GROUP * GIVEN_GROUP + head % GROUP  # its place among the given ones
+    has_q = is_q & (head // GROUP < GIVEN_KV_HEADS) & (head % GROUP < GIVEN_GROUP)
+    q = tl.load(
+        q_ptr + token * q_stride + of_q * q_head_stride + column,
+        has_q & (column < GIVEN_DIM), other=0.0,
+    )  # fmt: skip
+    target = q_out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + column
+    tl.store(target, q, is_q & (column < HEAD_DIM))
+
+    of_k = head - NUM_HEADS
+    k = tl.load(
+        k_ptr + token * k_stride + of_k * k_head_stride + column,
+        is_k & (of_k < GIVEN_KV_HEADS) & (column < GIVEN_DIM), other=0.0,
+    )  # fmt: skip
+    position = (slot // BLOCK_SIZE) * page_stride + (slot % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    kv = cache_ptr + position + column
+    tl.store(kv + of_k * HEAD_DIM, k, is_k & (column < HEAD_DIM))
+    of_v = of_k - NUM_KV_HEADS
+    is_v = is_v & (of_v < NUM_KV_HEADS)
+    v = tl.load(
+        v_ptr + token * v_stride + of_v * v_head_stride + column,
+        is_v & (of_v < GIVEN_KV_HEADS) & (column < GIVEN_V_DIM), other=0.0,
+    )  # fmt: skip
+    tl.store(kv + kv_stride + of_v * HEAD_DIM, v, is_v & (column < HEAD_DIM))
+
+
+def _write_rotated(
+    layer: AttentionLayer,
+    heads: RotatedHeads,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_out: torch.Tensor | None,
+) -> torch.Tensor:
+    """`rotate_and_write` of heads that are rotated."""
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in heads)
+    num_tokens, kv_heads, head_dim = len(q), layer.num_kv_heads, layer.head_dim
+    if q_out is None:
+        q_out = q.new_empty((num_tokens, layer.num_heads, head_dim))
+    all_heads, per_program = layer.num_heads + 2 * kv_heads, 1
+    if num_tokens > FEW_TOKENS:
+        per_program = min(triton.next_power_of_2(all_heads), MAX_HEADS_PER_PROGRAM)
+    _rotated_kernel[(num_tokens, triton.cdiv(all_heads, per_program))](
+        q, k, v, q_out, cache, slots,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cache.stride(0), cache.stride(1),
+        NUM_KV_HEADS=kv_heads, GROUP=layer.num_heads // kv_heads, HEAD_DIM=head_dim,
+        GIVEN_KV_HEADS=k.shape[1], GIVEN_GROUP=q.shape[1] // k.shape[1], GIVEN_DIM=q.shape[2],
+        GIVEN_V_DIM=v.shape[2], PADDED=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=cache.shape[2], HEADS=per_program, num_warps=1 if per_program == 1 else 4,
+    )  # fmt: skip
+    return q_out
 
 
 def prewarm(start: Start) -> Iterator[Callable[[], object]]:

@@ -24,12 +24,7 @@ from asyncllm.kernels.sampling.filters import (
     may_filter,
     summarise_block,
 )
-from asyncllm.kernels.sampling.logits import (
-    apply_masks_triton,
-    gumbel_noise,
-    load_logits,
-    open_penalties,
-)
+from asyncllm.kernels.sampling.logits import gumbel_noise, load_logits, open_penalties
 from asyncllm.types import NON_FINITE_TOKEN
 
 BLOCK = 4096  # logits per program: 32 of them for a row of 128k, so that one row fills the GPU
@@ -214,23 +209,16 @@ def sample_slots_triton(
 
 
 def prewarm(start: Start) -> Iterator[Callable[[], object]]:
-    """One row, in each way that a step may sample."""
-    # In float32 after `Sampler.full` has edited the logits, which masks them by itself.
-    variants = [(start.dtype, False), (start.dtype, True), (torch.float32, False)]
-    yield from (partial(_sample_zeros, start, *variant) for variant in dict.fromkeys(variants))
-    vocab_size = start.sizes.vocab_size
-    yield lambda: apply_masks_triton(
-        start.zeros(1, vocab_size, dtype=torch.float32), _masks_of_zeros(start)
+    """One row, masked or not; in float32 where `sample_fully` has edited the logits."""
+    dtypes = dict.fromkeys((start.dtype, torch.float32))
+    yield from (
+        partial(_sample_zeros, start, each, masked) for each in dtypes for masked in (False, True)
     )
 
 
 def _sample_zeros(start: Start, dtype: torch.dtype, is_masked: bool) -> None:
     vocab_size, slots = start.sizes.vocab_size, start.zeros(1)
-    logits = start.zeros(1, vocab_size, dtype=dtype)
-    masks = _masks_of_zeros(start) if is_masked else None
+    logits, masks = start.zeros(1, vocab_size, dtype=dtype), None
+    if is_masked:  # every token is allowed
+        masks = RowMasks(start.zeros(1), start.zeros(1, -(-vocab_size // 32)) - 1)
     sample_slots_triton(start.new_state(1, vocab_size), logits, slots, slots, masks)
-
-
-def _masks_of_zeros(start: Start) -> RowMasks:
-    """They allow every token."""
-    return RowMasks(start.zeros(1), start.zeros(1, -(-start.sizes.vocab_size // 32)) - 1)

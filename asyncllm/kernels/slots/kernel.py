@@ -164,20 +164,13 @@ def record_words(state: SlotState) -> int:
     return num_words + num_words % 2
 
 
-def write_slots_triton(
-    state: SlotState, records: torch.Tensor | None, entries: torch.Tensor | None
-) -> None:
+def write_slots_triton(state: SlotState, records: torch.Tensor, entries: torch.Tensor) -> None:
     """`WriteSlots` in one kernel."""
-    words = record_words(state)
-    assert records is None or records.shape[1] == words
-    num_records = 0 if records is None else len(records)
-    num_entries = 0 if entries is None else entries.shape[1]
-    num_blocks = triton.cdiv(max(num_records, num_entries), CHANGES_BLOCK)
-    _write_slots[(num_blocks, 1 if records is None else 2)](
-        state.positions if records is None else records,
-        state.positions if entries is None else entries,
-        state.last_tokens, state.positions, state.prompt_lens, state.top_ks, state.seeds,
-        state.float_params, state.block_tables, num_records, num_entries,
+    words, num_records, num_entries = record_words(state), len(records), entries.shape[1]
+    assert records.shape[1] == words
+    _write_slots[(triton.cdiv(max(num_records, num_entries), CHANGES_BLOCK), 2)](
+        records, entries, state.last_tokens, state.positions, state.prompt_lens, state.top_ks,
+        state.seeds, state.float_params, state.block_tables, num_records, num_entries,
         state.float_params.shape[1], state.block_tables.shape[1], WORDS=words,
         FIRST_INT=FIRST_INT, FIRST_FLOAT=FIRST_FLOAT, NUM_FLOATS=len(state.float_params),
         BLOCK=CHANGES_BLOCK,

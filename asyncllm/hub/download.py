@@ -1,0 +1,224 @@
+"""A model by its name on the hub: from the cache, else downloaded by huggingface_hub.
+
+What is downloaded is chosen from the hub's list, must fit on the disk, and is compared with the
+list's sizes and hashes; until all of it was, the cache does not count as holding it. A connection
+that breaks is taken up where it broke. It blocks: call it before an event loop runs, or in a
+thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.hub.cache import (
+    COMMIT,
+    Repo,
+    find_snapshot,
+    snapshot_folder,
+    storage_folder,
+    unverified_mark,
+)
+from asyncllm.hub.files import CONFIG_FILE, Part, is_small, missing_parts, weight_files
+from asyncllm.hub.listing import Listing, RemoteFile, hub_error, read_listing
+
+logger = logging.getLogger("asyncllm")
+
+NUM_THREADS = 4  # files at a time
+PIECE_BYTES = 1 << 20
+_ETAG = re.compile(r'(W/)?"?[\w-]+"?')
+
+
+def find_or_download(repo: Repo, cache: Path, needs: Collection[Part]) -> Path:
+    """The folder of a model that has the needed parts. Raises `ModelLoadError`.
+
+    A download also brings the small files of the other parts.
+    """
+    found = find_snapshot(cache, repo)
+    lacking = list(needs) if found is None else missing_parts(found, needs)
+    if found is not None and not lacking:
+        return found
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
+        what = f"only without its {' and '.join(lacking)}" if found is not None else "not"
+        raise ModelLoadError(f"{repo} is {what} in {cache}, and HF_HUB_OFFLINE forbids to ask")
+    return download(repo, cache, with_weights="weights" in needs)
+
+
+def download(repo: Repo, cache: Path, with_weights: bool = True) -> Path:
+    """Ask the hub, download what is not there yet and verify all; the snapshot's folder.
+
+    Raises `ModelLoadError`.
+    """
+    listing = read_listing(repo)
+    if CONFIG_FILE not in listing.files:
+        raise ModelLoadError(f"{repo}: holds no {CONFIG_FILE}, which a model of transformers' has")
+    work = _Download(repo, cache, listing)
+    mark = unverified_mark(cache, repo, listing.commit)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    with _checked_answers():
+        work.fetch([file for name, file in listing.files.items() if is_small(name)])
+        if with_weights:
+            names = weight_files(work.folder, listing.files, str(repo))
+            work.fetch([listing.files[name] for name in names])
+    _write_ref(cache, repo, listing.commit)
+    mark.unlink(missing_ok=True)
+    return work.folder
+
+
+class _Download:
+    """The files of one commit into its snapshot's folder."""
+
+    def __init__(self, repo: Repo, cache: Path, listing: Listing) -> None:
+        self.folder = snapshot_folder(cache, repo, listing.commit)
+        self._repo = repo
+        self._cache = cache
+        self._commit = listing.commit
+
+    def fetch(self, files: Iterable[RemoteFile]) -> None:
+        """Several at a time; those that are there are verified alone. Raises `ModelLoadError`."""
+        from huggingface_hub.utils.tqdm import tqdm
+
+        files = list(files)
+        absent = [file for file in files if not (self.folder / file.name).exists()]
+        num_bytes = sum(file.size or 0 for file in absent)
+        self._check_space(num_bytes)
+        if not all(is_small(file.name) for file in absent):
+            logger.info("downloading %s: %.3g GB to %s", self._repo, num_bytes / 1e9, self._cache)
+        bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc=str(self._repo), disable=None)
+        stop = Event()
+        part = _part_of(bar, stop)
+        with bar, ThreadPoolExecutor(NUM_THREADS, "asyncllm-download") as threads:
+            running = [threads.submit(self._fetch_one, file, part) for file in files]
+            try:
+                for each in running:
+                    each.result()
+            except BaseException:  # Ctrl-C too: no thread goes on, and no partial file is left
+                stop.set()
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _fetch_one(self, file: RemoteFile, part: type) -> None:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = hf_hub_download(
+                self._repo.name,
+                file.name,
+                revision=self._commit,
+                cache_dir=self._cache,
+                library_name="asyncllm",
+                tqdm_class=part,
+            )
+        except Exception as error:  # httpx's, the library's and OSError have no common base
+            if isinstance(error, ModelLoadError):
+                raise
+            raise hub_error(self._repo, error) from error
+        if Path(path) != self.folder / file.name:
+            raise ModelLoadError(f"{self._repo}: the hub sent {file.name} of another commit")
+        _verify(self._repo, file, Path(path))
+
+    def _check_space(self, num_bytes: int) -> None:
+        folder = next(each for each in (self.folder, *self.folder.parents) if each.exists())
+        free = shutil.disk_usage(folder).free
+        if num_bytes > free:
+            raise ModelLoadError(
+                f"{self._repo}: {num_bytes / 1e9:.3g} GB to download, but {self._cache} has "
+                f"{free / 1e9:.3g} GB left: free some, or choose another --download-dir"
+            )
+
+
+def _verify(repo: Repo, file: RemoteFile, path: Path) -> None:
+    """Removes what is not what the list says, so that it is downloaded again."""
+    algorithm, digest = file.algorithm, file.digest
+    if digest is None:  # a mirror that tells none in its list names the blob by it
+        digest = path.resolve().name
+        algorithm = {64: "sha256", 40: "sha1"}.get(len(digest))
+    size = path.stat().st_size
+    if file.size is not None and size != file.size:
+        problem = f"has {size} bytes, not {file.size}"
+    elif algorithm is None:
+        problem = "cannot be verified: the hub tells no hash"
+    elif (found := _digest(path, algorithm, size)) != digest:
+        problem = f"has the {algorithm} {found}, not {digest}"
+    else:
+        return
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    raise ModelLoadError(f"{repo}: {file.name} {problem}; it was removed")
+
+
+def _digest(path: Path, algorithm: str, size: int) -> str:
+    """sha1 is git's of a blob: with a header in front."""
+    hashed = hashlib.new(algorithm, usedforsecurity=False)
+    if algorithm == "sha1":
+        hashed.update(b"blob %d\0" % size)
+    with path.open("rb") as opened:
+        while piece := opened.read(PIECE_BYTES):
+            hashed.update(piece)
+    return hashed.hexdigest()
+
+
+def _write_ref(cache: Path, repo: Repo, commit: str) -> None:
+    """A branch or tag is known from now on without asking the hub."""
+    if COMMIT.fullmatch(repo.revision):
+        return
+    file = storage_folder(cache, repo) / "refs" / repo.revision
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{commit}")
+    temporary.write_text(commit)
+    temporary.replace(file)
+
+
+@contextmanager
+def _checked_answers() -> Iterator[None]:
+    """huggingface_hub names files by the ETag that the hub sends: it must be no path."""
+    from huggingface_hub import get_session
+
+    def check(response: Any) -> None:
+        if response.request.method == "HEAD":
+            for header in ("ETag", "X-Linked-ETag"):
+                value = response.headers.get(header)
+                if value is not None and not _ETAG.fullmatch(value):
+                    raise ModelLoadError(f"{response.url}: {header} {value[:80]!r} is no hash")
+
+    client = get_session()
+    before = client.event_hooks
+    client.event_hooks = {**before, "response": [*before.get("response", ()), check]}
+    try:
+        yield
+    finally:
+        client.event_hooks = before
+
+
+def _part_of(bar: Any, stop: Event) -> type:
+    """What huggingface_hub makes a file's bar of: it moves the bar of all files, until `stop`."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Part(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if stop.is_set():
+                raise ModelLoadError("the download was stopped")
+            bar.update(n)
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            """Bytes from the network, where those written are counted apart (Xet)."""
+
+        def set_transfer_postfix_str(self, *args: Any, **options: Any) -> None:
+            """Their speed."""
+
+    return Part

@@ -1,0 +1,93 @@
+"""Which files make a model, in a folder and in a repository of the hub. No pickles, no code.
+
+Weights are `model.safetensors` or else the shards that its index names, as `models/checkpoint.py`
+reads them: a repository often holds the same weights a second time in another form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Literal
+
+from asyncllm.errors import ModelLoadError
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+SMALL = re.compile(
+    r"\w[\w.-]*\.(json|jinja|txt|model|tiktoken)|additional_chat_templates/[\w.-]+\.jinja"
+)
+Part = Literal["config", "tokenizer", "weights"]
+
+
+def missing_parts(folder: Path, needs: Iterable[Part]) -> list[Part]:
+    """The needed parts of a model that `folder` does not hold, or not whole."""
+    holds = {"config": _holds_config, "tokenizer": _holds_tokenizer, "weights": _holds_weights}
+    return [part for part in needs if not holds[part](folder)]
+
+
+def is_small(name: str) -> bool:
+    """Configurations, tokenizer and chat templates; the index of the weights too."""
+    return SMALL.fullmatch(name) is not None and not name.startswith("pytorch_model")
+
+
+def weight_files(folder: Path, names: Collection[str], source: str) -> list[str]:
+    """The weights among a repository's `names`; `folder` holds its index, if it has one.
+
+    source: the repository as messages name it. Raises `ModelLoadError` where there are none. GGUF
+    files would be chosen here.
+    """
+    if SINGLE_FILE in names:
+        return [SINGLE_FILE]
+    if INDEX_FILE not in names:
+        raise ModelLoadError(f"{source}: holds no {SINGLE_FILE}{_what_instead(names)}")
+    shards = read_shards(folder / INDEX_FILE)
+    if absent := sorted(set(shards) - set(names)):
+        raise ModelLoadError(f"{source}: lacks {absent[0]}, which its {INDEX_FILE} names")
+    return shards
+
+
+def read_shards(index_file: Path) -> list[str]:
+    """The file names in an index, in order. Raises `ModelLoadError`."""
+    try:
+        shards = set(json.loads(index_file.read_bytes())["weight_map"].values())
+        ordered = sorted(shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelLoadError(f"{index_file}: no weight_map: {error!r}") from error
+    for shard in ordered:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise ModelLoadError(f"{index_file}: {shard!r} is no file name")
+    return ordered
+
+
+def _holds_config(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file()
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in VOCABULARY_FILES)
+
+
+def _holds_weights(folder: Path) -> bool:
+    if (folder / SINGLE_FILE).is_file():
+        return True
+    index = folder / INDEX_FILE
+    return index.is_file() and all((folder / name).is_file() for name in read_shards(index))
+
+
+def _what_instead(names: Iterable[str]) -> str:
+    """Weights in forms that are not read."""
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if pickled:
+        return f", only pickled weights ({pickled[0]}), which are never read: that runs their code"
+    gguf = [name for name in names if name.endswith(".gguf")]
+    return f", only GGUF files ({gguf[0]}), which are not served yet" if gguf else ""

@@ -1,0 +1,139 @@
+"""Soft caps, sinks and heads that a model has rotated, on FlashInfer against torch's attention.
+
+Prefills with a soft cap are modules of their own, which FlashInfer may compile here: a minute each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.attention.base import (
+    AttentionLayer,
+    DecodeRows,
+    PrefillRows,
+    RotatedHeads,
+    Rotation,
+)
+from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.torch_native import TorchAttention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+pytest.importorskip("flashinfer")
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, PAGES = 32, 8, 128, 40
+TOLERANCE = 1e-2  # relative: bf16 output, and bf16 softmax weights
+CAPS = (None, 5.0)
+FEATURES = [(cap, sinks, window) for cap in CAPS for sinks in (0, 1) for window in (None, 100)]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=BF16)
+
+
+def layer_with(soft_cap: float | None, has_sinks: int, window: int | None) -> AttentionLayer:
+    sinks = 2 * random(HEADS) if has_sinks else None
+    return AttentionLayer(0, HEADS, KV_HEADS, HEAD_DIM, 0.2, window, None, soft_cap, sinks)
+
+
+def make_caches(num_pages: int) -> tuple[KVCache, KVCache]:
+    """Two of the same contents."""
+    caches = [
+        KVCache(
+            num_layers=1, num_pages=num_pages, block_size=16, num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM, dtype=BF16, device=CUDA,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    caches[0].layers[0].normal_()
+    caches[1].layers[0].copy_(caches[0].layers[0])
+    return caches[0], caches[1]
+
+
+def error_of(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((ours.float() - reference.float()).norm() / reference.float().norm()).item()
+
+
+def rotated_heads(num_tokens: int, dim: int = HEAD_DIM, v_dim: int = HEAD_DIM) -> RotatedHeads:
+    """Strided as transformers' models have them."""
+    q = random(HEADS, num_tokens, dim).transpose(0, 1)
+    return RotatedHeads(q, random(KV_HEADS, num_tokens, dim).transpose(0, 1),
+                        random(num_tokens, KV_HEADS, v_dim))  # fmt: skip
+
+
+@pytest.mark.parametrize(("soft_cap", "sinks", "window"), FEATURES)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_decode(
+    soft_cap: float | None, sinks: int, window: int | None, rows: int, is_rotated: bool
+) -> None:
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
+
+    layer = layer_with(soft_cap, sinks, window)
+    ours, reference = make_caches(1 + rows * PAGES)
+    tables = (torch.randperm(rows * PAGES, device=CUDA) + 1).view(rows, PAGES).int()
+    positions = torch.randint(0, PAGES * 16, (rows,), device=CUDA, dtype=torch.int32)
+    decodes = DecodeRows(tables, positions)
+    heads: torch.Tensor | RotatedHeads = rotated_heads(rows)
+    rotation = None
+    if not is_rotated:
+        heads = random(rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        angles = torch.rand(PAGES * 16, HEAD_DIM // 2, device=CUDA) * 6
+        rotation = Rotation(positions, torch.cat([angles.cos(), angles.sin()], dim=1))
+    copy = heads if isinstance(heads, RotatedHeads) else heads.clone()
+    expected = TorchAttention(reference).decode(decodes)(layer, copy, rotation)
+    out = FlashInferAttention(ours, [layer]).decode(decodes)(layer, heads, rotation)
+    assert error_of(out, expected) < TOLERANCE
+    assert error_of(ours.layers[0], reference.layers[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize(("soft_cap", "sinks", "window"), FEATURES)
+def test_mixed_step(soft_cap: float | None, sinks: int, window: int | None) -> None:
+    """Two decodes, 40 tokens after 300 old ones, 70 new ones."""
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
+
+    layer = layer_with(soft_cap, sinks, window)
+    cache, _ = make_caches(200)
+    pages = torch.randperm(199)[:160].int() + 1
+    decodes = DecodeRows(
+        pages[:80].view(2, 40).cuda(), torch.tensor([600, 17], device=CUDA, dtype=torch.int32)
+    )
+    prefills = PrefillRows(
+        np.array([0, 40, 110], np.int32), np.array([340, 70], np.int32),
+        np.array([0, 22, 27], np.int32), pages[80:107].numpy(),
+    )  # fmt: skip
+    q = random(112, HEADS, HEAD_DIM)
+    ours, expected = torch.zeros_like(q), torch.zeros_like(q)
+    TorchAttention(cache).mixed(decodes, prefills, q, expected)(layer)
+    FlashInferAttention(cache, [layer]).mixed(decodes, prefills, q, ours)(layer)
+    assert error_of(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+@pytest.mark.parametrize(("group", "kv_heads", "dim", "v_dim"), [(4, 8, 128, 128), (3, 5, 96, 64)])
+def test_rotated_heads_are_written_and_padded(
+    num_tokens: int, group: int, kv_heads: int, dim: int, v_dim: int
+) -> None:
+    from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
+
+    layer = layer_with(None, 0, None)
+    ours, reference = make_caches(40)
+    heads = RotatedHeads(
+        random(group * kv_heads, num_tokens, dim).transpose(0, 1),
+        random(kv_heads, num_tokens, dim).transpose(0, 1),
+        random(num_tokens, kv_heads, v_dim),
+    )
+    slots = torch.randperm(39 * 16, device=CUDA)[:num_tokens] + 16
+    expected = torch.empty(num_tokens, HEADS, HEAD_DIM, device=CUDA, dtype=BF16)
+    TorchAttention(reference).write(layer, heads, None, slots, expected)
+    q = rotate_and_write(layer, heads, None, ours.layers[0], slots)
+    assert torch.equal(q, expected) and torch.equal(ours.layers[0], reference.layers[0])
