@@ -31,6 +31,7 @@ from asyncllm.sampling_limits import shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
@@ -40,6 +41,11 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
+KV_DTYPE_NAMES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
 # 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
 PREFILL_GRAPH_SIZES = tuple(
@@ -60,6 +66,8 @@ class EngineConfig:
     seed: int
     max_model_len: int | None  # None: as much as the model and the KV cache allow
     block_size: int
+    kv_cache_dtype: str  # torch's name of it
+    calculate_kv_scales: bool
     num_gpu_blocks_override: int | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
@@ -121,6 +129,10 @@ class EngineArgs:
         None, "context window in tokens, default: what model and KV allow", least=1
     )
     block_size: int = flag(16, "tokens per KV page", least=1)
+    kv_cache_dtype: KVCacheDType = flag(
+        "auto", "auto: the model's; fp8 is fp8_e4m3: half the memory, with the checkpoint's scales"
+    )
+    calculate_kv_scales: bool = flag(False, "measure the scales of an fp8 KV cache at the start")
     num_gpu_blocks_override: int | None = flag(None, "KV pages, instead of profiling", least=1)
     kv_cache_memory_bytes: int | None = flag(
         None, "bytes for the KV cache, instead of profiling", least=1
@@ -190,7 +202,8 @@ class EngineArgs:
             "tokenizer_path": self._tokenizer_path(path),
             "served_model_names": tuple(self.served_model_name or [self._name()]),
             "device": device,
-            "dtype": self._resolve_dtype(model, device),
+            "dtype": (dtype := self._resolve_dtype(model, device)),
+            "kv_cache_dtype": KV_DTYPE_NAMES.get(self.kv_cache_dtype, dtype),
             "swap_space_bytes": int(self.swap_space * GIB),
             "max_num_batched_tokens": max_tokens,
             "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
@@ -235,6 +248,8 @@ class EngineArgs:
         hints = get_type_hints(EngineArgs)
         for given in fields(self):
             _check_field(given, hints[given.name], getattr(self, given.name))
+        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
+            raise ValueError("calculate_kv_scales is for an fp8 kv_cache_dtype")
         if not self.max_queue_seconds > 0:
             raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
         if not 0 < self.watchdog_timeout < math.inf:

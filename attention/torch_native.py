@@ -6,6 +6,8 @@ prefills row by row. Clear before fast; no kernel of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -93,23 +95,37 @@ class TorchAttention:
         if rows.max_len is not None:
             tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
         # [rows, pages, 2, block, kv_heads, dim] -> keys, values [rows, kv_heads, length, dim]
-        gathered = self._cache.layers[layer.index][tables]
+        gathered = self._cache.read(layer.index, tables, q.dtype)
         keys = gathered[:, :, 0].flatten(1, 2).transpose(1, 2)
         values = gathered[:, :, 1].flatten(1, 2).transpose(1, 2)
-        return _attention(layer, q.unsqueeze(2), keys, values, rows.positions.unsqueeze(1)).squeeze(
-            2
-        )
+        positions = rows.positions.unsqueeze(1)
+        return self._attention(layer, q.unsqueeze(2), keys, values, positions).squeeze(2)
 
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
     ) -> torch.Tensor:
         """q [tokens, heads, dim], the last `tokens` of kv_len positions: [tokens, heads, dim]."""
-        gathered = self._cache.layers[layer.index][pages]  # [pages, 2, block, kv_heads, dim]
+        gathered = self._cache.read(layer.index, pages, q.dtype)  # [pages, 2, block, kv_heads, dim]
         keys = gathered[:, 0].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
         values = gathered[:, 1].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
         positions = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(0)
-        out = _attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
+        out = self._attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
         return out.squeeze(0).transpose(0, 1)
+
+    def _attention(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `_attention`, by the cache's scales."""
+        scales, index = self._cache.scales, layer.index
+        if scales.keys[index] != 1:
+            layer = replace(layer, scale=layer.scale * scales.keys[index])
+        out = _attention(layer, q, keys, values, positions)
+        return out if scales.values[index] == 1 else out * scales.values[index]
 
 
 def _attention(

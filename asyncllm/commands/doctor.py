@@ -263,7 +263,8 @@ def _needs(config: Any) -> Iterator[Finding]:
     weights = sum(load.num_bytes for load in model.loads())
     page: Callable[..., int] = KVCache.page_bytes
     layers = model.attention_layers
-    per_token = page(len(layers), 1, layers[0].num_kv_heads, layers[0].head_dim, dtype)
+    kv_dtype = getattr(torch, config.kv_cache_dtype)
+    per_token = page(len(layers), 1, layers[0].num_kv_heads, layers[0].head_dim, kv_dtype)
     yield Finding("model", "weights", f"{weights / GIB:.2f} GiB in {config.dtype}")
     yield Finding("model", "kv per token", f"{per_token} bytes")
     if config.device == "cuda":

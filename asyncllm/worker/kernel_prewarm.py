@@ -59,7 +59,9 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
         is_dense=isinstance(model, DenseDecoder) and not is_quantized(config.model),
-        attention_backend=resolve_backend(config.attention_backend, device),
+        attention_backend=resolve_backend(
+            config.attention_backend, device, is_fp8=config.kv_cache_dtype != config.dtype
+        ),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
         autotuned_sizes=config.cuda_graph_sizes if is_autotuned else (),

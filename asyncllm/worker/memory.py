@@ -15,9 +15,10 @@ import torch
 
 from asyncllm.attention.base import AttentionLayer, AttentionMixer, RotatedHeads, Rotation
 from asyncllm.attention.host_pages import HostPages
-from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.kv_cache import KVCache, KVScales
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.models.base import CausalLM, TokenInputs
+from asyncllm.models.kv_scales import measured_scales, stored_scales
 from asyncllm.types import SwapCost
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
@@ -117,7 +118,8 @@ def _kv_sizes(config: EngineConfig) -> tuple[int, int, int, int]:
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    """Of the KV cache."""
+    dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
     return dtype
 
 
@@ -133,7 +135,11 @@ def begin_host_pages(config: EngineConfig, device: torch.device) -> HostPages:
 
 
 def allocate_cache(
-    config: EngineConfig, num_pages: int, host_pages: HostPages, device: torch.device
+    config: EngineConfig,
+    num_pages: int,
+    host_pages: HostPages,
+    scales: KVScales | None,
+    device: torch.device,
 ) -> KVCache:
     """The KV cache: `num_pages` and the padding page. Raises `ValueError` naming the flags where
     the memory is not there."""
@@ -148,12 +154,23 @@ def allocate_cache(
             dtype=_dtype(config),
             device=device,
             host_pages=host_pages,
+            scales=scales,
         )
     except (MemoryError, RuntimeError) as error:
         raise ValueError(
             f"no memory for {num_pages} KV pages: lower num_gpu_blocks_override, "
             "kv_cache_memory_bytes or gpu_memory_utilization"
         ) from error
+
+
+def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KVScales | None:
+    """Of an FP8 cache; None of another. Raises `ModelLoadError`."""
+    if config.kv_cache_dtype == config.dtype:
+        return None
+    if config.calculate_kv_scales:
+        model_len = config.max_model_len or config.model.context_window
+        return measured_scales(model, config.model, _dtype(config), model_len, device)
+    return stored_scales(config.model, len(model.attention_layers))
 
 
 def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
