@@ -81,9 +81,9 @@ class _Measure(Mixer):
     ) -> torch.Tensor:
         q, k, v = rotated_heads(layer, qkv, rotation)
         self._most[layer.index] = [k.abs().max(), v.abs().max()]
-        heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=layer.scale, enable_gqa=True
+            q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1).flatten(1)
 

@@ -13,7 +13,7 @@ from asyncllm.models.quantization.file_config import Keys, targeted_by
 from asyncllm.models.quantization.fp8_files import ReaderOf, block_sources
 from asyncllm.models.quantization.method import Reader, Source
 from asyncllm.models.quantization.packed_files import KIND_OF_BITS
-from asyncllm.models.quantization.scheme import Scheme
+from asyncllm.models.quantization.scheme import Activations, Scheme
 from asyncllm.models.quantization.sources import (
     WORD_BITS,
     ActOrder,
@@ -95,7 +95,7 @@ def _reader(group: Keys, default_format: str | None, header: Header) -> Reader:
     return Reader(scheme, partial(_sources, scheme, Layout(packed, strategy, ordered, header)))
 
 
-def _activations(group: Keys, kind: str) -> str | None:
+def _activations(group: Keys, kind: str) -> Activations | None:
     if "input_activations" not in group:
         return None
     keys = group.child("input_activations")

@@ -55,7 +55,7 @@ def _product(scheme: Scheme, weights: Weights, values: torch.Tensor) -> torch.Te
     weight, scale = weights["weight"], weights["scale"]
     if "order" in weights:
         values = values[:, weights["order"][0]]
-    if "packed" in weights:
+    if "packed" in weights and scheme.group is not None:
         return torch._weight_int4pack_mm_for_cpu(
             values.contiguous(), weights["packed"], scheme.group, weights["scale_offset"]
         )

@@ -25,7 +25,7 @@ from asyncllm.kernels.quant_gemm.kernel import (
     several_rows,
 )
 from asyncllm.models.layers.linear_method import Weights
-from asyncllm.models.layers.ops import Epilogue, Norm, Normed, Ops, Out
+from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Ops, Out
 from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
 
 SOME_ROWS = 192  # above, a matrix in 16 bits pays
@@ -102,8 +102,8 @@ class CudaKernel:
 
 
 @dataclass(frozen=True, slots=True)
-class _OneRow(Ops):
-    """The fused products of `Ops`, with one quantised matrix in place of their weight."""
+class _OneRow(FusedProducts):
+    """One quantised matrix in place of each product's weight."""
 
     matrix: Quantized
 

@@ -39,7 +39,10 @@ class Keys:
     def one_of(self, key: str, allowed: Sequence[Any], default: Any = None) -> Any:
         value = self.get(key, default)
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
-            raise self.error(key, f"is not served, only {', '.join(map(repr, allowed))}")
+            only = ", ".join(map(repr, allowed))
+            raise ModelLoadError(
+                f"{self._file}: {self._prefix}{key} {value!r} is not served, only {only}"
+            )
         return value
 
     def size(self, key: str, default: int | None = None) -> int | None:

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 Kind = Literal["fp8", "int8", "int4", "fp4", "nf4"]
+Activations = Literal["dynamic", "static"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # Quantiles of the normal distribution, as bitsandbytes has them.
@@ -49,7 +50,7 @@ class Scheme:
     group: int | None = None
     has_offset: bool = False
     has_order: bool = False
-    activations: Literal["dynamic", "static"] | None = None
+    activations: Activations | None = None
 
     @property
     def bits(self) -> int:

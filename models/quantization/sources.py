@@ -84,14 +84,14 @@ class ActOrder:
     """
 
     def __init__(self, columns: int, group: int | None, is_sorted: bool) -> None:
-        self._groups = torch.arange(columns) // (group or columns)
+        self._columns = columns
+        self._group = group or columns
         self._is_sorted = is_sorted
         self._order: torch.Tensor | None = None
 
     def source(self, suffix: str) -> Source:
         fields = () if self._is_sorted else ("order",)
-        shape = tuple(self._groups.shape)
-        return Source(suffix, shape, torch.int32, fields, self._convert)
+        return Source(suffix, (self._columns,), torch.int32, fields, self._convert)
 
     def sort(self, codes: torch.Tensor) -> torch.Tensor:
         """The columns of [rows, columns] in the order in which they are stored."""
@@ -99,7 +99,7 @@ class ActOrder:
 
     def _convert(self, g_idx: torch.Tensor) -> list[torch.Tensor]:
         order = torch.argsort(g_idx, stable=True)
-        groups = self._groups.to(g_idx.device)
+        groups = torch.arange(self._columns, device=g_idx.device) // self._group
         if not torch.equal(g_idx[order].long(), groups):
             raise ValueError(f"does not name each of {int(groups[-1]) + 1} groups equally often")
         if self._is_sorted:
