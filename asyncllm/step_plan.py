@@ -44,17 +44,18 @@ class SlotInit:
 
     seq: Sequence
     slot: int
-    block_ids: list[int]
+    block_ids: list[list[int]]  # by cache group; 0 behind a window
     num_computed: int
     token_ids: list[int]  # all known tokens, a copy: the sequence may grow before the step runs
 
 
 class PageAppend(NamedTuple):
-    """Page `block_id` becomes entry `block_index` of the slot's block table."""
+    """Page `block_id` becomes entry `block_index` of the slot's block table of the group."""
 
     slot: int
     block_index: int
     block_id: int
+    group: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +70,7 @@ class PrefillRow:
     slot: int
     start: int
     token_ids: list[int]
-    block_ids: list[int]  # pages that cover positions 0 .. start+len-1
+    block_ids: list[list[int]]  # by cache group: pages of positions 0 .. start+len-1
     samples: tuple[Sequence, ...]
 
 

@@ -51,7 +51,7 @@ class PrefillRows:
     query_indptr: np.ndarray  # int32 [rows + 1]
     kv_lens: np.ndarray  # int32 [rows], this step's tokens included
     page_indptr: np.ndarray  # int32 [rows + 1]
-    pages: np.ndarray  # int32 [page_indptr[-1]]
+    pages: np.ndarray  # int32 [groups, page_indptr[-1]], 0 behind a window
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +102,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Rotated q into `q` [tokens, num_heads, head_dim]; keys and values to their pages.
 
-        write_slots: int64 [tokens], flat KV positions page * block_size + offset.
+        write_slots: int64 [groups, tokens], flat positions page * block_size + offset.
         """
         ...
 

@@ -42,8 +42,8 @@ class FlashAttnAttention:
         def attend(
             layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
         ) -> torch.Tensor:
-            cache = self._cache.layers[layer.index]
-            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
+            slots = write_slots[self._cache.group_of[layer.index]]
+            q = rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots)
             return self._decode(layer, q, rows).flatten(1)
 
         return attend
@@ -56,7 +56,8 @@ class FlashAttnAttention:
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
-        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], write_slots, q)
+        slots = write_slots[self._cache.group_of[layer.index]]
+        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots, q)
 
     def mixed(
         self,
@@ -67,7 +68,7 @@ class FlashAttnAttention:
     ) -> AttendRows:
         num_decodes = decodes.positions.shape[0] if decodes is not None else 0
         end = num_decodes + prefills.num_tokens
-        tables = _upload(_padded_tables(prefills), q.device)
+        tables = _upload(_padded_tables(prefills), q.device).unbind()
         query_indptr = _upload(prefills.query_indptr, q.device)
         kv_lens = prefills.kv_lens
         kv_indptr = _upload(np.concatenate([[0], kv_lens.cumsum()]).astype(np.int32), q.device)
@@ -86,7 +87,7 @@ class FlashAttnAttention:
                 softmax_scale=layer.scale,
                 causal=True,
                 window_size=_window(layer),
-                block_table=tables,
+                block_table=tables[self._cache.group_of[layer.index]],
             )
 
         return attend
@@ -100,7 +101,7 @@ class FlashAttnAttention:
             q.unsqueeze(1),
             *self._cache.keys_values[layer.index],
             cache_seqlens=rows.positions + 1,
-            block_table=rows.block_tables,
+            block_table=rows.block_tables[self._cache.group_of[layer.index]],
             softmax_scale=layer.scale,
             causal=True,
             window_size=_window(layer),
@@ -113,11 +114,11 @@ def _window(layer: AttentionLayer) -> tuple[int, int]:
 
 
 def _padded_tables(rows: PrefillRows) -> np.ndarray:
-    """int32 [rows, most pages], padded with the padding page."""
+    """int32 [groups, rows, most pages], padded with the padding page."""
     counts = np.diff(rows.page_indptr)
-    tables = np.zeros((len(counts), counts.max()), np.int32)
+    tables = np.zeros((len(rows.pages), len(counts), counts.max()), np.int32)
     for row, count in enumerate(counts):
-        tables[row, :count] = rows.pages[rows.page_indptr[row] :][:count]
+        tables[:, row, :count] = rows.pages[:, rows.page_indptr[row] :][:, :count]
     return tables
 
 

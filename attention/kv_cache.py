@@ -1,12 +1,14 @@
-"""The KV cache: one tensor per layer on the device, one pinned host tensor for swapped pages.
+"""The pages of past tokens: tensors on the device, one pinned host tensor for swapped pages.
 
-    layers[i]  [num_pages, 2 (key, value), block_size, num_kv_heads, head_dim]
-    host       [num_host_pages, num_layers, 2, block_size, num_kv_heads, head_dim]
+    storages[i]  [num_pages, words]             int64
+    host         [num_host_pages, num_storages, words]
+    layers[i]    [num_pages, 2 (key, value), block_size, num_kv_heads, head_dim], views of storages
 
-This is the one layout ("NHD" to FlashInfer) that all backends read. A host page holds all layers of
-its block, so that a swap is one contiguous copy per page. Page 0 is padding: anything may write its
-first position, nothing the others. Zeroed at the start: attention over padded rows multiplies by 0,
-and 0 times garbage could be NaN.
+Which layer has which storage is the layout's to say (cache_spec.py). That of keys and values
+("NHD" to FlashInfer) is the one that all backends read. A host page holds a page of each storage,
+so that a swap is one contiguous copy per page. Page 0 is padding: anything may write its first
+position, nothing the others. Zeroed at the start: attention over padded rows multiplies by 0, and 0
+times garbage could be NaN.
 
 In FP8 a layer's keys and values are stored divided by its scales (`KVScales`); what is read is
 multiplied by them, in the scores and in the output.
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.host_pages import HostPages
 
 SWAP_CHUNK_PAGES = 32  # pages gathered per copy: bounds the temporary on the device
@@ -41,44 +44,34 @@ class KVScales:
 class KVCache:
     def __init__(
         self,
-        *,
-        num_layers: int,
+        layout: CacheLayout,
         num_pages: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device,
         host_pages: HostPages | None = None,
         scales: KVScales | None = None,
     ) -> None:
-        """`num_pages` counts the padding page. `host_pages`: of `host_shape`. scales: of FP8."""
-        self.scales = scales or KVScales.ones(num_layers)
-        self.block_size = block_size
+        """`num_pages` counts the padding page. scales: of FP8."""
+        self.scales = scales or KVScales.ones(len(layout.specs))
+        self.block_size = layout.block_size
         self.num_pages = num_pages
-        page = (2, block_size, num_kv_heads, head_dim)
-        self.layers = [_zeros((num_pages, *page), dtype, device) for _ in range(num_layers)]
+        self.group_of = layout.group_of  # by a layer's index
+        self.num_groups = layout.num_groups
+        shape = (num_pages, layout.page_words)
+        self.storages = [_zeros(shape, device) for _ in range(layout.num_storages)]
+        self.layers = [
+            self.storages[place][:, : spec.page_words]
+            .view(spec.dtype)
+            .unflatten(1, spec.page_shape)
+            for spec, place in zip(layout.specs, layout.storage_of, strict=True)
+        ]
         # Of each layer, views [num_pages, block_size, num_kv_heads, head_dim].
         self.keys_values = [(layer[:, 0], layer[:, 1]) for layer in self.layers]
-        self._host_pages = host_pages or HostPages((0, num_layers, *page), dtype, device)
+        self._host_pages = host_pages or HostPages(layout.host_shape(0), torch.int64, device)
 
     @property
     def host(self) -> torch.Tensor:
         """Waits, the first time, for the memory to be there."""
         return self._host_pages.tensor
-
-    @staticmethod
-    def host_shape(
-        num_pages: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        return (num_pages, num_layers, 2, block_size, num_kv_heads, head_dim)
-
-    @staticmethod
-    def page_bytes(
-        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes of one page over all layers."""
-        return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Plain-torch write of [tokens, kv_heads, head_dim] to flat positions page * block + i."""
@@ -99,22 +92,22 @@ class KVCache:
         """(from, to) on the device, all reads before all writes."""
         if pairs:
             source, target = (self._indices(list(pages)) for pages in zip(*pairs, strict=True))
-            for cache in self.layers:
-                cache[target] = cache[source]
+            for storage in self.storages:
+                storage[target] = storage[source]
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeros, as at the start, on the current stream."""
         if pages:
             indices = self._indices(list(pages))
-            for cache in self.layers:
-                cache.view(torch.uint8).index_fill_(0, indices, 0)  # FP8 has no such kernel
+            for storage in self.storages:
+                storage.index_fill_(0, indices, 0)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(device page, host page), on the current stream."""
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
             chunk = pairs[start : start + SWAP_CHUNK_PAGES]
             pages = self._indices([page for page, _ in chunk])
-            gathered = torch.stack([cache[pages] for cache in self.layers], dim=1)
+            gathered = torch.stack([storage[pages] for storage in self.storages], dim=1)
             for i, (_, host_page) in enumerate(chunk):
                 self.host[host_page].copy_(gathered[i], non_blocking=True)
 
@@ -123,15 +116,14 @@ class KVCache:
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
             chunk = pairs[start : start + SWAP_CHUNK_PAGES]
             pages = self._indices([page for _, page in chunk])
-            shape, device = (len(chunk), *self.host.shape[1:]), self.layers[0].device
-            staged = torch.empty(shape, dtype=self.host.dtype, device=device)
+            staged = self.storages[0].new_empty((len(chunk), *self.host.shape[1:]))
             for i, (host_page, _) in enumerate(chunk):
                 staged[i].copy_(self.host[host_page], non_blocking=True)
-            for layer, cache in enumerate(self.layers):
-                cache[pages] = staged[:, layer]
+            for place, storage in enumerate(self.storages):
+                storage[pages] = staged[:, place]
 
     def _indices(self, pages: list[int]) -> torch.Tensor:
-        device = self.layers[0].device
+        device = self.storages[0].device
         indices = torch.tensor(pages, dtype=torch.int64, pin_memory=device.type == "cuda")
         return indices.to(device, non_blocking=True)  # pinned, so nothing waits
 
@@ -142,9 +134,9 @@ def _as_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return (x.float() / scale).clamp_(-most, most).to(dtype)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On the CPU numpy's zeros, which the kernel gives page by page when touched, not at once."""
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64. On the CPU numpy's zeros, which the kernel gives page by page when touched, not at
+    once."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape), np.int64)).view(shape)

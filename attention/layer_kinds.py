@@ -7,7 +7,7 @@ Shapes and a GPU's capability decide, no device is asked: `asyncllm doctor` prin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,7 +25,10 @@ T = TypeVar("T")
 class LayerKinds:
     """A model's kinds, numbered in the order in which its layers have them first."""
 
-    def __init__(self, layers: Iterable[AttentionLayer]) -> None:
+    def __init__(
+        self, layers: Sequence[AttentionLayer], group_of: Sequence[int] | None = None
+    ) -> None:
+        """group_of: each layer's cache group, by its index; None: they have one."""
         found: dict[tuple[object, ...], list[AttentionLayer]] = {}
         for layer in layers:  # neither index nor weights of norms and sinks decide anything
             heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
@@ -35,13 +38,20 @@ class LayerKinds:
         self.number_of = {  # layer index -> the number of its kind
             layer.index: number for number, alike in enumerate(found.values()) for layer in alike
         }
+        pairs = {
+            index: (number, group_of[index] if group_of else 0)
+            for index, number in self.number_of.items()
+        }
+        self.pairs = list(dict.fromkeys(pairs.values()))  # kinds with the groups they are in
+        self._pair_of = {index: self.pairs.index(pair) for index, pair in pairs.items()}
 
-    def select(self, calls: Sequence[Callable[..., T]]) -> Callable[..., T]:
-        """One call from one for each kind; the first argument is the layer."""
+    def select(self, bind: Callable[[int, int], Callable[..., T]]) -> Callable[..., T]:
+        """One call from `bind`'s for each kind and group; the first argument is the layer."""
+        calls = [bind(kind, group) for kind, group in self.pairs]
         if len(calls) == 1:
             return calls[0]
-        number_of = self.number_of
-        return lambda layer, *args: calls[number_of[layer.index]](layer, *args)
+        pair_of = self._pair_of
+        return lambda layer, *args: calls[pair_of[layer.index]](layer, *args)
 
 
 class DecodeKernels(NamedTuple):

@@ -101,7 +101,7 @@ class PrefillLists:
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
         """Enqueue the lists of these rows, whose tokens come after so many of decodes."""
-        kv_lens, pages = prefills.kv_lens, prefills.pages
+        kv_lens, (pages,) = prefills.kv_lens, prefills.pages
         num_rows = len(kv_lens)
         rows = (prefills.query_indptr, kv_lens, prefills.page_indptr, pages)
         with self._buffers as buffer:

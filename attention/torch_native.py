@@ -6,6 +6,7 @@ prefills row by row. Clear before fast; no kernel of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -59,15 +60,16 @@ class TorchAttention:
         out: torch.Tensor,
     ) -> AttendRows:
         num_decodes = decodes.positions.shape[0] if decodes is not None else 0
-        page_tensor = torch.from_numpy(prefills.pages).to(q.device)
+        page_tensors = torch.from_numpy(prefills.pages).to(q.device)
 
         def attend(layer: AttentionLayer) -> None:
             if decodes is not None:
                 out[:num_decodes] = self._attend_decodes(layer, q[:num_decodes], decodes)
+            of_group = page_tensors[self._cache.group_of[layer.index]]
             for row in range(len(prefills.kv_lens)):
                 start, end = (prefills.query_indptr[row : row + 2] + num_decodes).tolist()
                 first, last = prefills.page_indptr[row : row + 2].tolist()
-                pages, kv_len = page_tensor[first:last], int(prefills.kv_lens[row])
+                pages, kv_len = of_group[first:last], int(prefills.kv_lens[row])
                 out[start:end] = self._attend_prefill(layer, q[start:end], pages, kv_len)
 
         return attend
@@ -80,18 +82,18 @@ class TorchAttention:
         layer: AttentionLayer,
         qkv: torch.Tensor | RotatedHeads,
         rotation: Rotation | None,
-        slots: torch.Tensor,
+        write_slots: Sequence[torch.Tensor] | torch.Tensor,
     ) -> torch.Tensor:
         """Rotated q; keys and values to their pages."""
         q, k, v = rotated_heads(layer, qkv, rotation)
-        self._cache.write(layer.index, slots, k, v)
+        self._cache.write(layer.index, write_slots[self._cache.group_of[layer.index]], k, v)
         return q
 
     def _attend_decodes(
         self, layer: AttentionLayer, q: torch.Tensor, rows: DecodeRows
     ) -> torch.Tensor:
         """q [rows, heads, dim] over each row's pages, padded to the longest: [rows, heads, dim]."""
-        tables = rows.block_tables
+        tables = rows.block_tables[self._cache.group_of[layer.index]]
         if rows.max_len is not None:
             tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
         # [rows, pages, 2, block, kv_heads, dim] -> keys, values [rows, kv_heads, length, dim]

@@ -46,7 +46,7 @@ class FullGraphs:
         if (
             num_decodes > self.most_decodes
             or len(prefills.kv_lens) > attention.max_prefills
-            or len(prefills.pages) > attention.max_pages
+            or prefills.page_indptr[-1] > attention.max_pages
         ):
             return None
         kind = StepKind.of(num_decodes, prefills.num_tokens)

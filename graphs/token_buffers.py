@@ -26,25 +26,31 @@ class TokenBuffers(NamedTuple):
     token_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int32 [T]
     prompt_lens: torch.Tensor  # int32 [T]
-    write_slots: torch.Tensor  # int64 [T], 0 is in the padding page
+    write_slots: torch.Tensor  # int64 [groups, T], 0 is in the padding page
     q: torch.Tensor  # [T, num_heads, head_dim]
     out: torch.Tensor  # the same: attention's output
 
     @classmethod
     def zeros(
-        cls, num_tokens: int, layer: AttentionLayer, dtype: torch.dtype, device: torch.device
+        cls,
+        num_tokens: int,
+        layer: AttentionLayer,
+        num_groups: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> TokenBuffers:
         """Zeros: valid inputs, and attention outputs that no row can take harm from."""
         token_ids, positions, prompt_lens = torch.zeros(
             3, num_tokens, dtype=torch.int32, device=device
         ).unbind()
-        write_slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        write_slots = torch.zeros(num_groups, num_tokens, dtype=torch.int64, device=device)
         heads = (num_tokens, layer.num_heads, layer.head_dim)
         q, out = torch.zeros((2, *heads), dtype=dtype, device=device).unbind()
         return cls(token_ids, positions, prompt_lens, write_slots, q, out)
 
     def first(self, num_tokens: int) -> TokenBuffers:
-        return TokenBuffers(*(tensor[:num_tokens] for tensor in self))
+        tokens = TokenBuffers(*(tensor[:num_tokens] for tensor in self))
+        return tokens._replace(write_slots=self.write_slots[:, :num_tokens])
 
 
 def forward(

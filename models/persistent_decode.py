@@ -58,20 +58,20 @@ class PersistentDecode:
         """
         embeddings = self._model.embed_tokens(token_ids)
         rotation = self._model.rotary.rotation(rows.positions, prompt_lens)
-        num_rows = len(embeddings)
+        num_rows, (block_tables,) = len(embeddings), rows.block_tables
         assert num_rows <= MAX_ROWS
-        for indices in (rows.positions, rows.block_tables, rotation.rows):
+        for indices in (rows.positions, block_tables, rotation.rows):
             assert indices.dtype is torch.int32 and indices.stride(-1) == 1
         logits = embeddings.new_empty((num_rows, len(self._model.lm_head.weight)))
         args = Args(
             **self._constants,
             embeddings=embeddings.data_ptr(),
             logits=logits.data_ptr(),
-            block_tables=rows.block_tables.data_ptr(),
+            block_tables=block_tables.data_ptr(),
             positions=rows.positions.data_ptr(),
             rotary_rows=rotation.rows.data_ptr(),
             cos_sin=rotation.cos_sin.data_ptr(),
-            table_stride=rows.block_tables.stride(0),
+            table_stride=block_tables.stride(0),
             rows=num_rows,
         )
         KERNEL.launch(self._launch, args, self._num_blocks, current_stream(logits))

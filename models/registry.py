@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -55,20 +54,8 @@ def build_model(
         ) from error
 
 
-def with_cache_shape(
+def model_without_memory(
     model_config: ModelConfig, dtype: torch.dtype, max_model_len: int
-) -> ModelConfig:
-    """With the KV shape of the model's layers, which only transformers' own code knows.
-
-    Raises as `build_model`.
-    """
-    if model_config.implementation == "asyncllm":
-        return model_config
-    meta = torch.device("meta")
-    layers = build_model(model_config, dtype, meta, TorchOps(), max_model_len).attention_layers
-    return replace(
-        model_config,
-        num_layers=len(layers),
-        num_kv_heads=layers[0].num_kv_heads,
-        head_dim=layers[0].head_dim,
-    )
+) -> CausalLM:
+    """For what is to be known before there are weights. Raises as `build_model`."""
+    return build_model(model_config, dtype, torch.device("meta"), TorchOps(), max_model_len)

@@ -113,7 +113,7 @@ class Bench:
         available = self._worker.memory.num_pages
         for slot in range(1, config.num_slots):  # its own pages, or, too many, another's
             first = 1 + (slot - 1) * pages % (available - pages)
-            self._state.block_tables[slot, :pages] = torch.arange(first, first + pages)
+            self._state.block_tables[0, slot, :pages] = torch.arange(first, first + pages)
         model = self._runner._model
         sizes = {load.name: load.view.nbytes for load in model.loads()}
         self._weights = weight_bytes(sizes, config.model.hf_config.tie_word_embeddings)

@@ -26,16 +26,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncllm import LLM, SamplingParams
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_config import ARCHITECTURES
+from asyncllm.model_config import ARCHITECTURES, ModelConfig
+from asyncllm.models.registry import model_without_memory
 
 VOCAB_SIZE = 97
 NUM_TOKENS = 12
 TOLERANCE = 1e-3
 SECONDS = 90  # for one class
-# Seven prompts of up to 40 + 12 tokens need about 90 pages of 4.
+# Seven prompts of up to 40 + 12 tokens need about 90 pages of 4 in each cache group.
+NUM_PAGES = 30  # for each
 REGIME: dict[str, Any] = {
-    "num_gpu_blocks_override": 30, "block_size": 4, "max_num_seqs": 7, "swap_space": 0,
+    "block_size": 4, "max_num_seqs": 7, "swap_space": 0,
     "max_num_batched_tokens": 9, "preemption_mode": "recompute", "max_model_len": 60,
 }  # fmt: skip
 # Whatever a configuration calls them; those that it has not are left out.
@@ -150,7 +153,8 @@ def serve(
     params = SamplingParams(
         temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, ignore_eos=True
     )
-    with LLM(str(folder), skip_tokenizer_init=True, **REGIME | regime) as llm:
+    regime = REGIME | {"num_gpu_blocks_override": NUM_PAGES * num_groups(folder)} | regime
+    with LLM(str(folder), skip_tokenizer_init=True, **regime) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         outputs += llm.generate([{"prompt_token_ids": prompts[3]}], params)
     completions = [output.outputs[0] for output in outputs]
@@ -158,6 +162,13 @@ def serve(
         (c.token_ids, [e[t].logprob for e, t in zip(c.logprobs or [], c.token_ids, strict=True)])
         for c in completions
     ]
+
+
+def num_groups(folder: Path) -> int:
+    """The model's cache groups."""
+    config = ModelConfig.from_folder(folder)
+    model = model_without_memory(config, torch.float32, REGIME["max_model_len"])
+    return CacheLayout(model.attention_layers, REGIME["block_size"], torch.float32).num_groups
 
 
 def compare(architecture: str, config: Any, folder: Path, **regime: Any) -> float:

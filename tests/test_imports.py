@@ -57,13 +57,13 @@ def test_a_model_without_memory_imports_no_compiler() -> None:
     """A start on CUDA builds one, to know what to compile."""
     code = (
         "import torch\nfrom asyncllm import EngineArgs\n"
+        "from asyncllm.attention.cache_spec import CacheLayout\n"
         "from asyncllm.attention.kv_cache import KVCache\n"
-        "from asyncllm.models.layers.torch_ops import TorchOps\n"
-        "from asyncllm.models.registry import build_model\n"
-        "config, meta = EngineArgs('tiny').create_engine_config(), torch.device('meta')\n"
+        "from asyncllm.models.registry import model_without_memory\n"
+        "config, dtype = EngineArgs('tiny').create_engine_config(), torch.bfloat16\n"
         "with torch.inference_mode():\n"
-        "    build_model(config.model, torch.bfloat16, meta, TorchOps(), 16)\n"
-        "    KVCache(num_layers=1, num_pages=1, block_size=16, num_kv_heads=1, head_dim=16,"
-        " dtype=torch.bfloat16, device=meta)"
+        "    model = model_without_memory(config.model, dtype, 16)\n"
+        "    layout = CacheLayout(model.attention_layers, 16, dtype)\n"
+        "    KVCache(layout, 1, torch.device('meta'))"
     )
     assert not modules_after(code) & set(STARTING)

@@ -15,7 +15,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -252,28 +252,31 @@ def _needs(config: Any) -> Iterator[Finding]:
     """Weights, KV bytes per token, and how many tokens fit beside the weights."""
     import torch
 
-    from asyncllm.attention.kv_cache import KVCache
-    from asyncllm.models.layers.torch_ops import TorchOps
-    from asyncllm.models.registry import build_model
+    from asyncllm.attention.cache_spec import CacheLayout
+    from asyncllm.cache_group import num_blocks_that_fit
+    from asyncllm.models.registry import model_without_memory
     from asyncllm.worker.memory import CPU_KV_SHARE, GRAPH_RESERVE_BYTES
 
     dtype = getattr(torch, config.dtype)
     model_len = config.max_model_len or config.model.context_window
-    model = build_model(config.model, dtype, torch.device("meta"), TorchOps(), model_len)
+    model = model_without_memory(config.model, dtype, model_len)
     weights = sum(load.num_bytes for load in model.loads())
-    page: Callable[..., int] = KVCache.page_bytes
-    layers = model.attention_layers
     kv_dtype = getattr(torch, config.kv_cache_dtype)
-    per_token = page(len(layers), 1, layers[0].num_kv_heads, layers[0].head_dim, kv_dtype)
+    layout = CacheLayout(model.attention_layers, config.block_size, kv_dtype)
+    per_token = layout.windows.count(None) * layout.page_bytes // config.block_size
+    windows = ", ".join(f"{w} tokens" for w in dict.fromkeys(layout.windows) if w is not None)
+    beside = f", and for each sequence a window of {windows}" if windows else ""
     yield Finding("model", "weights", f"{weights / GIB:.2f} GiB in {config.dtype}")
-    yield Finding("model", "kv per token", f"{per_token} bytes")
+    yield Finding("model", "kv per token", f"{per_token} bytes{beside}")
     if config.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         room = total * config.gpu_memory_utilization - weights - GRAPH_RESERVE_BYTES
     else:
         total = _memory_bytes()
         room = min(total * CPU_KV_SHARE, total - weights)
-    tokens = max(0, int(room / per_token))
+    num_pages = max(0, int(room / layout.page_bytes))
+    groups = layout.groups(config.max_num_batched_tokens)
+    tokens = num_blocks_that_fit(groups, num_pages, num_pages) * config.block_size
     least = config.max_model_len or config.block_size
     fits: State = "ok" if tokens >= least else "MISSING"
     advice = "" if fits == "ok" else f"needs {least}: a smaller model, or a larger device"

@@ -3,6 +3,8 @@
 No torch: it hands out page numbers, and the moves (swap, copy) that the device must make before the
 step that was planned with them. It does not know why a sequence is admitted or preempted.
 
+  groups        layers that hold the same blocks of a sequence; each has a list of pages, all from
+                one pool (cache_group.py). What a window has left behind is given back (`trim`)
   publish       a full page becomes findable by its hash, for steps after the one that fills it: a
                 prompt's at once, an answer's several at a time, which is cheaper, or at its end
   swap          a preempted sequence's pages move to host pages; both copies stay findable
@@ -13,26 +15,38 @@ is empty.
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from array import array
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from operator import itemgetter
 
+from asyncllm.cache_group import CacheGroup
+from asyncllm.engine.block_hashes import BlockHashes
 from asyncllm.engine.page_pool import PagePool
 from asyncllm.step_plan import PageAppend
 from asyncllm.types import PADDING_PAGE, Sequence
 
-HASH_BYTES = 16
+
+@dataclass(slots=True)
+class _GroupPages:
+    """One sequence's pages in one group: of blocks `first`, `first` + 1, and so on."""
+
+    first: int = 0
+    pages: list[int] = field(default_factory=list)  # on the device
+    host_pages: list[int] = field(default_factory=list)  # while swapped
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
 
 
 @dataclass(slots=True)
 class _Table:
-    """One sequence's pages, in order of position."""
+    """One sequence's pages."""
 
-    pages: list[int] = field(default_factory=list)  # on the device
-    host_pages: list[int] = field(default_factory=list)  # while swapped
-    num_published: int = 0
+    groups: list[_GroupPages]
+    num_published: int = 0  # blocks
     may_publish: bool = True  # not without a prefix cache, nor what was filled before its reset
 
 
@@ -45,11 +59,15 @@ class BlockManager:
         block_size: int,
         num_host_pages: int = 0,
         enable_prefix_caching: bool = True,
+        groups: SequenceOf[CacheGroup] | None = None,
     ) -> None:
+        """groups: None for one whose layers see all tokens."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.device = PagePool(num_pages, first=PADDING_PAGE + 1)
         self.host = PagePool(num_host_pages)
+        self._groups = groups or (CacheGroup(block_size),)
+        self._windows = [g for g, group in enumerate(self._groups) if group.window is not None]
         self._tables: dict[int, _Table] = {}  # by seq_id: sequences that own pages
         self._hashes = BlockHashes(block_size)
 
@@ -58,23 +76,43 @@ class BlockManager:
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def pages_of(self, seq: Sequence) -> list[int]:
-        """The device pages of `seq` in order; a copy."""
-        return list(self._tables[seq.seq_id].pages)
+    @property
+    def num_free_tokens(self) -> int:
+        """For which there are pages in all groups."""
+        return self.device.num_free // len(self._groups) * self.block_size
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether pages are given back, and taken, while a prompt is computed."""
+        return bool(self._windows)
+
+    def can_extend(self, num_seqs: int) -> bool:
+        """Whether so many may begin a block."""
+        return num_seqs * len(self._groups) <= self.device.num_free
+
+    def pages_of(self, seq: Sequence) -> list[list[int]]:
+        """By group, the device pages of `seq` in order, PADDING_PAGE behind a window; copies."""
+        groups = self._tables[seq.seq_id].groups
+        return [[PADDING_PAGE] * held.first + held.pages for held in groups]
 
     def match_prefix(self, seq: Sequence) -> int:
-        """How many blocks at the start of `seq` are cached; its last token is left to compute."""
+        """How many blocks at the start of `seq` are cached, as far as what follows sees them; its
+        last token is left to compute."""
         if not self.enable_prefix_caching:
             return 0
         most = (len(seq.token_ids) - 1) // self.block_size
-        for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
-            block_hash = self._hashes.first(seq, i + 1)[i]
-            if self.device.find(block_hash) is None and self.host.find(block_hash) is None:
-                return i
+        if len(self._windows) < len(self._groups):
+            most = self._num_matching(seq, most)
+        while most and (hole := self._last_hole(seq, most)) is not None:
+            most = hole
         return most
 
+    def num_pages_to_swap(self, seq: Sequence) -> int:
+        end = self.num_blocks(seq.num_computed)
+        return sum(end - held.first for held in self._tables[seq.seq_id].groups)
+
     def can_swap_out(self, seq: Sequence) -> bool:
-        return self.num_blocks(seq.num_computed) <= self.host.num_free
+        return self.num_pages_to_swap(seq) <= self.host.num_free
 
     def num_uncached_tokens(self, seq: Sequence) -> int:
         """Tokens that a recomputation would have to compute, if nothing is evicted meanwhile."""
@@ -86,7 +124,8 @@ class BlockManager:
     def admit(
         self, seq: Sequence, num_cached: int = 0, num_spared: int = 0
     ) -> list[tuple[int, int]] | None:
-        """Give `seq`, a new or a swapped one, pages for all its known tokens.
+        """Give `seq`, a new or a swapped one, pages for all its known tokens; of a window's layers
+        for as many as they hold at a time.
 
         num_cached: the blocks of a new one that `match_prefix` found; they are shared. num_spared:
         pages that must stay free. None, and nothing is taken, where they would not; else the
@@ -94,78 +133,109 @@ class BlockManager:
         """
         table = self._tables.get(seq.seq_id)
         if table is None:
-            table = _Table(num_published=num_cached, may_publish=self.enable_prefix_caching)
-        assert not table.pages, f"sequence {seq.seq_id} owns pages already"
-        hashes = self._hashes.known(seq)[: table.num_published]
-        num_pages = self.num_blocks(len(seq.token_ids))
-        if self.device.num_left(hashes, num_pages) < num_spared:
+            start = num_cached * self.block_size
+            groups = [_GroupPages(group.first_block(start)) for group in self._groups]
+            table = _Table(groups, num_cached, self.enable_prefix_caching)
+        assert not any(held.pages for held in table.groups), f"{seq.seq_id} owns pages already"
+        names, counts = self._wanted(seq, table, len(seq.token_ids))
+        if self.device.num_left([*chain(*names)], sum(counts)) < num_spared:
             return None
         self._tables[seq.seq_id] = table
         # New pages are published before they are filled: steps run in order, so no reader is early.
-        table.pages, new = self.device.hold(hashes, num_pages)
-        host_pages: SequenceOf[int | None] = table.host_pages or list(map(self.host.find, hashes))
-        swap_in = [
-            (host_page, page)
-            for host_page, page in zip(host_pages, table.pages, strict=False)
-            if page in new and host_page is not None
-        ]
-        if not table.host_pages:
-            for host_page, _ in swap_in:  # in use just now: the others are evicted first
+        lists, new = _hold(self.device, names, counts)
+        swapped = [(held.first, held.host_pages) for held in table.groups]
+        is_new = not any(pages for _, pages in swapped)
+        swap_in: list[tuple[int, int]] = []
+        for held, pages, of_group in zip(table.groups, lists, names, strict=True):
+            held.pages = pages
+            on_host = list(map(self.host.find, of_group)) if is_new else held.host_pages
+            held.host_pages = []
+            swap_in += [
+                (host_page, page)
+                for host_page, page in zip(on_host, held.pages, strict=False)
+                if page in new and host_page is not None
+            ]
+        if is_new:
+            host_pages = [host_page for host_page, _ in swap_in]
+            for host_page in host_pages:  # in use just now: the others are evicted first
                 self.host.share(host_page)
-                table.host_pages.append(host_page)
-        self.host.release(reversed(table.host_pages))
-        table.host_pages = []
+            swapped = [(0, host_pages)]
+        _release(self.host, swapped)
         return swap_in
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` shares all of `parent`'s pages; the first to write to a shared page copies it."""
         source = self._tables[parent.seq_id]
-        for page in source.pages:
-            self.device.share(page)
-        self._tables[child.seq_id] = replace(source, pages=list(source.pages), host_pages=[])
+        for held in source.groups:
+            for page in held.pages:
+                self.device.share(page)
+        groups = [_GroupPages(held.first, list(held.pages)) for held in source.groups]
+        self._tables[child.seq_id] = replace(source, groups=groups)
         self._hashes.fork(parent, child)
 
-    def missing_blocks(self, seq: Sequence, end: int) -> list[int]:
-        """The blocks for which writing KV from `num_computed` to `end` takes a free page.
+    def missing_blocks(self, seq: Sequence, end: int) -> list[tuple[int, int]]:
+        """(group, block) for which writing KV from `num_computed` to `end` takes a free page.
 
         That is a new one, or a private copy of a shared one.
         """
-        pages = self._tables[seq.seq_id].pages
-        blocks = range(seq.num_computed // self.block_size, self.num_blocks(end))
-        return [i for i in blocks if i >= len(pages) or self.device.is_shared(pages[i])]
+        start, num_blocks = seq.num_computed // self.block_size, self.num_blocks(end)
+        return [
+            (g, i)
+            for g, held in enumerate(self._tables[seq.seq_id].groups)
+            for i in range(start, self._groups[g].end(held.first, num_blocks))
+            if i >= held.end or self.device.is_shared(held.pages[i - held.first])
+        ]
 
     def extend(self, seqs: SequenceOf[Sequence]) -> list[PageAppend]:
         """A page for each whose next position begins one, where it has none yet; enough are free.
 
-        As `reserve` where nothing is shared, for all rows of a step that need one.
+        As `trim` and `reserve` where nothing is shared, for all rows of a step that need one.
         """
-        full: list[tuple[Sequence, list[int]]] = []
-        for seq in seqs:
-            pages = self._tables[seq.seq_id].pages
-            if seq.num_computed == len(pages) * self.block_size:
-                full.append((seq, pages))
+        full: list[tuple[Sequence, int, _GroupPages]] = []
         appends: list[PageAppend] = []
-        for (seq, pages), page in zip(full, self.device.take(len(full)), strict=True):
-            appends.append(PageAppend(seq.slot, len(pages), page))
-            pages.append(page)
+        for seq in seqs:
+            appends += self.trim(seq)
+            for g, held in enumerate(self._tables[seq.seq_id].groups):
+                if seq.num_computed == held.end * self.block_size:
+                    full.append((seq, g, held))
+        for (seq, g, held), page in zip(full, self.device.take(len(full)), strict=True):
+            appends.append(PageAppend(seq.slot, held.end, page, g))
+            held.pages.append(page)
         return appends
 
     def reserve(
-        self, seq: Sequence, missing: list[int]
+        self, seq: Sequence, missing: list[tuple[int, int]]
     ) -> tuple[list[PageAppend], list[tuple[int, int]]]:
         """Take pages for `missing_blocks`; the copies (from, to) of those that were shared."""
-        pages = self._tables[seq.seq_id].pages
-        taken = self.device.take(len(missing))
+        groups = self._tables[seq.seq_id].groups
+        appends: list[PageAppend] = []
         copies: list[tuple[int, int]] = []
-        for index, page in zip(missing, taken, strict=True):
-            assert index <= len(pages), f"sequence {seq.seq_id}: block {index} skips a page"
-            if index == len(pages):
-                pages.append(page)
+        for (g, index), page in zip(missing, self.device.take(len(missing)), strict=True):
+            held = groups[g]
+            assert held.first <= index <= held.end, f"{seq.seq_id}: block {index} skips a page"
+            if index == held.end:
+                held.pages.append(page)
             else:
-                copies.append((pages[index], page))
-                self.device.release([pages[index]])
-                pages[index] = page
-        return [PageAppend(seq.slot, *each) for each in zip(missing, taken, strict=True)], copies
+                shared = held.pages[index - held.first]
+                copies.append((shared, page))
+                self.device.release([shared])
+                held.pages[index - held.first] = page
+            appends.append(PageAppend(seq.slot, index, page, g))
+        return appends, copies
+
+    def trim(self, seq: Sequence) -> list[PageAppend]:
+        """Give back the pages that no token from `num_computed` on sees. What is published stays
+        findable; a step in flight may still read them: who takes them writes after it."""
+        appends: list[PageAppend] = []
+        for g in self._windows:
+            held = self._tables[seq.seq_id].groups[g]
+            first = self._groups[g].first_block(seq.num_computed)
+            left, blocks = held.pages[: first - held.first], range(held.first, first)
+            del held.pages[: len(left)]
+            held.first = first
+            self.device.release(left)
+            appends += [PageAppend(seq.slot, i, PADDING_PAGE, g) for i in blocks]
+        return appends
 
     def publish(self, seq: Sequence) -> None:
         """Make the pages of `seq` findable that are full of known tokens.
@@ -176,16 +246,19 @@ class BlockManager:
         num_full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not table.may_publish or num_full <= table.num_published:
             return
-        new = slice(table.num_published, num_full)
-        self.device.publish(table.pages[new], self._hashes.first(seq, num_full)[new])
+        hashes = self._hashes.first(seq, num_full)
+        for g, held in enumerate(table.groups):
+            new = range(max(table.num_published, held.first), num_full)
+            pages = held.pages[new.start - held.first : new.stop - held.first]
+            self.device.publish(pages, _names(hashes[new.start : new.stop], g))
         table.num_published = num_full
 
     def free(self, seq: Sequence) -> None:
-        """`seq` gives back all it owns, last pages first, so that tails are evicted first."""
+        """`seq` gives back all it owns."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
-            self.device.release(reversed(table.pages))
-            self.host.release(reversed(table.host_pages))
+            _release(self.device, [(held.first, held.pages) for held in table.groups])
+            _release(self.host, [(held.first, held.host_pages) for held in table.groups])
 
     def forget(self, seq: Sequence) -> None:
         """`seq` is finished: free it and drop its hashes."""
@@ -194,13 +267,17 @@ class BlockManager:
 
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
         """Move `seq` to host pages; the copies (device page, host page) that are needed."""
+        self.trim(seq)  # its slot is gone
         table = self._tables[seq.seq_id]
-        hashes = self._hashes.known(seq)[: table.num_published]
-        table.host_pages, new = self.host.hold(hashes, self.num_blocks(seq.num_computed))
-        pairs = zip(table.pages, table.host_pages, strict=False)
-        copies = [(page, host_page) for page, host_page in pairs if host_page in new]
-        self.device.release(reversed(table.pages))
-        table.pages = []
+        names, counts = self._wanted(seq, table, seq.num_computed)
+        lists, new = _hold(self.host, names, counts)
+        _release(self.device, [(held.first, held.pages) for held in table.groups])
+        copies: list[tuple[int, int]] = []
+        for held, host_pages in zip(table.groups, lists, strict=True):
+            held.host_pages = host_pages
+            pairs = zip(held.pages, held.host_pages, strict=False)
+            copies += [(page, host_page) for page, host_page in pairs if host_page in new]
+            held.pages = []
         return copies
 
     def reset_prefix_cache(self) -> None:
@@ -212,15 +289,53 @@ class BlockManager:
 
     # --- inside ----------------------------------------------------------------------------
 
+    def _num_matching(self, seq: Sequence, most: int) -> int:
+        """Blocks at the start of `seq` that all groups without a window have."""
+        full = [g for g, group in enumerate(self._groups) if group.window is None]
+        for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
+            block_hash = self._hashes.first(seq, i + 1)[i]
+            if not all(self._is_cached(block_hash, g) for g in full):
+                return i
+        return most
+
+    def _last_hole(self, seq: Sequence, num_blocks: int) -> int | None:
+        """The last block that a window needs after so many, and that is not cached."""
+        if not self._windows:
+            return None
+        hashes, end = self._hashes.first(seq, num_blocks), num_blocks * self.block_size
+        holes = [
+            i
+            for g in self._windows
+            for i in range(self._groups[g].first_block(end), num_blocks)
+            if not self._is_cached(hashes[i], g)
+        ]
+        return max(holes, default=None)
+
+    def _is_cached(self, block_hash: bytes, group: int) -> bool:
+        (name,) = _names([block_hash], group)
+        return self.device.find(name) is not None or self.host.find(name) is not None
+
+    def _wanted(
+        self, seq: Sequence, table: _Table, num_tokens: int
+    ) -> tuple[list[list[bytes]], list[int]]:
+        """By group: the names of the published blocks of so many tokens, and the pages of all."""
+        hashes, end = self._hashes.known(seq)[: table.num_published], self.num_blocks(num_tokens)
+        names = [_names(hashes[held.first :], g) for g, held in enumerate(table.groups)]
+        firsts = [held.first for held in table.groups]
+        counts = [
+            group.end(first, end) - first for group, first in zip(self._groups, firsts, strict=True)
+        ]
+        return names, counts
+
     def check_integrity(self) -> None:
         """Assert that every page's count is the number of tables that hold it."""
-        users: dict[int, int] = {}
-        host_users: dict[int, int] = {}
+        users: Counter[int] = Counter()
+        host_users: Counter[int] = Counter()
         for table in self._tables.values():
-            for page in table.pages:
-                users[page] = users.get(page, 0) + 1
-            for page in table.host_pages:
-                host_users[page] = host_users.get(page, 0) + 1
+            for group, held in zip(self._groups, table.groups, strict=True):
+                assert len(held.pages) <= group.max_blocks, "a window's pages are not given back"
+                users.update(held.pages)
+                host_users.update(held.host_pages)
         self.device.check_integrity(users)
         self.host.check_integrity(host_users)
 
@@ -230,47 +345,27 @@ class BlockManager:
         self._hashes.check_empty()
 
 
-class BlockHashes:
-    """The names of blocks: H(block's token ids, parent's hash), from the request's cache key on.
+def _names(hashes: list[bytes], group: int) -> list[bytes]:
+    """Of blocks in a group; of the first the hashes themselves."""
+    return [block_hash + bytes((group,)) for block_hash in hashes] if group else hashes
 
-    A block's hash says all that its KV depends on, so equal hashes may share a page. Each is made
-    once per sequence, when it is first asked for: a long prompt whose beginning is not cached is
-    not hashed. Keyed with a secret of the process, so that no client can construct a collision.
-    """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._known: dict[int, list[bytes]] = {}  # by seq_id
-        self._keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=secrets.token_bytes(32))
+def _hold(
+    pool: PagePool, names: list[list[bytes]], counts: list[int]
+) -> tuple[list[list[int]], set[int]]:
+    """By group so many pages, the first of them those of `names`; and all that are to be filled."""
+    pages, new = pool.hold([*chain(*names)], sum(counts))
+    named, rest = iter(pages), iter(pages[sum(map(len, names)) :])
+    lists = [
+        [*islice(named, len(of_group)), *islice(rest, count - len(of_group))]
+        for of_group, count in zip(names, counts, strict=True)
+    ]
+    return lists, new
 
-    def known(self, seq: Sequence) -> list[bytes]:
-        """Those made so far, of its first blocks."""
-        return self._known.get(seq.seq_id, [])
 
-    def first(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Hashes at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
-        hashes = self._known.setdefault(seq.seq_id, [])
-        first, size = len(hashes), self._block_size
-        if first >= num_blocks:
-            return hashes
-        end = num_blocks * size
-        assert end <= len(seq.token_ids), "hash of tokens that are not known yet"
-        parent = hashes[-1] if hashes else seq.request.cache_key
-        tokens = array("i", seq.token_ids[first * size : end])
-        block_bytes, tokens_bytes = size * tokens.itemsize, tokens.tobytes()
-        for start in range(0, len(tokens_bytes), block_bytes):
-            digest = self._keyed.copy()
-            digest.update(tokens_bytes[start : start + block_bytes] + parent)
-            parent = digest.digest()
-            hashes.append(parent)
-        return hashes
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        self._known[child.seq_id] = list(self.known(parent))
-
-    def forget(self, seq: Sequence) -> None:
-        self._known.pop(seq.seq_id, None)
-
-    def check_empty(self) -> None:
-        """Assert that no sequence is known."""
-        assert not self._known, f"hashes of finished sequences: {sorted(self._known)}"
+def _release(pool: PagePool, lists: list[tuple[int, list[int]]]) -> None:
+    """Lists of pages, each with its first block: the last blocks first, so that tails are evicted
+    first."""
+    blocks = [(first + i, page) for first, pages in lists for i, page in enumerate(pages)]
+    blocks.sort(key=itemgetter(0), reverse=True)
+    pool.release(page for _, page in blocks)

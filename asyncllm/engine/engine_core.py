@@ -129,7 +129,11 @@ class EngineCore:
     def _new_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
         blocks = BlockManager(
-            memory.num_pages, config.block_size, memory.num_host_pages, config.enable_prefix_caching
+            memory.num_pages,
+            config.block_size,
+            memory.num_host_pages,
+            config.enable_prefix_caching,
+            memory.groups,
         )
         return Scheduler(
             blocks,

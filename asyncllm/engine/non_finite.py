@@ -9,6 +9,8 @@ that are free are zeroed. Nothing is wrong with those of a request that forbids 
 
 from __future__ import annotations
 
+from itertools import chain
+
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.errors import InvalidRequestError, RequestFailedError
@@ -81,9 +83,11 @@ def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
         for request in requests
         for seq in request.sequences
         if seq.status is SequenceStatus.RUNNING
-        for page in blocks.pages_of(seq)
+        for page in chain(*blocks.pages_of(seq))
     }
     for request in requests:
         scheduler.abort(request.request_id, FinishReason.ERROR)
     blocks.reset_prefix_cache()
+    if blocks.has_windows:  # which have left pages behind
+        return blocks.device.free_pages()
     return [page for page in pages if blocks.device.is_free(page)]

@@ -43,7 +43,7 @@ class StepDraft:
     def empty(self) -> bool:
         return not (self.decodes or self.prefills or self.swap_out)
 
-    def init_slot(self, seq: Sequence, block_ids: list[int]) -> None:
+    def init_slot(self, seq: Sequence, block_ids: list[list[int]]) -> None:
         """All that the device must know of `seq`, which owns a slot and these pages."""
         self.slot_inits.append(
             SlotInit(seq, seq.slot, block_ids, seq.num_computed, list(seq.token_ids))
@@ -118,7 +118,7 @@ class PrefillPlanner:
         blocks, waiting = self._blocks, self._waiting
         num_startable = min(len(waiting), self._running.num_free_slots)
         num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
-        return min(num_tokens, blocks.device.num_free * blocks.block_size)
+        return min(num_tokens, blocks.num_free_tokens)
 
     def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
@@ -126,6 +126,7 @@ class PrefillPlanner:
         if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
             draft.budget = left
         end = min(seq.num_prefill, start + draft.budget)
+        num_blocks = self._blocks.num_blocks(end)
         samples: tuple[Sequence, ...] = ()
         if end == seq.num_prefill:
             samples = (seq, *self._fork(seq, draft))
@@ -135,7 +136,7 @@ class PrefillPlanner:
                 slot=seq.slot,
                 start=start,
                 token_ids=seq.token_ids[start:end],
-                block_ids=self._blocks.pages_of(seq)[: self._blocks.num_blocks(end)],
+                block_ids=[pages[:num_blocks] for pages in self._blocks.pages_of(seq)],
                 samples=samples,
             )
         )

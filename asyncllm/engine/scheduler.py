@@ -148,8 +148,10 @@ class Scheduler:
         blocks, running, batch = self.blocks, self.running, self.running.next_batch()
         # A page is full, or (right after a fork) shared: the rest of the rows need no look.
         seqs = batch.seqs if running.has_forks else batch.at_block_start(blocks.block_size)
-        if running.has_forks or running.forced or blocks.device.num_free < len(seqs):
-            for seq in running.in_order([*seqs, *running.forced]):
+        # Of a prompt that goes on, what its windows leave behind is exchanged for what comes next.
+        moving = running.prefilling() if blocks.has_windows else []
+        if running.has_forks or running.forced or moving or not blocks.can_extend(len(seqs)):
+            for seq in running.in_order([*seqs, *running.forced, *moving]):
                 if seq.status is SequenceStatus.RUNNING:
                     self._take_pages(seq, draft)
         else:
@@ -168,6 +170,7 @@ class Scheduler:
         All or none: what was taken in a step cannot be swapped out by the same step.
         """
         blocks, end = self.blocks, max(seq.num_computed + 1, seq.num_prefill)
+        left_behind = blocks.trim(seq)
         missing = blocks.missing_blocks(seq, end)
         while blocks.device.num_free < len(missing):
             victim = self.running.seqs[-1]
@@ -176,7 +179,7 @@ class Scheduler:
                 return
             missing = blocks.missing_blocks(seq, end)  # the victim may have left a shared page
         appends, copies = blocks.reserve(seq, missing)
-        draft.page_appends += appends
+        draft.page_appends += left_behind + appends
         draft.page_copies += copies
 
     # --- preemption --------------------------------------------------------------------------
@@ -205,7 +208,7 @@ class Scheduler:
         if self._preemption_mode == "swap" or self._swap_cost is None:
             return True
         cost = self._swap_cost
-        num_pages = self.blocks.num_blocks(seq.num_computed)
+        num_pages = self.blocks.num_pages_to_swap(seq)
         recompute = self.blocks.num_uncached_tokens(seq) * cost.seconds_per_token
         return 2 * num_pages * cost.seconds_per_page < recompute
 

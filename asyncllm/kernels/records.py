@@ -95,15 +95,17 @@ class DecodeRows:
     In a graph of whole mixed steps (`StepAttention`) a row may be no request's: its position is -1.
     """
 
-    block_tables: torch.Tensor  # int32 [rows, pages per sequence]
+    block_tables: tuple[torch.Tensor, ...]  # by cache group: int32 [rows, pages per sequence]
     positions: torch.Tensor  # int32 [rows]
     max_len: int | None = None  # longest context, where the host knows it (not under capture)
 
-    def write_slots(self, block_size: int) -> torch.Tensor:
-        """int64 [rows]: the flat KV position page * block_size + offset of each row's token."""
+    def write_slots(self, block_size: int) -> list[torch.Tensor]:
+        """By group, int64 [rows]: the flat position page * block_size + offset of each row's token
+        in the cache."""
         positions = self.positions.long()
-        pages = self.block_tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
-        return pages.long() * block_size + positions % block_size
+        blocks, offsets = (positions // block_size).unsqueeze(1), positions % block_size
+        pages = [table.gather(1, blocks).squeeze(1) for table in self.block_tables]
+        return [page.long() * block_size + offsets for page in pages]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +145,7 @@ class SlotRows:
     last_tokens: torch.Tensor  # int32 [rows]
     positions: torch.Tensor  # int32 [rows]
     next_positions: torch.Tensor  # int32 [rows], of the tokens to be sampled
-    block_tables: torch.Tensor  # int32 [rows, pages per sequence]
+    block_tables: tuple[torch.Tensor, ...]  # by cache group: int32 [rows, pages per sequence]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class DecodeAutotune:
         self._state = state
         self._num_pages = num_pages
         # The last page of a table is where the new token goes.
-        self._row_pages = min(CONTEXT_TOKENS // block_size, state.block_tables.shape[1] - 1)
+        self._row_pages = min(CONTEXT_TOKENS // block_size, state.block_tables.shape[2] - 1)
         self._position = self._row_pages * block_size
 
     def __call__(self, slots: torch.Tensor, replays: Sequence[Replay]) -> list[float]:
@@ -51,13 +51,13 @@ class DecodeAutotune:
         """Fills `slots`; yields the slots' positions, to be set. All zero afterwards."""
         num_rows = len(slots)
         rows = slice(1, 1 + num_rows)
-        positions, tables = self._state.positions[rows], self._state.block_tables[rows]
+        positions, tables = self._state.positions[rows], self._state.block_tables[:, rows]
         assert len(positions) == num_rows, "more rows than slots"
         numbers = torch.arange(num_rows * self._row_pages, device=slots.device)
         slots.copy_(torch.arange(1, 1 + num_rows, device=slots.device))
         pages = 1 + numbers % self._num_pages
-        tables[:, : self._row_pages] = pages.view(num_rows, self._row_pages)
-        tables[:, self._row_pages] = PADDING_PAGE
+        tables[..., : self._row_pages] = pages.view(num_rows, self._row_pages)
+        tables[..., self._row_pages] = PADDING_PAGE
         try:
             yield positions
         finally:

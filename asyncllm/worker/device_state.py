@@ -4,19 +4,20 @@ Other tensors that outlive a step (input buffers, pages, workspaces) are listed 
 docs/ARCHITECTURE.md.
 
 Readers and writers are device work on the one compute stream, in step order, so no tensor here
-needs an event. S = slots (running sequences + 1), P = pages per sequence, V = vocabulary.
+needs an event. S = slots (running sequences + 1), G = cache groups,
+P = pages per sequence, V = vocabulary.
 
-  tensor           dtype  shape   written by                    read by
-  last_tokens      int32  [S]     init, sampler                 the next decode's embedding
-  positions        int32  [S]     init, sampler                 decode: RoPE, KV write, lengths, RNG
-  prompt_lens      int32  [S]     init                          dynamic RoPE
-  block_tables     int32  [S, P]  init, page appends            attention
-  temperatures ..  f32    [S]     init                          sampler
-  top_ks           int32  [S]     init                          sampler
-  seeds            int64  [S]     init                          sampler
-  output_counts    int32  [S, V]  init, inputs (if penalised)   penalties
-  in_prompt        bool   [S, V]  init (if penalised)           repetition penalty
-  allowed          bool   [S, V]  init (if restricted)          sampler; made on first use
+  tensor           dtype  shape      written by                    read by
+  last_tokens      int32  [S]        init, sampler                 the next decode's embedding
+  positions        int32  [S]        init, sampler                 RoPE, KV write, lengths, RNG
+  prompt_lens      int32  [S]        init                          dynamic RoPE
+  block_tables     int32  [G, S, P]  init, page appends            attention
+  temperatures ..  f32    [S]        init                          sampler
+  top_ks           int32  [S]        init                          sampler
+  seeds            int64  [S]        init                          sampler
+  output_counts    int32  [S, V]     init, inputs (if penalised)   penalties
+  in_prompt        bool   [S, V]     init (if penalised)           repetition penalty
+  allowed          bool   [S, V]     init (if restricted)          sampler; made on first use
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ FLOAT_PARAMS = (
 
 class DeviceState:
     def __init__(
-        self, num_slots: int, pages_per_sequence: int, vocab_size: int, device: torch.device
+        self,
+        num_slots: int,
+        pages_per_sequence: int,
+        vocab_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -50,7 +56,7 @@ class DeviceState:
         self.last_tokens = int32(num_slots)
         self.positions = int32(num_slots)
         self.prompt_lens = int32(num_slots)
-        self.block_tables = int32(num_slots, pages_per_sequence)
+        self.block_tables = int32(num_groups, num_slots, pages_per_sequence)
         # One tensor, so that a slot's parameters arrive in one copy; the views name its rows.
         self.float_params = torch.zeros(len(FLOAT_PARAMS), num_slots, device=device)
         self.temperatures, self.top_ps, self.min_ps = self.float_params[:3]
@@ -120,8 +126,8 @@ GatherSlots = Callable[[DeviceState, torch.Tensor], SlotRows]
 def gather_slots_torch(state: DeviceState, slots: torch.Tensor) -> SlotRows:
     """The reference `GatherSlots`."""
     state.count_inputs(slots)
-    positions = state.positions[slots]
-    return SlotRows(state.last_tokens[slots], positions, positions + 1, state.block_tables[slots])
+    positions, tables = state.positions[slots], state.block_tables[:, slots].unbind()
+    return SlotRows(state.last_tokens[slots], positions, positions + 1, tables)
 
 
 # (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows of decodes beside
@@ -136,12 +142,12 @@ def fill_decodes_torch(
     """The reference `FillDecodes`."""
     state.count_inputs(slots)
     first, is_valid = tokens.first(len(slots)), slots > 0
-    rows = DecodeRows(state.block_tables[slots], state.positions[slots])
+    rows = DecodeRows(state.block_tables[:, slots].unbind(), state.positions[slots])
     for buffer, values in (
         (first.token_ids, state.last_tokens[slots]),
         (first.positions, rows.positions),
         (first.prompt_lens, state.prompt_lens[slots]),
-        (first.write_slots, rows.write_slots(block_size)),
+        *zip(first.write_slots, rows.write_slots(block_size), strict=True),
     ):
         buffer.copy_(torch.where(is_valid, values, buffer))
     return DecodeRows(rows.block_tables, torch.where(is_valid, rows.positions, -1))

@@ -26,9 +26,8 @@ from asyncllm.kernels.declaration import DenseShape, Start
 from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.quantization.select import is_quantized
-from asyncllm.models.registry import build_model
+from asyncllm.models.registry import model_without_memory
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
 from asyncllm.worker.packed_step import NO_FEATURE
@@ -42,8 +41,7 @@ ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
 
 def early_start(config: EngineConfig, device: torch.device) -> Start:
     """Before the model is built: by one without memory."""
-    dtype, meta = getattr(torch, config.dtype), torch.device("meta")
-    model = build_model(config.model, dtype, meta, TorchOps(), ANY_LENGTH)
+    model = model_without_memory(config.model, getattr(torch, config.dtype), ANY_LENGTH)
     return start_of(config, model, device)
 
 
@@ -129,7 +127,9 @@ def prewarm_slots(
     record = torch.zeros(1, RECORD_WORDS, dtype=torch.int32, device=zero.device)
     kernels.write_slots(state, record, zero.expand(3, 1).contiguous())
     # Tables of this width: a kernel's variant, unless a graph has it already.
-    tokens = TokenBuffers(zero, zero, zero, zero.long(), zero, zero)
+    tokens = TokenBuffers(
+        zero, zero, zero, zero.long().expand(len(state.block_tables), 1), zero, zero
+    )
     kernels.fill_decodes(state, zero, tokens, block_size)
     masks.host()[:1] = -1
     row_masks = masks.upload(np.zeros(1, np.int32), 1)

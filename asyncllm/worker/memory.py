@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.attention.base import AttentionLayer, AttentionMixer, RotatedHeads, Rotation
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache, KVScales
+from asyncllm.cache_group import CacheGroup, num_blocks_that_fit, num_pages_for
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.kv_scales import measured_scales, stored_scales
@@ -32,6 +34,7 @@ class MemoryPlan:
     num_pages: int  # usable, the padding page not counted
     num_host_pages: int
     max_model_len: int
+    groups: tuple[CacheGroup, ...]
 
 
 def _profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
@@ -67,19 +70,25 @@ def _no_attention(
     return tokens.new_zeros((len(tokens), layer.num_heads * layer.head_dim))
 
 
-def plan_memory(model: CausalLM, config: EngineConfig, device: torch.device) -> MemoryPlan:
+def plan_memory(
+    model: CausalLM, config: EngineConfig, layout: CacheLayout, device: torch.device
+) -> MemoryPlan:
     """Pages on the device and the host, and the context window that they allow.
 
     Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
     """
-    page_bytes, peak_bytes = _page_bytes(config), _profile_step(model, config, device)
+    page_bytes, peak_bytes = layout.page_bytes, _profile_step(model, config, device)
     model_len = config.max_model_len or config.model.context_window
-    num_pages = _num_pages(config, page_bytes, peak_bytes, device, model_len)
-    fits = num_pages * config.block_size
-    if num_pages < 1:
+    groups = layout.groups(config.max_num_batched_tokens)
+    num_blocks = -(-model_len // config.block_size)
+    most = config.max_num_seqs * num_pages_for(groups, num_blocks)
+    num_pages = _num_pages(config, page_bytes, peak_bytes, device, most)
+    fits = num_blocks_that_fit(groups, num_pages, num_blocks) * config.block_size
+    if fits < 1:
         raise ValueError(
-            f"no KV page of {page_bytes} bytes fits: raise gpu_memory_utilization "
-            f"({config.gpu_memory_utilization}) or kv_cache_memory_bytes"
+            f"{num_pages} KV pages of {page_bytes} bytes fit, and a block takes {len(groups)}: "
+            f"raise gpu_memory_utilization ({config.gpu_memory_utilization}) or "
+            "kv_cache_memory_bytes"
         )
     if config.max_model_len is not None and config.max_model_len > fits:
         raise ValueError(
@@ -87,12 +96,14 @@ def plan_memory(model: CausalLM, config: EngineConfig, device: torch.device) -> 
             f"pages hold {fits} tokens; lower it, or raise gpu_memory_utilization or "
             "kv_cache_memory_bytes"
         )
-    return MemoryPlan(num_pages, config.swap_space_bytes // page_bytes, min(model_len, fits))
+    num_host_pages = config.swap_space_bytes // page_bytes
+    return MemoryPlan(num_pages, num_host_pages, min(model_len, fits), groups)
 
 
 def _num_pages(
-    config: EngineConfig, page_bytes: int, peak_bytes: int, device: torch.device, model_len: int
+    config: EngineConfig, page_bytes: int, peak_bytes: int, device: torch.device, most: int
 ) -> int:
+    """`most`: what all sequences could ever use."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
@@ -107,35 +118,17 @@ def _num_pages(
             reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = config.max_num_seqs * -(-model_len // config.block_size)
     return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
 
 
-def _kv_sizes(config: EngineConfig) -> tuple[int, int, int, int]:
-    """Layers, tokens of a page, heads and their size, in `KVCache`'s order."""
-    model = config.model
-    return model.num_layers, config.block_size, model.num_kv_heads, model.head_dim
-
-
-def _dtype(config: EngineConfig) -> torch.dtype:
-    """Of the KV cache."""
-    dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
-    return dtype
-
-
-def _page_bytes(config: EngineConfig) -> int:
-    """Bytes of one page, over all layers."""
-    return KVCache.page_bytes(*_kv_sizes(config), _dtype(config))
-
-
-def begin_host_pages(config: EngineConfig, device: torch.device) -> HostPages:
+def begin_host_pages(config: EngineConfig, layout: CacheLayout, device: torch.device) -> HostPages:
     """As many as `swap_space` holds; being allocated from here on."""
-    num_pages = config.swap_space_bytes // _page_bytes(config)
-    return HostPages(KVCache.host_shape(num_pages, *_kv_sizes(config)), _dtype(config), device)
+    num_pages = config.swap_space_bytes // layout.page_bytes
+    return HostPages(layout.host_shape(num_pages), torch.int64, device)
 
 
 def allocate_cache(
-    config: EngineConfig,
+    layout: CacheLayout,
     num_pages: int,
     host_pages: HostPages,
     scales: KVScales | None,
@@ -143,19 +136,8 @@ def allocate_cache(
 ) -> KVCache:
     """The KV cache: `num_pages` and the padding page. Raises `ValueError` naming the flags where
     the memory is not there."""
-    num_layers, block_size, num_kv_heads, head_dim = _kv_sizes(config)
     try:
-        return KVCache(
-            num_layers=num_layers,
-            num_pages=num_pages + 1,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=_dtype(config),
-            device=device,
-            host_pages=host_pages,
-            scales=scales,
-        )
+        return KVCache(layout, num_pages + 1, device, host_pages, scales)
     except (MemoryError, RuntimeError) as error:
         raise ValueError(
             f"no memory for {num_pages} KV pages: lower num_gpu_blocks_override, "
@@ -169,7 +151,8 @@ def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KV
         return None
     if config.calculate_kv_scales:
         model_len = config.max_model_len or config.model.context_window
-        return measured_scales(model, config.model, _dtype(config), model_len, device)
+        dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
+        return measured_scales(model, config.model, dtype, model_len, device)
     return stored_scales(config.model, len(model.attention_layers))
 
 
@@ -194,7 +177,7 @@ def measure_swap_cost(
             start = time.perf_counter()
             cache.swap_out([(0, 0)])
             cache.swap_in([(0, 0)])
-            if cache.layers[0].device.type == "cuda":
+            if cache.storages[0].device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
         return SwapCost(seconds / 2, seconds_per_token)

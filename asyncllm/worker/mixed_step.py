@@ -24,7 +24,7 @@ from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.packed_step import NO_CHANGES, PackedStep
 from asyncllm.worker.staging import Staging
-from asyncllm.worker.static_inputs import StaticInputs
+from asyncllm.worker.static_inputs import TOKEN_ARRAYS, StaticInputs
 
 EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
 
@@ -154,13 +154,16 @@ class MixedStep:
 
     def _zeros(self, num_tokens: int) -> TokenBuffers:
         layer, device = self.model.attention_layers[0], self.inputs.token_ids.device
-        return TokenBuffers.zeros(num_tokens, layer, self.dtype, device)
+        num_groups = len(self.inputs.write_slots)
+        return TokenBuffers.zeros(num_tokens, layer, num_groups, self.dtype, device)
 
     def _eager_tokens(self, step: PackedStep) -> TokenBuffers:
         tokens, first = self._zeros(step.shape.size), len(step.decode_slots)
         (columns,) = self.staging.upload((step.tokens,))
-        for buffer, values in zip(tokens[: len(columns)], columns, strict=True):
+        num_arrays = len(TOKEN_ARRAYS)
+        for buffer, values in zip(tokens[:num_arrays], columns, strict=False):
             buffer[first:].copy_(values)
+        tokens.write_slots[:, first:].copy_(columns[num_arrays:])
         return tokens
 
 

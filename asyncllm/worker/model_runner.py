@@ -190,7 +190,7 @@ class ModelRunner:
     def run_padding(self, num_tokens: int) -> None:
         """A step of one prompt on the padding page, and its first token in the padding slot. On the
         current stream."""
-        step = padding_prompt(num_tokens, self._cache.block_size)
+        step = padding_prompt(num_tokens, self._cache.block_size, len(self._state.block_tables))
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
         tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:

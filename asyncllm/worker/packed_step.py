@@ -75,7 +75,8 @@ class SlotChanges:
     """Sequences that take slots, and new entries of block tables; None: the step has none."""
 
     records: np.ndarray | None = None  # int32 [n, RECORD_WORDS] (slot_changes.py)
-    entries: np.ndarray | None = None  # int32 [3, m]: slots, indices, pages
+    # int32 [3, m]: tables (group * slots + slot), indices, pages
+    entries: np.ndarray | None = None
 
     def split(self, max_records: int, max_entries: int) -> list[SlotChanges]:
         """In order, pieces of at most so many of each; at least one."""
@@ -117,7 +118,7 @@ class PromptLogprobs:
 
 NO_MOVES = PageMoves()
 NO_ROWS = np.zeros(0, np.int32)
-NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS)
+NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS[None])
 
 
 class PackedStep(NamedTuple):
@@ -128,7 +129,8 @@ class PackedStep(NamedTuple):
     decode_positions: np.ndarray  # int32 [D]
     sampled_slots: np.ndarray  # int32 [R]
     # The next three are of steps with prompts alone.
-    tokens: np.ndarray = NO_ROWS  # int32 [4, P]: ids, positions, prompts' lengths, KV positions
+    # int32 [3 + groups, P]: ids, positions, prompts' lengths; flat positions in each group's cache
+    tokens: np.ndarray = NO_ROWS
     samples: np.ndarray = NO_ROWS  # int32 [3, R]: which of D + P tokens; slots; the new positions
     prefills: PrefillRows = NO_PROMPTS
     moves: PageMoves = NO_MOVES
@@ -151,10 +153,10 @@ class PackedStep(NamedTuple):
         return StepShape(kind, num_decodes + num_prompt_tokens)
 
 
-def padding_prompt(num_tokens: int, block_size: int) -> PackedStep:
+def padding_prompt(num_tokens: int, block_size: int, num_groups: int = 1) -> PackedStep:
     """A step of one prompt, and its first token, on the padding page and slot."""
     num_pages = -(-num_tokens // block_size)
-    tokens = np.zeros((4, num_tokens), np.int32)
+    tokens = np.zeros((3 + num_groups, num_tokens), np.int32)
     tokens[1], tokens[2] = np.arange(num_tokens), num_tokens
     return PackedStep(
         decode_slots=NO_ROWS,
@@ -166,6 +168,6 @@ def padding_prompt(num_tokens: int, block_size: int) -> PackedStep:
             query_indptr=np.array([0, num_tokens], np.int32),
             kv_lens=np.array([num_tokens], np.int32),
             page_indptr=np.array([0, num_pages], np.int32),
-            pages=np.full(num_pages, PADDING_PAGE, np.int32),
+            pages=np.full((num_groups, num_pages), PADDING_PAGE, np.int32),
         ),
     )

@@ -38,14 +38,17 @@ assert SLOT_INIT.itemsize == _RECORD.size and _RECORD.size % 8 == 0
 WriteSlots = Callable[[DeviceState, torch.Tensor, torch.Tensor], None]
 
 
-def pack_changes(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> SlotChanges:
-    """NO_CHANGES where there are none."""
+def pack_changes(
+    inits: Sequence[SlotInit], appends: Sequence[PageAppend], num_slots: int
+) -> SlotChanges:
+    """NO_CHANGES where there are none. num_slots: the padding slot included."""
     if not inits and not appends:
         return NO_CHANGES
     if not inits:
-        return SlotChanges(entries=_pack_entries(inits, appends))
+        return SlotChanges(entries=_pack_entries(inits, appends, num_slots))
     records = np.frombuffer(b"".join([_record(init) for init in inits]), np.int32)
-    return SlotChanges(records.reshape(len(inits), RECORD_WORDS), _pack_entries(inits, appends))
+    entries = _pack_entries(inits, appends, num_slots)
+    return SlotChanges(records.reshape(len(inits), RECORD_WORDS), entries)
 
 
 def _record(init: SlotInit) -> bytes:
@@ -68,17 +71,20 @@ def _record(init: SlotInit) -> bytes:
     )
 
 
-def _pack_entries(inits: Sequence[SlotInit], appends: Sequence[PageAppend]) -> np.ndarray:
-    """New entries of block tables: slots, indices, pages, int32 [3, entries]."""
-    slots = [append.slot for append in appends]
+def _pack_entries(
+    inits: Sequence[SlotInit], appends: Sequence[PageAppend], num_slots: int
+) -> np.ndarray:
+    """New entries of block tables: tables, indices, pages, int32 [3, entries]."""
+    tables = [append.group * num_slots + append.slot for append in appends]
     indices = [append.block_index for append in appends]
     pages = [append.block_id for append in appends]
     for init in inits:
-        num_pages = len(init.block_ids)
-        slots += [init.slot] * num_pages
-        indices += range(num_pages)
-        pages += init.block_ids
-    return np.array((slots, indices, pages), np.int32)
+        for group, block_ids in enumerate(init.block_ids):
+            num_pages = len(block_ids)
+            tables += [group * num_slots + init.slot] * num_pages
+            indices += range(num_pages)
+            pages += block_ids
+    return np.array((tables, indices, pages), np.int32)
 
 
 def write_slots_torch(state: DeviceState, records: torch.Tensor, entries: torch.Tensor) -> None:
@@ -90,5 +96,5 @@ def write_slots_torch(state: DeviceState, records: torch.Tensor, entries: torch.
     state.seeds[slots] = records[:, :FIRST_INT].contiguous().view(torch.int64).squeeze(1)
     floats = records[:, FIRST_FLOAT : FIRST_FLOAT + len(FLOAT_PARAMS)].view(torch.float32)
     state.float_params[:, slots] = floats.T
-    slots, indices, pages = entries
-    state.block_tables[slots, indices] = pages
+    tables, indices, pages = entries
+    state.block_tables.flatten(0, 1)[tables, indices] = pages

@@ -41,6 +41,7 @@ class StaticInputs:
         max_tokens += max_tokens % 2  # 64-bit numbers follow
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._state, self._write_slots = state, write_slots
+        self._num_groups = len(state.block_tables)
         device = state.positions.device
         memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._ours = ours = self._split(memory)
@@ -76,10 +77,10 @@ class StaticInputs:
             if num_tokens is None:
                 self._ours.head.copy_(tensors.head, non_blocking=True)
                 return
-            end = first + step.tokens.shape[1]
-            arrays.tokens[:, first:end] = step.tokens[:3]
-            arrays.write_slots[first:end] = step.tokens[3]
-            arrays.write_slots[end:num_tokens] = 0
+            end, num_arrays = first + step.tokens.shape[1], len(TOKEN_ARRAYS)
+            arrays.tokens[:, first:end] = step.tokens[:num_arrays]
+            arrays.write_slots[:, first:end] = step.tokens[num_arrays:]
+            arrays.write_slots[:, end:num_tokens] = 0
             self._ours.whole.copy_(tensors.whole, non_blocking=True)
 
     def _write_most(self, changes: SlotChanges) -> SlotChanges:
@@ -117,7 +118,7 @@ class StaticInputs:
     def _sizes(self) -> tuple[int, ...]:
         """Words of rows, records, entries; of tokens, write_slots."""
         head = len(ROW_ARRAYS) * self._max_rows, MAX_RECORDS * RECORD_WORDS, 3 * MAX_ENTRIES
-        return *head, len(TOKEN_ARRAYS) * self._max_tokens, 2 * self._max_tokens
+        return *head, len(TOKEN_ARRAYS) * self._max_tokens, self._num_groups * 2 * self._max_tokens
 
     def _split(self, memory: torch.Tensor) -> _Parts[torch.Tensor]:
         rows, records, entries, tokens, write_slots = memory.split(self._sizes)
@@ -128,7 +129,7 @@ class StaticInputs:
             records.view(MAX_RECORDS, RECORD_WORDS),
             entries.view(3, MAX_ENTRIES),
             tokens.view(len(TOKEN_ARRAYS), self._max_tokens),
-            write_slots.view(torch.int64),
+            write_slots.view(torch.int64).view(self._num_groups, self._max_tokens),
         )
 
     def _new_buffer(self) -> tuple[_Parts[torch.Tensor], _Parts[np.ndarray]]:
@@ -146,7 +147,7 @@ class _Parts(NamedTuple, Generic[A]):
     records: A
     entries: A
     tokens: A  # [3, max_tokens]
-    write_slots: A
+    write_slots: A  # [groups, max_tokens]
 
 
 def _begin(arrays: _Parts[np.ndarray], decode_slots: np.ndarray, changes: SlotChanges) -> None:

@@ -30,6 +30,7 @@ from asyncllm.worker.slot_sampling import SlotSampling, int32
 
 class StepPacker:
     def __init__(self, num_slots: int, block_size: int) -> None:
+        self._num_slots = num_slots
         self._block_size = block_size
         self._sampling = SlotSampling(num_slots)
         self._decode_slots, self._decode_features = NO_ROWS, NO_FEATURE  # of the last step
@@ -66,7 +67,7 @@ class StepPacker:
             samples=samples,
             prefills=prefills,
             moves=moves,
-            changes=pack_changes(plan.slot_inits, plan.page_appends),
+            changes=pack_changes(plan.slot_inits, plan.page_appends, self._num_slots),
             features=features,
             extras=extras,
             num_top_logprobs=num_top,
@@ -91,33 +92,35 @@ class StepPacker:
         hundred tokens a call of numpy costs more than its work."""
         num_decodes = len(plan.decodes.slots)
         token_ids: list[int] = []
-        pages: list[int] = []
+        pages: list[list[int]] = [[] for _ in plan.prefills[0].block_ids]
         # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
         # the step, their prompt's length, their row's first page. Before all rows: beginnings.
         of_rows = [(0,) * 7]
         samples: list[tuple[int, int, int]] = []
         for row in plan.prefills:
-            first, first_page, start = len(token_ids), len(pages), row.start
+            first, first_page, start = len(token_ids), len(pages[0]), row.start
             token_ids += row.token_ids
-            pages += row.block_ids
+            for of_group, block_ids in zip(pages, row.block_ids, strict=True):
+                of_group += block_ids
             end = len(token_ids)
             kv_len, prompt_len = start + end - first, len(row.seq.request.prompt_token_ids)
             of_rows.append(
-                (end, len(pages), kv_len, end - first, start - first, prompt_len, first_page)
+                (end, len(pages[0]), kv_len, end - first, start - first, prompt_len, first_page)
             )
             if row.samples:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
         columns = np.array([*zip(*of_rows, strict=True)], np.int32)
-        prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], int32(pages))
+        prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], np.array(pages, np.int32))
         tokens = columns[3:, 1:].repeat(columns[3, 1:], axis=1)
         tokens[0] = np.fromiter(token_ids, np.int32, len(token_ids))
-        positions, write_slots = tokens[1], tokens[3]
+        positions, first_pages = tokens[1], tokens[3]
         positions += np.arange(len(token_ids), dtype=np.int32)
         blocks, offsets = np.divmod(positions, self._block_size)
-        blocks += write_slots  # the row's first page
-        np.take(prefills.pages, blocks, out=write_slots)
+        blocks += first_pages
+        write_slots = prefills.pages.take(blocks, axis=1)  # [groups, P]
         write_slots *= self._block_size
         write_slots += offsets
+        tokens = np.concatenate((tokens[:3], write_slots))
         return tokens, _samples(plan.decodes, samples), prefills
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
@@ -21,7 +22,7 @@ from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import build_model, with_cache_shape
+from asyncllm.models.registry import build_model, model_without_memory
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
@@ -87,14 +88,16 @@ class Worker:
         self.phases: dict[str, float] = {}
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         model_len = config.max_model_len or config.model.context_window
-        with self._phase("cache_shape"):
-            shaped = with_cache_shape(config.model, self._dtype, model_len)
-        self._config = config = replace(config, model=shaped)
+        with self._phase("cache_layout"):
+            layers = model_without_memory(config.model, self._dtype, model_len).attention_layers
+            kv_dtype = getattr(torch, config.kv_cache_dtype)
+            layout = CacheLayout(layers, config.block_size, kv_dtype)
+        self._config = config
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(
             config.attention_backend, self.device, is_fp8=config.kv_cache_dtype != config.dtype
         )
-        host_pages = begin_host_pages(config, self.device)
+        host_pages = begin_host_pages(config, layout, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
             early.begin_all(config)
@@ -108,14 +111,14 @@ class Worker:
             model, loading = self._load_model(ops, early, progress)
         with self._phase("profile"):
             early.wait_for_hash()
-            self.memory = plan_memory(model, config, self.device)
+            self.memory = plan_memory(model, config, layout, self.device)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
             scales = kv_scales(model, config, self.device)
-            cache = allocate_cache(config, num_pages, host_pages, scales, self.device)
+            cache = allocate_cache(layout, num_pages, host_pages, scales, self.device)
             num_slots, vocab_size = config.num_slots, config.model.vocab_size
             table_pages = -(-self.memory.max_model_len // config.block_size)
-            state = DeviceState(num_slots, table_pages, vocab_size, self.device)
+            state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)
             self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)

@@ -60,7 +60,7 @@ class FlashInferAttention:
 
     def __init__(self, cache: KVCache, layers: list[AttentionLayer]) -> None:
         self._cache = cache
-        self._kinds = LayerKinds(layers)
+        self._kinds = LayerKinds(layers, cache.group_of)
         device = cache.layers[0].device
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._num_sms = num_sms(device)
@@ -71,9 +71,13 @@ class FlashInferAttention:
 
     def decode(self, rows: DecodeRows) -> Attend:
         rotated = cached(lambda: self._decode_rotated(rows))  # once for all that need it
-        from_projection = self._kinds.select(
-            [self._decode_from_projection(kernels, rows) or rotated() for kernels in self._kernels]
-        )
+
+        def bind(kind: int, group: int) -> AttendProjected:
+            tables = rows.block_tables[group]
+            decode = self._decode_from_projection(self._kernels[kind], tables, rows.positions)
+            return decode or rotated()
+
+        from_projection = self._kinds.select(bind)
 
         def attend(
             layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
@@ -91,7 +95,8 @@ class FlashInferAttention:
         write_slots: torch.Tensor,
         q: torch.Tensor,
     ) -> None:
-        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], write_slots, q)
+        slots = write_slots[self._cache.group_of[layer.index]]
+        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots, q)
 
     def mixed(
         self,
@@ -116,10 +121,10 @@ class FlashInferAttention:
         return attend
 
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
-        """For layers of one kind, which FA3 and balanced_decode do."""
+        """For layers of one kind and cache group, which FA3 and balanced_decode do."""
         layer, device = self._kinds.layers[0], self._workspace.device
         is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer) == "fa3"
-        if len(self._kernels) > 1 or api.private is None or not is_fa3:
+        if len(self._kinds.pairs) > 1 or api.private is None or not is_fa3:
             return None
         if (balanced := self._kernels[0].balanced()) is None:
             return None
@@ -143,17 +148,17 @@ class FlashInferAttention:
         )
 
     def _decode_from_projection(
-        self, kernels: _KindKernels, rows: DecodeRows
+        self, kernels: _KindKernels, tables: torch.Tensor, positions: torch.Tensor
     ) -> AttendProjected | None:
         """One kernel with all from the projection on, where there is one for so many rows."""
         fused = kernels.fused
-        if not fused.takes(rows.positions.shape[0]):
-            balanced = _balanced_for(kernels, rows)
-            return None if balanced is None else balanced.decode(rows)
+        if not fused.takes(len(positions)):
+            balanced = _balanced_for(kernels, positions)
+            return None if balanced is None else balanced.decode(tables, positions)
 
         def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             cache = self._cache.layers[layer.index]
-            return fused(layer, qkv, rotation, cache, rows.block_tables, rows.positions)
+            return fused(layer, qkv, rotation, cache, tables, positions)
 
         return attend
 
@@ -165,34 +170,39 @@ class FlashInferAttention:
         def attend(
             layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
         ) -> torch.Tensor:
-            cache = self._cache.layers[layer.index]
-            q = rotate_and_write(layer, qkv, rotation, cache, write_slots)
+            cache, group = self._cache.layers[layer.index], self._cache.group_of[layer.index]
+            q = rotate_and_write(layer, qkv, rotation, cache, write_slots[group])
             out = torch.empty_like(q)
             kernels = self._kernels[self._kinds.number_of[layer.index]]
-            _bind_kind(kernels, q, rows, lengths, out)(layer)
+            tables = rows.block_tables[group]
+            _bind_kind(kernels, q, tables, rows.positions, lengths, out)(layer)
             return out.flatten(1)
 
         return attend
 
     def _bind_decode(self, q: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> AttendRows:
         """Attention of rotated heads: q, out [rows, heads, head_dim], contiguous."""
-        lengths = cached(lambda: _lengths(rows))
-        return self._kinds.select(
-            [_bind_kind(kernels, q, rows, lengths, out) for kernels in self._kernels]
-        )
+        positions, lengths = rows.positions, cached(lambda: _lengths(rows))
+
+        def bind(kind: int, group: int) -> AttendRows:
+            tables = rows.block_tables[group]
+            return _bind_kind(self._kernels[kind], q, tables, positions, lengths, out)
+
+        return self._kinds.select(bind)
 
 
 def _bind_kind(
     kernels: _KindKernels,
     q: torch.Tensor,
-    rows: DecodeRows,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
     lengths: Callable[[], torch.Tensor],
     out: torch.Tensor,
 ) -> AttendRows:
     """Attention of rotated heads, whose keys and values are written."""
-    if (balanced := _balanced_for(kernels, rows)) is not None:
-        return balanced.bind(q, rows.block_tables, rows.positions, out)
-    return kernels.bind_lengths(q, rows.block_tables, lengths(), out)
+    if (balanced := _balanced_for(kernels, positions)) is not None:
+        return balanced.bind(q, block_tables, positions, out)
+    return kernels.bind_lengths(q, block_tables, lengths(), out)
 
 
 def _bind_triton(
@@ -235,8 +245,8 @@ def _begin_balanced(
     return wait
 
 
-def _balanced_for(kernels: _KindKernels, rows: DecodeRows) -> BalancedDecode | None:
-    return kernels.balanced() if len(rows.positions) <= MAX_ROWS else None
+def _balanced_for(kernels: _KindKernels, positions: torch.Tensor) -> BalancedDecode | None:
+    return kernels.balanced() if len(positions) <= MAX_ROWS else None
 
 
 def _lengths(rows: DecodeRows) -> torch.Tensor:

@@ -35,7 +35,7 @@ LN_2 = math.log(2)
 class Rows:
     """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
 
-    pages: torch.Tensor
+    pages: torch.Tensor  # of all cache groups, one after another
     query_indptr: torch.Tensor
     page_indptr: torch.Tensor
     last_page_lens: torch.Tensor
@@ -51,8 +51,7 @@ class PrefillPlan:
 
     def __init__(self, kinds: LayerKinds, cache: KVCache, workspace: torch.Tensor) -> None:
         """`workspace` may be shared with what else runs on the stream."""
-        self._block_size = cache.block_size
-        self._keys_values = cache.keys_values
+        self._cache = cache
         kernel = PublicWrapper if api.private is None else PrefillModule
         self._kinds = kinds
         self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
@@ -61,9 +60,15 @@ class PrefillPlan:
 
     def prepare(self, rows: PrefillRows) -> None:
         num_pages = np.diff(rows.page_indptr)
-        last_page_lens = rows.kv_lens - (num_pages - 1) * self._block_size
+        last_page_lens = rows.kv_lens - (num_pages - 1) * self._cache.block_size
         host, device = self._upload(
-            [rows.pages, rows.query_indptr, rows.page_indptr, last_page_lens, rows.kv_lens]
+            [
+                rows.pages.reshape(-1),
+                rows.query_indptr,
+                rows.page_indptr,
+                last_page_lens,
+                rows.kv_lens,
+            ]
         )
         for kernel in self._kernels:
             kernel.plan(host, device)
@@ -71,9 +76,10 @@ class PrefillPlan:
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
         """Attention of the planned rows; q, out [their tokens, num_heads, head_dim]."""
         calls, number_of = [kernel.bind(q, out) for kernel in self._kernels], self._kinds.number_of
+        keys_values = self._cache.keys_values
 
         def attend(layer: AttentionLayer) -> None:
-            calls[number_of[layer.index]](layer, *self._keys_values[layer.index])
+            calls[number_of[layer.index]](layer, *keys_values[layer.index])
 
         return attend
 
@@ -107,6 +113,7 @@ class PrefillModule:
         assert api.private is not None
         self._layer = layer
         self._block_size = cache.block_size
+        self._num_groups, self._group_of = cache.num_groups, cache.group_of
         dtype, device = cache.layers[0].dtype, workspace.device
         self._backend = _backend(layer, device)
         self._module = api.private.get_batch_prefill_module(
@@ -135,7 +142,7 @@ class PrefillModule:
 
         pages: int32, those of the rows that the lists are of. It reads nothing else of the rows.
         """
-        assert self._backend == "fa3"
+        assert self._backend == "fa3" and self._num_groups == 1
         self._info, self._rows = places, Rows(*(pages for _ in fields(Rows)))
 
     @cached_property
@@ -146,10 +153,10 @@ class PrefillModule:
         assert self._rows is not None, "bind before plan"
         run, rows = self._module.paged_run, self._rows
         before = (*self._workspaces, self._info, q)
-        lse = _log_sums(self._layer, q)
+        lse, pages = _log_sums(self._layer, q), rows.pages.chunk(self._num_groups)
         after = (
-            rows.query_indptr, rows.page_indptr, rows.pages, rows.last_page_lens, out,
-            lse, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer), self._pdl,
+            rows.last_page_lens, out, lse, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer),
+            self._pdl,
             *[None] * 6,  # custom masks, ALiBi, several items in a row
             self._layer.soft_cap or 0.0, self._layer.scale,
             *[None] * 3,  # scales of FP8
@@ -157,7 +164,8 @@ class PrefillModule:
         )  # fmt: skip
 
         def call(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-            run(*before, keys, values, *after)
+            of_group = pages[self._group_of[layer.index]]
+            run(*before, keys, values, rows.query_indptr, rows.page_indptr, of_group, *after)
             if lse is not None:
                 _add_sinks(layer, lse, out)
 
@@ -171,33 +179,30 @@ class PublicWrapper:
         self._layer = layer
         self._block_size = cache.block_size
         self._dtype = cache.layers[0].dtype
-        self._wrapper = api.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=_backend(layer, workspace.device)
-        )
+        self._group_of = cache.group_of
+        backend = _backend(layer, workspace.device)
+        self._wrappers = [  # by cache group: a plan holds its pages
+            api.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+            for _ in range(cache.num_groups)
+        ]
 
     def plan(self, host: Rows, device: Rows) -> None:
-        self._wrapper.plan(
-            host.query_indptr,
-            host.page_indptr,
-            host.pages,
-            host.last_page_lens,
-            self._layer.num_heads,
-            self._layer.num_kv_heads,
-            self._layer.head_dim,
-            self._block_size,
-            causal=True,
-            sm_scale=self._layer.scale,
-            window_left=_window_left(self._layer),
-            logits_soft_cap=self._layer.soft_cap,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
-        )
+        layer = self._layer
+        all_pages = host.pages.chunk(len(self._wrappers))
+        for wrapper, pages in zip(self._wrappers, all_pages, strict=True):
+            wrapper.plan(
+                host.query_indptr, host.page_indptr, pages, host.last_page_lens,
+                layer.num_heads, layer.num_kv_heads, layer.head_dim, self._block_size,
+                causal=True, sm_scale=layer.scale, window_left=_window_left(layer),
+                logits_soft_cap=layer.soft_cap, q_data_type=self._dtype, kv_data_type=self._dtype,
+            )  # fmt: skip
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
         lse = _log_sums(self._layer, q)
 
         def call(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-            self._wrapper.run(q, (keys, values), out=out, lse=lse, return_lse=lse is not None)
+            wrapper = self._wrappers[self._group_of[layer.index]]
+            wrapper.run(q, (keys, values), out=out, lse=lse, return_lse=lse is not None)
             if lse is not None:
                 _add_sinks(layer, lse, out)
 

@@ -23,7 +23,7 @@ MAX_PAGES = 1 << 16  # of all rows
 
 
 class FlashInferSteps:
-    """A `StepAttention`, for layers of one kind."""
+    """A `StepAttention`, for layers of one kind and cache group."""
 
     max_decodes = MAX_ROWS
     max_prefills = MAX_PREFILLS
@@ -57,7 +57,7 @@ class FlashInferSteps:
         prefill = self._module.bind(q, out)
         if decodes is None:
             return lambda layer: prefill(layer, *self._keys_values[layer.index])
-        tables, positions = decodes.block_tables, decodes.positions
+        (tables,), positions = decodes.block_tables, decodes.positions
         rows = slice(len(positions))
         main, side = torch.cuda.current_stream(q.device), self._side
         with torch.cuda.stream(side):

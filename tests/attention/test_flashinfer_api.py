@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer
-from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
 from asyncllm.attention.registry import import_backend
 from tests.attention.fake_flashinfer import FakeFlashInfer, import_anew
+from tests.caches import uniform_cache
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "attention" / "flashinfer"
@@ -91,7 +91,7 @@ def test_prefills_are_planned_for_each_kind_of_layers(
     fake, prefill = FakeFlashInfer(monkeypatch, version), import_ours("prefill")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(prefill.PrefillPlan, "_allocate", lambda self, size: None)  # pins memory
-    cache = KVCache(
+    cache = uniform_cache(
         num_layers=3, num_pages=5, block_size=16, num_kv_heads=2, head_dim=64,
         dtype=torch.bfloat16, device=torch.device("cpu"),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, Rotation
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
 from asyncllm.kernels import balanced_decode
@@ -73,9 +74,14 @@ def test_layers_are_grouped_by_their_constants() -> None:
     kinds = LayerKinds(ALTERNATING)
     assert kinds.layers == ALTERNATING[:2]
     assert kinds.number_of == {0: 0, 1: 1, 2: 0, 3: 1}
-    call = kinds.select([lambda layer, x: ("window", x), lambda layer, x: ("full", x)])
-    assert [call(layer, 5)[0] for layer in ALTERNATING] == ["window", "full"] * 2
-    assert LayerKinds(ALIKE).select([call]) is call, "nothing between a model of one kind and it"
+    call = kinds.select(lambda kind, group: lambda layer, x: (kind, group, x))
+    assert [call(layer, 5) for layer in ALTERNATING] == [(0, 0, 5), (1, 0, 5)] * 2
+    alone = LayerKinds(ALIKE).select(lambda kind, group: call)
+    assert alone is call, "nothing between a model of one kind and it"
+    grouped = LayerKinds(ALTERNATING, [0, 2, 1, 2])
+    call = grouped.select(lambda kind, group: lambda layer: (kind, group))
+    assert [call(layer) for layer in ALTERNATING] == [(0, 0), (1, 2), (0, 1), (1, 2)]
+    assert sorted(grouped.pairs) == [(0, 0), (0, 1), (1, 2)], "a call for each, once"
     scaled = [FULL, replace(FULL, index=1, scale=1.0)]
     assert len(LayerKinds(scaled).layers) == 2
     capped = [FULL, replace(FULL, index=1, soft_cap=30.0), replace(FULL, index=2, soft_cap=30.0)]
@@ -92,11 +98,14 @@ class Balanced:
     def __init__(self, cache: KVCache, layer: AttentionLayer, launch: Any, num_sms: int) -> None:
         assert layer.window is None
 
-    def decode(self, rows: DecodeRows) -> Any:
-        return lambda layer, qkv, rotation: self.launched.append(f"balanced {layer.index}")
+    def decode(self, tables: torch.Tensor, positions: torch.Tensor) -> Any:
+        return lambda layer, qkv, rotation: self._note(layer, tables)
 
     def bind(self, q: Any, tables: Any, positions: Any, out: Any) -> Any:
-        return lambda layer: self.launched.append(f"balanced {layer.index}")
+        return lambda layer: self._note(layer, tables)
+
+    def _note(self, layer: AttentionLayer, tables: torch.Tensor) -> None:
+        self.launched.append(f"balanced {layer.index} by {int(tables[0, 0])}")
 
 
 class Backend:
@@ -125,11 +134,14 @@ class Backend:
         monkeypatch.setattr(module, "BalancedDecode", Balanced)
         monkeypatch.setattr(module, "PrefillPlan", lambda kinds, cache, workspace: self)
         monkeypatch.setattr(Balanced, "launched", self.launched, raising=False)
-        monkeypatch.setattr(module.Xqa, "bind", lambda xqa, *args: self._note("xqa"))
-        cache = KVCache(
-            num_layers=len(layers), num_pages=3, block_size=16, num_kv_heads=8, head_dim=128,
-            dtype=BF16, device=torch.device("cpu"),
-        )  # fmt: skip
+        monkeypatch.setattr(
+            module.Xqa,
+            "bind",
+            lambda xqa, q, tables, *_: (
+                lambda layer: self.launched.append(f"xqa {layer.index} by {int(tables[0, 0])}")
+            ),
+        )
+        cache = KVCache(CacheLayout(layers, 16, BF16), 3, torch.device("cpu"))
         self.attention = module.FlashInferAttention(cache, layers)
 
     def _note(self, name: str) -> Any:
@@ -177,7 +189,7 @@ class Backend:
         return self.launched
 
     def mixed(self, layers: list[AttentionLayer]) -> list[str]:
-        arrays = (np.array(values, np.int32) for values in ([0, 3], [3], [0, 1], [2]))
+        arrays = (np.array(values, np.int32) for values in ([0, 3], [3], [0, 1], [[2], [1]]))
         q = torch.zeros(5, 32, 128, dtype=BF16)
         attend = self.attention.mixed(decode_rows(2), PrefillRows(*arrays), q, q.clone())
         for layer in layers:
@@ -186,7 +198,8 @@ class Backend:
 
 
 def decode_rows(num_rows: int) -> DecodeRows:
-    tables = torch.zeros(num_rows, 2, dtype=torch.int32)
+    """Each group's table holds the group's number."""
+    tables = tuple(torch.full((num_rows, 2), group, dtype=torch.int32) for group in range(2))
     return DecodeRows(tables, torch.zeros(num_rows, dtype=torch.int32))
 
 
@@ -194,10 +207,10 @@ def test_windows_beside_full_attention_run_by_kernels_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = Backend(monkeypatch, ALTERNATING)
-    assert backend.decode(ALTERNATING[:2], 4) == ["rotate 0", "xqa 0", "balanced 1"]
+    assert backend.decode(ALTERNATING[:2], 4) == ["rotate 0", "xqa 0 by 0", "balanced 1 by 1"]
     backend.launched.clear()
     assert backend.mixed(ALTERNATING[:2]) == [
-        "plan", "xqa 0", "prefill 0", "balanced 1", "prefill 1",
+        "plan", "xqa 0 by 0", "prefill 0", "balanced 1 by 1", "prefill 1",
     ]  # fmt: skip
     backend.launched.clear()
     assert backend.decode(ALTERNATING[:2], 1) == ["fused 0", "fused 1"]
@@ -208,9 +221,9 @@ def test_windows_beside_full_attention_run_by_kernels_of_their_own(
     ("num_rows", "capability", "has_compiler", "expected"),
     [
         (1, HOPPER, True, ["fused 0", "fused 1"]),
-        (4, HOPPER, True, ["balanced 0", "balanced 1"]),
-        (2049, HOPPER, True, ["rotate 0", "xqa 0", "rotate 1", "xqa 1"]),
-        (4, HOPPER, False, ["rotate 0", "xqa 0", "rotate 1", "xqa 1"]),
+        (4, HOPPER, True, ["balanced 0 by 0", "balanced 1 by 0"]),
+        (2049, HOPPER, True, ["rotate 0", "xqa 0 by 0", "rotate 1", "xqa 1 by 0"]),
+        (4, HOPPER, False, ["rotate 0", "xqa 0 by 0", "rotate 1", "xqa 1 by 0"]),
         (4, ADA, True, ["rotate 0", "triton None", "rotate 1", "triton None"]),
     ],
 )

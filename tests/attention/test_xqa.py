@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer
-from asyncllm.attention.kv_cache import KVCache
 from tests.attention.fake_flashinfer import FakeFlashInfer
+from tests.caches import uniform_cache
 
 LAYERS = [AttentionLayer(0, 8, 2, 64, 0.125), AttentionLayer(1, 8, 2, 64, 0.25, window=30)]
 
@@ -18,7 +18,7 @@ LAYERS = [AttentionLayer(0, 8, 2, 64, 0.125), AttentionLayer(1, 8, 2, 64, 0.25, 
 def bound(version: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeFlashInfer, Any, Any]:
     fake = FakeFlashInfer(monkeypatch, version)
     module = importlib.import_module("asyncllm.attention.flashinfer.xqa")
-    cache = KVCache(
+    cache = uniform_cache(
         num_layers=len(LAYERS), num_pages=5, block_size=16, num_kv_heads=2, head_dim=64,
         dtype=torch.bfloat16, device=torch.device("cpu"),
     )  # fmt: skip

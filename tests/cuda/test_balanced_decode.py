@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
+from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
 from asyncllm.attention.heads import rotated_heads
-from asyncllm.attention.kv_cache import KVCache
 from asyncllm.kernels.balanced_decode import KERNEL, BalancedDecode, definitions
+from tests.caches import uniform_cache
 from tests.cuda.emulated import compile_for_cpu
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ class Case:
         heads, kv_heads, head_dim, block_size = SHAPES[shape]
         torch.manual_seed(0)
         self.layer = AttentionLayer(1, heads, kv_heads, head_dim, head_dim**-0.5)
-        self.cache = KVCache(
+        self.cache = uniform_cache(
             num_layers=2, num_pages=MAX_ROWS * PAGES + 1, block_size=block_size,
             num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16, device=CPU,
         )  # fmt: skip
@@ -99,8 +99,7 @@ class Case:
 
     def ours_from(self, qkv: torch.Tensor, rotation: Rotation, lengths: list[int]) -> torch.Tensor:
         positions = torch.tensor(lengths, dtype=torch.int32) - 1
-        rows = DecodeRows(self.tables[: len(qkv)], positions)
-        out = self.decode.decode(rows)(self.layer, qkv, rotation)
+        out = self.decode.decode(self.tables[: len(qkv)], positions)(self.layer, qkv, rotation)
         return out.view(len(qkv), self.layer.num_heads, self.layer.head_dim)
 
     def expected(self, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:

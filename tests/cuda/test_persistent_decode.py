@@ -29,6 +29,7 @@ from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.models.registry import build_model
+from tests.caches import uniform_cache
 from tests.cuda.emulated import compile_for_cpu
 
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ class Case:
     def cache(self, dtype: torch.dtype) -> KVCache:
         generator = torch.Generator().manual_seed(2)
         model = self.config
-        cache = KVCache(
+        cache = uniform_cache(
             num_layers=model.num_layers, num_pages=MAX_ROWS * PAGES + 1, block_size=BLOCK_SIZE,
             num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype, device=CPU,
         )  # fmt: skip
@@ -109,7 +110,7 @@ class Case:
 
     @property
     def rows(self) -> DecodeRows:
-        return DecodeRows(self.block_tables, self.positions, int(self.positions.max()) + 1)
+        return DecodeRows((self.block_tables,), self.positions, int(self.positions.max()) + 1)
 
     def by_layers(self, dtype: torch.dtype) -> tuple[torch.Tensor, KVCache]:
         model, cache = self.model(dtype), self.cache(dtype)
@@ -207,7 +208,7 @@ def check_against_layers(
     ours, cache = step.by_persistent_kernel(function_for(compiled, step.config), num_blocks)
     assert distance(ours, exact) <= 1.2 * distance(layers, exact)
     assert distance(layers, exact) < 0.05 * exact.double().norm()  # so the bound means something
-    slots = step.rows.write_slots(BLOCK_SIZE)
+    (slots,) = step.rows.write_slots(BLOCK_SIZE)
     before = step.cache(torch.bfloat16)
     for ours_pages, layers_pages, exact_pages, old in zip(
         *(c.layers for c in (cache, layers_cache, exact_cache, before)), strict=True
@@ -242,7 +243,7 @@ def test_steps_of_different_sizes_alternate(
         return PersistentDecode(model, cache, lambda args, n, _: function(args, n, 0), 12)
 
     def logits(decode: PersistentDecode, rows: slice) -> torch.Tensor:
-        where = DecodeRows(step.block_tables[rows], step.positions[rows])
+        where = DecodeRows((step.block_tables[rows],), step.positions[rows])
         return decode.forward(step.token_ids[rows], where, step.positions[rows] + 1)
 
     sizes = [slice(0, 3), slice(1, 2), slice(1, 3), slice(2, 3), slice(0, 1), slice(0, 3)]

@@ -48,7 +48,7 @@ def prompts(lens: list[tuple[int, int]]) -> PrefillRows:
         np.cumsum([0, *tokens], dtype=np.int32),
         np.array(kv_lens, np.int32),
         np.cumsum([0, *num_pages], dtype=np.int32),
-        np.random.default_rng(0).permutation(sum(num_pages)).astype(np.int32) + 7,
+        np.random.default_rng(0).permutation(sum(num_pages)).astype(np.int32)[None] + 7,
     )
 
 
@@ -124,7 +124,7 @@ def test_each_tile_is_for_the_block_with_the_least_to_do(
                 assert work[4:] == (end - first, kv_len)
                 first_page, end_page = rows.page_indptr[row : row + 2].tolist()
                 pages = lists.pages[work.page_start :][: end_page - first_page]
-                assert pages.tolist() == rows.pages[first_page:end_page].tolist()
+                assert pages.tolist() == rows.pages[0, first_page:end_page].tolist()
     assert not block_of
 
 

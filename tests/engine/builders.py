@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from asyncllm.cache_group import CacheGroup
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.outputs import RequestMetrics
@@ -51,18 +52,26 @@ def make_sequence(number: int, prompt: SequenceOf[int], *, cache_key: bytes = b"
     return make_request(number, prompt, cache_key=cache_key).sequences[0]
 
 
+def pages_of(blocks: BlockManager, seq: Sequence) -> list[int]:
+    """Where there is one cache group."""
+    (pages,) = blocks.pages_of(seq)
+    return pages
+
+
 def make_scheduler(
     num_pages: int = 100,
     block_size: int = 4,
     num_host_pages: int = 0,
     *,
     enable_prefix_caching: bool = True,
+    windows: tuple[int | None, ...] = (None,),
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 100,
     **options: Any,
 ) -> Scheduler:
+    groups = [CacheGroup(block_size, window, max_num_batched_tokens) for window in windows]
     return Scheduler(
-        BlockManager(num_pages, block_size, num_host_pages, enable_prefix_caching),
+        BlockManager(num_pages, block_size, num_host_pages, enable_prefix_caching, groups),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         **options,

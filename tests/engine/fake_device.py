@@ -2,9 +2,10 @@
 
 It knows nothing of the scheduler: what it reads, it reads through its own block tables, by slot,
 as attention kernels do. A KV cell is a digest of its token, of its position and of all cells
-before it as they were found in the pages: like the KV of a deep model it depends on the whole
-context. So a page shared wrongly, reused too early, copied too late or never swapped back changes
-the tokens that come out. Pages start as garbage and nobody cleans them.
+before it, of all cache groups, as far as their windows reach, as they were found in the pages: like
+the KV of a deep model it depends on the whole context. So a page shared wrongly, reused or given
+back too early, copied too late or never swapped back changes the tokens that come out. Pages start
+as garbage and nobody cleans them.
 
 Steps run in the order of their launch, like a stream: at once, or only when somebody waits.
 """
@@ -16,6 +17,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -34,20 +36,27 @@ from asyncllm.types import (
 
 VOCAB_SIZE = 64
 
+Seen = tuple[Any, ...]  # `first_cell`, then for each group the cells that a token sees
+
 
 def first_cell(cache_key: bytes) -> int:
     """The cell before position 0: an adapter or a salt changes all KV after it."""
     return crc32(cache_key)
 
 
-def kv_cell(token_id: int, before: list[int]) -> int:
-    """The KV of a token after the cells `before` (`first_cell` and one per position)."""
-    return hash((token_id, *before))
+def seen_from(window: int | None, position: int) -> int:
+    """The first position that a token at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
-def next_token(cells: list[int], seed: int, banned: frozenset[int]) -> int:
-    """The token that follows `cells`, in the random order of `seed`."""
-    token_id = hash((seed, *cells)) % VOCAB_SIZE
+def kv_cells(token_id: int, seen: Seen) -> list[int]:
+    """The KV of a token in each group, after what it sees but for itself."""
+    return [hash((group, token_id, seen)) for group in range(len(seen) - 1)]
+
+
+def next_token(seen: Seen, seed: int, banned: frozenset[int]) -> int:
+    """The token that follows one that sees this, itself included, in the random order of `seed`."""
+    token_id = hash((seed, seen)) % VOCAB_SIZE
     while token_id in banned:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id
@@ -76,7 +85,7 @@ class _Slot:
     first: int = 0
     last_token: int = -1
     position: int = -1
-    block_table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # by group
 
 
 class FakeLaunched:
@@ -133,8 +142,11 @@ class FakeDevice:
         rng: random.Random,
         lazy: bool,
         max_turns: int = 3,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        """windows: by group."""
         self.block_size = block_size
+        self._windows = windows
         self._rng = rng
         self.lazy = lazy
         self._max_turns = max_turns
@@ -174,17 +186,18 @@ class FakeDevice:
                 first=first_cell(init.seq.request.cache_key),
                 last_token=init.token_ids[-1],
                 position=init.num_computed,
-                block_table=list(init.block_ids),
+                tables=[list(pages) for pages in init.block_ids],
             )
-        for slot, index, page in plan.page_appends:
-            table = self._slots[slot].block_table
+        for slot, index, page, group in plan.page_appends:
+            table = self._slots[slot].tables[group]
             assert index <= len(table), f"slot {slot}: entry {index} skips one"
             table[index : index + 1] = [page]
         contexts = self._forward(plan)
         return StepResult(self._sample(step, contexts))
 
-    def _forward(self, plan: StepPlan) -> list[list[int]]:
-        """The whole context of each sample, read back from the pages after all writes.
+    def _forward(self, plan: StepPlan) -> list[tuple[int, Seen]]:
+        """Of each sample its next position and what it sees, read back from the pages after all
+        writes.
 
         Rows run in random order: none may depend on another of the same step.
         """
@@ -194,45 +207,51 @@ class FakeDevice:
             assert slot.position == decode.position, "device and host disagree on a position"
             inputs.append((decode.slot, decode.position, [slot.last_token]))
         for row in plan.prefills:
-            table = self._slots[row.slot].block_table
-            assert row.block_ids == table[: len(row.block_ids)], "row and slot: other pages"
+            for pages, table in zip(row.block_ids, self._slots[row.slot].tables, strict=True):
+                assert pages == table[: len(pages)], "row and slot: other pages"
             inputs.append((row.slot, row.start, row.token_ids))
         written: set[tuple[int, int]] = set()
         for slot_id, start, token_ids in self._rng.sample(inputs, len(inputs)):
             for position, token_id in enumerate(token_ids, start):
-                place = self._place(slot_id, position)
-                assert place not in written, f"two rows write to page and offset {place}"
-                written.add(place)
-                cell = kv_cell(token_id, self._context(slot_id, position))
-                self._pages[place[0]][place[1]] = cell
-        contexts = [self._context(slot, start + len(ids)) for slot, start, ids in inputs]
+                cells = kv_cells(token_id, self._seen(slot_id, position, position))
+                for group, cell in enumerate(cells):
+                    place = self._place(slot_id, group, position)
+                    assert place not in written, f"two rows write to page and offset {place}"
+                    written.add(place)
+                    self._pages[place[0]][place[1]] = cell
+        ends = [(slot, start + len(ids)) for slot, start, ids in inputs]
+        contexts = [(end, self._seen(slot, end - 1, end)) for slot, end in ends]
         num_samples = [1] * len(plan.decodes) + [len(row.samples) for row in plan.prefills]
         return [c for c, n in zip(contexts, num_samples, strict=True) for _ in range(n)]
 
-    def _sample(self, step: FakeLaunched, contexts: list[list[int]]) -> list[int]:
+    def _sample(self, step: FakeLaunched, contexts: list[tuple[int, Seen]]) -> list[int]:
         token_ids = []
         assert step.banned is not None, "a step is run that nobody sampled"
         rows = zip(step.sample_slots, contexts, step.banned, strict=True)
-        for slot_id, context, banned in rows:
+        for slot_id, (position, seen), banned in rows:
             slot = self._slots[slot_id]
-            assert slot.first == context[0], "a sample in a slot of another request"
-            slot.last_token = next_token(context, slot.seed, banned)
-            slot.position = len(context) - 1  # without `first_cell`
+            assert slot.first == seen[0], "a sample in a slot of another request"
+            slot.last_token = next_token(seen, slot.seed, banned)
+            slot.position = position
             token_ids.append(slot.last_token)
         return token_ids
 
-    def _context(self, slot_id: int, num_positions: int) -> list[int]:
-        """`first_cell`, then the cells of positions 0 .. num_positions-1 of a slot."""
-        slot, cells = self._slots[slot_id], []
-        for page in slot.block_table[: -(-num_positions // self.block_size)]:
-            cells += self._pages[page]
-        assert len(cells) >= num_positions, f"slot {slot_id}: no page for a position it needs"
-        return [slot.first, *cells[:num_positions]]
+    def _seen(self, slot_id: int, position: int, end: int) -> Seen:
+        """The cells before `end` that a slot's token at `position` sees."""
+        groups = (
+            tuple(self._cell(slot_id, group, i) for i in range(seen_from(window, position), end))
+            for group, window in enumerate(self._windows)
+        )
+        return self._slots[slot_id].first, *groups
 
-    def _place(self, slot_id: int, position: int) -> tuple[int, int]:
+    def _cell(self, slot_id: int, group: int, position: int) -> int:
+        page, offset = self._place(slot_id, group, position)
+        return self._pages[page][offset]
+
+    def _place(self, slot_id: int, group: int, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)
-        page = self._slots[slot_id].block_table[index]
-        assert page != PADDING_PAGE, "a live row writes to the padding page"
+        page = self._slots[slot_id].tables[group][index]
+        assert page != PADDING_PAGE, "a live row reads or writes the padding page"
         return page, offset
 
     def _garbage(self) -> list[int]:
@@ -248,8 +267,13 @@ def check_plan(plan: StepPlan) -> None:
     _assert_distinct("a page of swap_out", [host_page for _, host_page in plan.swap_out])
     targets = [page for _, page in plan.page_copies] + [page for _, page in plan.swap_in]
     _assert_distinct("a page of copies and swap_in", targets)
-    entries = [(init.slot, i) for init in plan.slot_inits for i in range(len(init.block_ids))]
-    entries += [(append.slot, append.block_index) for append in plan.page_appends]
+    entries = [
+        (init.slot, group, i)
+        for init in plan.slot_inits
+        for group, pages in enumerate(init.block_ids)
+        for i in range(len(pages))
+    ]
+    entries += [(append.slot, append.group, append.block_index) for append in plan.page_appends]
     _assert_distinct("an entry of a block table", entries)
     assert not (plan.swap_out and plan.swap_in), "host pages move both ways in one step"
     for row in plan.prefills:

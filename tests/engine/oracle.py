@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from asyncllm.types import FinishReason, Request, Sequence
 from tests.engine.automaton import Automaton
 from tests.engine.fake_device import (
+    Seen,
     banned_tokens,
     first_cell,
-    kv_cell,
+    kv_cells,
     masked_tokens,
     next_token,
+    seen_from,
 )
 
 STOP_SUM = 9  # two tokens whose sum is a multiple of it are the "stop string" of some requests
@@ -24,19 +26,44 @@ class Answer:
     stop_reason: int | str | None
 
 
-def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
+class Memory:
+    """The KV of one sequence in each group, nothing of it ever given back."""
+
+    def __init__(self, request: Request, windows: tuple[int | None, ...]) -> None:
+        self._first, self._windows = first_cell(request.cache_key), windows
+        self._cells: list[list[int]] = [[] for _ in windows]
+        for token_id in request.prompt_token_ids:
+            self.add(token_id)
+
+    def add(self, token_id: int) -> None:
+        new = kv_cells(token_id, self._seen(len(self._cells[0])))
+        for cells, cell in zip(self._cells, new, strict=True):
+            cells.append(cell)
+
+    def last(self) -> Seen:
+        """What the last token sees."""
+        return self._seen(len(self._cells[0]) - 1)
+
+    def _seen(self, position: int) -> Seen:
+        groups = zip(self._cells, self._windows, strict=True)
+        return self._first, *(tuple(c[seen_from(window, position) :]) for c, window in groups)
+
+
+def generate_alone(
+    seq: Sequence, has_stop_string: bool, windows: tuple[int | None, ...] = (None,)
+) -> Answer:
     """The whole answer of `seq`, however much of it the engine has computed."""
     request = seq.request
     params = request.sampling_params
-    cells = cells_of(request, [])
+    memory = Memory(request, windows)
     output_ids: list[int] = []
     while True:
         banned = banned_tokens(request, output_ids)
         if isinstance(seq.constraint, Automaton):
             banned = masked_tokens(banned, seq.constraint.forbidden(len(output_ids)))
-        token_id = next_token(cells, seq.seed, banned)
+        token_id = next_token(memory.last(), seq.seed, banned)
         output_ids.append(token_id)
-        cells.append(kv_cell(token_id, cells))
+        memory.add(token_id)
         may_stop = len(output_ids) >= params.min_tokens or seq.constraint is not None
         if may_stop and token_id in request.stop_token_ids:
             asked_for = token_id in (params.stop_token_ids or ())
@@ -45,13 +72,6 @@ def generate_alone(seq: Sequence, has_stop_string: bool) -> Answer:
             return Answer(output_ids, FinishReason.LENGTH, None)
         if has_stop_string and ends_with_stop_string(output_ids):
             return Answer(output_ids, FinishReason.STOP, "string")
-
-
-def cells_of(request: Request, output_ids: list[int]) -> list[int]:
-    cells = [first_cell(request.cache_key)]
-    for token_id in [*request.prompt_token_ids, *output_ids]:
-        cells.append(kv_cell(token_id, cells))
-    return cells
 
 
 def ends_with_stop_string(output_ids: list[int]) -> bool:

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from asyncllm.cache_group import CacheGroup, num_blocks_that_fit
 from asyncllm.engine import chunk_policy as policy_module
 from asyncllm.engine import prefill_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
@@ -41,6 +42,9 @@ from tests.engine.oracle import Answer, ends_with_stop_string, generate_alone
 
 MAX_LEN = 40  # tokens of prompt and answer
 MAX_REQUESTS = 24
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,), (None,), (None, None), (3,), (8, None), (None, 2), (1, 6, None),
+]  # fmt: skip
 
 
 class WorldIsDone(Exception):
@@ -64,7 +68,8 @@ class World:
 
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
-        self.num_pages = rng.randint(3, 12)
+        self.windows = rng.choice(WINDOWS)
+        self.num_pages = rng.randint(3, 12) * len(self.windows)
         self.block_size = rng.randint(1, 5)
         max_num_seqs = rng.choice([1, 2, 3, 4, 5, 5, 6, 6])
         self.budget = max_num_seqs + rng.choice([0, 1, 2, 5, 30])
@@ -72,12 +77,14 @@ class World:
             rng.choice([None, None, 1, 2, 5]), rng.choice([(), (2, 4, 6, 8, 12, 40)])
         )
         policy_module.END_SHARE = rng.choice([1, 32])
-        num_host_pages = rng.choice([0, 2, 5, 12, 40])
+        num_host_pages = rng.choice([0, 2, 5, 12, 40]) * len(self.windows)
+        self.groups = [CacheGroup(self.block_size, w, self.budget) for w in self.windows]
         self.blocks = BlockManager(
             self.num_pages,
             self.block_size,
             num_host_pages,
             enable_prefix_caching=rng.random() < 0.8,
+            groups=self.groups,
         )
         planner_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
         self.scheduler = Scheduler(
@@ -96,6 +103,7 @@ class World:
             max_num_seqs=max_num_seqs,
             rng=random.Random(self.seed + 1),
             lazy=rng.random() < 0.7,
+            windows=self.windows,
         )
         self._pending_emit: list[TokenUpdate] = []
         self.num_to_come = rng.randint(4, 16)
@@ -108,7 +116,7 @@ class World:
 
     def plan(self) -> StepPlan | None:
         swapped = [s for s in self.scheduler.waiting if s.status is SequenceStatus.SWAPPED]
-        on_host = {seq.seq_id: self.blocks.num_blocks(seq.num_computed) for seq in swapped}
+        on_host = {seq.seq_id: self.blocks.num_pages_to_swap(seq) for seq in swapped}
         running = list(self.scheduler.running.seqs)
         prefilling = [seq for seq in running if seq.num_computed < seq.num_prefill]
         self.forced = {id(seq) for seq in self.scheduler.running.forced}
@@ -244,7 +252,8 @@ class World:
 
     def _random_request(self) -> Request:
         rng = self.rng
-        most = min(self.num_pages * self.block_size, MAX_LEN)  # what admission lets in
+        fits = num_blocks_that_fit(self.groups, self.num_pages, self.num_pages)
+        most = min(fits * self.block_size, MAX_LEN)  # what admission lets in
         request_id = f"r{len(self.requests)}"
         prompt = self._random_prompt(request_id)[: max(1, most - rng.randint(1, 9))]
         max_tokens = rng.randint(1, max(1, most - len(prompt)))
@@ -314,6 +323,10 @@ class World:
     def _note_plan(self, plan: StepPlan, on_host: dict[int, int]) -> None:
         seen = self.seen
         seen["copy on write"] += len(plan.page_copies)
+        seen["page left behind"] += sum(not append.block_id for append in plan.page_appends)
+        seen["hit behind a window"] += sum(
+            not pages[0] for init in plan.slot_inits for pages in init.block_ids
+        )
         begun = [row.start > row.seq.num_cached_tokens for row in plan.prefills]
         seen["short prompt before a long one"] += (False, True) in pairwise(begun)
         for row in plan.prefills:
@@ -370,7 +383,7 @@ class World:
         self.seen["prefix hit"] += stats.prefix_cache_hits
 
     def _check_answer(self, seq: Sequence) -> None:
-        right = generate_alone(seq, seq.request.request_id in self.stop_strings)
+        right = generate_alone(seq, seq.request.request_id in self.stop_strings, self.windows)
         output_ids = seq.token_ids[seq.num_prompt_tokens :]
         if seq.seq_id in self.cut:
             assert right == Answer(output_ids[: self.cut[seq.seq_id]], FinishReason.STOP, "string")

@@ -16,6 +16,10 @@ import pytest
 import torch
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm.attention.cache_spec import CacheLayout
+from asyncllm.cache_group import num_pages_for
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.registry import model_without_memory
 from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, WINDOW, random_reference
 
 NUM_TOKENS = 18
@@ -82,10 +86,26 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda name: Reference(name, tmp_path_factory.mktemp(name)))
 
 
+def pages_for(reference: Reference, regime: dict[str, Any]) -> dict[str, Any]:
+    """The regime with as many pages for each cache group. Windows give back what they take: to
+    preempt them takes small steps, and no more pages than the longest sequence needs."""
+    config = ModelConfig.from_folder(reference.folder)
+    layers = model_without_memory(config, torch.float32, config.context_window).attention_layers
+    layout = CacheLayout(layers, regime["block_size"], torch.float32)
+    if "preemption_mode" in regime and layout.windows != [None]:
+        regime = regime | {"max_num_batched_tokens": 9}
+        longest = max(map(len, reference.prompts)) + NUM_TOKENS
+        num_pages = num_pages_for(layout.groups(9), -(-longest // layout.block_size))
+    else:
+        num_pages = regime["num_gpu_blocks_override"] * layout.num_groups
+    return regime | {"num_gpu_blocks_override": num_pages}
+
+
 async def run_engine(
     reference: Reference, regime: dict[str, Any]
 ) -> tuple[list[RequestOutput], Any]:
     """All prompts at once, then the first again (a cached prompt); outputs and final stats."""
+    regime = pages_for(reference, regime)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, detokenize=False)
     async with AsyncLLMEngine(str(reference.folder), skip_tokenizer_init=True, **regime) as engine:
         outputs = await asyncio.gather(

@@ -7,7 +7,7 @@ import pytest
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.page_pool import PagePool
 from asyncllm.types import Sequence
-from tests.engine.builders import make_sequence
+from tests.engine.builders import make_sequence, pages_of
 
 SIZE = 4  # tokens per page
 
@@ -99,14 +99,14 @@ def test_a_finished_sequences_full_blocks_are_found_again() -> None:
     blocks = BlockManager(10, SIZE)
     first = make_sequence(1, range(10))
     admit(blocks, first)
-    pages = blocks.pages_of(first)
+    pages = pages_of(blocks, first)
     blocks.forget(first)
     blocks.check_empty()
     assert blocks.device.num_used == 0
 
     second = make_sequence(2, range(10))
     admit(blocks, second)
-    assert blocks.pages_of(second)[:2] == pages[:2]
+    assert pages_of(blocks, second)[:2] == pages[:2]
 
 
 def test_the_last_token_is_always_left_to_compute() -> None:
@@ -174,15 +174,15 @@ def test_admission_never_evicts_what_it_matched() -> None:
     blocks = BlockManager(3, SIZE)
     first = make_sequence(1, range(9))
     admit(blocks, first)
-    pages = blocks.pages_of(first)
+    pages = pages_of(blocks, first)
     blocks.forget(first)
     second = make_sequence(2, range(12))
     num_matched = blocks.match_prefix(second)
     assert num_matched == 2
     assert blocks.admit(second, num_matched, num_spared=1) is None, "it takes all three"
     blocks.admit(second, num_matched)
-    assert pages[:2] == blocks.pages_of(second)[:2]
-    assert len(set(blocks.pages_of(second))) == 3
+    assert pages[:2] == pages_of(blocks, second)[:2]
+    assert len(set(pages_of(blocks, second))) == 3
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -232,14 +232,14 @@ def test_forks_share_pages_until_one_writes() -> None:
     blocks.fork(parent, child)
     child.num_computed = 6
     blocks.check_integrity()
-    full, half = blocks.pages_of(parent)
-    assert blocks.pages_of(child) == [full, half]
+    full, half = pages_of(blocks, parent)
+    assert pages_of(blocks, child) == [full, half]
 
-    assert blocks.missing_blocks(child, 7) == [1]
-    (append,), copies = blocks.reserve(child, [1])
+    assert blocks.missing_blocks(child, 7) == [(0, 1)]
+    (append,), copies = blocks.reserve(child, [(0, 1)])
     assert copies == [(half, append.block_id)] and append.block_index == 1
-    assert blocks.pages_of(child) == [full, append.block_id]
-    assert blocks.pages_of(parent) == [full, half]
+    assert pages_of(blocks, child) == [full, append.block_id]
+    assert pages_of(blocks, parent) == [full, half]
     assert not blocks.missing_blocks(parent, 7), "the last holder writes in place"
     blocks.check_integrity()
 
@@ -250,8 +250,8 @@ def test_a_new_page_needs_no_copy() -> None:
     admit(blocks, parent)
     blocks.fork(parent, child)
     child.num_computed = 8
-    assert blocks.missing_blocks(child, 9) == [2]
-    (append,), copies = blocks.reserve(child, [2])
+    assert blocks.missing_blocks(child, 9) == [(0, 2)]
+    (append,), copies = blocks.reserve(child, [(0, 2)])
     assert not copies and append.block_index == 2
 
 
@@ -275,7 +275,7 @@ def test_swapping_out_and_in() -> None:
     blocks = BlockManager(3, SIZE, num_host_pages=3)
     seq = make_sequence(1, range(10))
     admit(blocks, seq)
-    pages = blocks.pages_of(seq)
+    pages = pages_of(blocks, seq)
     assert blocks.can_swap_out(seq)
     out = blocks.swap_out(seq)
     assert [page for page, _ in out] == pages
@@ -289,7 +289,7 @@ def test_swapping_out_and_in() -> None:
     back = blocks.admit(seq)
     assert back is not None
     assert [host_page for host_page, _ in back] == [host_page for _, host_page in out]
-    assert [page for _, page in back] == blocks.pages_of(seq)
+    assert [page for _, page in back] == pages_of(blocks, seq)
     assert blocks.host.num_used == 0
     blocks.check_integrity()
 
@@ -298,10 +298,10 @@ def test_what_is_still_on_the_device_is_not_copied_back() -> None:
     blocks = BlockManager(5, SIZE, num_host_pages=5)
     seq = make_sequence(1, range(10))
     admit(blocks, seq)
-    pages = blocks.pages_of(seq)
+    pages = pages_of(blocks, seq)
     blocks.swap_out(seq)
     assert len(blocks.admit(seq) or ()) == 1, "only the half page, which has no hash"
-    assert blocks.pages_of(seq)[:2] == pages[:2]
+    assert pages_of(blocks, seq)[:2] == pages[:2]
 
 
 def test_what_the_host_holds_already_is_not_copied_out() -> None:
@@ -328,7 +328,7 @@ def test_a_new_sequence_finds_swapped_blocks_on_the_host() -> None:
     assert blocks.match_prefix(second) == 2
     swap_in = admit(blocks, second)
     assert len(swap_in) == 2, "the device holds none of them"
-    assert [page for _, page in swap_in] == blocks.pages_of(second)[:2]
+    assert [page for _, page in swap_in] == pages_of(blocks, second)[:2]
     assert num_cached(blocks, list(range(8))) == 2, "findable on the device again"
     blocks.check_integrity()
 
@@ -341,7 +341,7 @@ def test_a_swapped_prefill_gets_all_its_pages_back() -> None:
     assert len(blocks.swap_out(seq)) == 2, "what is not computed need not be kept"
     assert blocks.admit(seq, num_spared=1) is None, "it takes all five"
     blocks.admit(seq)
-    assert len(blocks.pages_of(seq)) == 5
+    assert len(pages_of(blocks, seq)) == 5
     blocks.check_integrity()
 
 

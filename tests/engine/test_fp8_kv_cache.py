@@ -16,6 +16,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache, KVScales
 from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
@@ -118,10 +120,9 @@ def test_a_page_is_half_as_large_and_doctor_knows() -> None:
 
 def test_what_is_stored_is_divided_by_the_scales() -> None:
     scales = KVScales([0.5], [4.0])
-    cache = KVCache(
-        num_layers=1, num_pages=3, block_size=2, num_kv_heads=1, head_dim=8,
-        dtype=torch.float8_e4m3fn, device=torch.device("cpu"), scales=scales,
-    )  # fmt: skip
+    layer = AttentionLayer(0, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
+    layout = CacheLayout([layer], 2, torch.float8_e4m3fn)
+    cache = KVCache(layout, 3, CPU, scales=scales)
     k, v = torch.randn(2, 1, 8), torch.randn(2, 1, 8)
     k[0, 0, 0] = 1e6  # more than the type holds
     cache.write(0, torch.tensor([3, 4]), k, v)

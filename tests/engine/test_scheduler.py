@@ -29,7 +29,14 @@ from asyncllm.types import (
     SwapCost,
     TokenLogprobs,
 )
-from tests.engine.builders import finish, make_request, make_scheduler, run_step, scheduled_requests
+from tests.engine.builders import (
+    finish,
+    make_request,
+    make_scheduler,
+    pages_of,
+    run_step,
+    scheduled_requests,
+)
 
 
 def decoding(plan: StepPlan | None) -> list[str]:
@@ -70,7 +77,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_its_end() -> None:
         [("r1", 8, 2)],
     ]
     assert [plan.sampled for plan in plans] == [(), (), (seq,), (seq,)]
-    assert [len(plan.prefills[0].block_ids) for plan in plans[:3]] == [1, 2, 3]
+    assert [len(plan.prefills[0].block_ids[0]) for plan in plans[:3]] == [1, 2, 3]
     assert decoding(plans[3]) == ["r1"] and plans[3].decodes.positions[0] == 10
 
 
@@ -415,7 +422,7 @@ def test_a_jump_of_a_penalised_sequence_tells_the_device_all_it_has_said() -> No
     assert after is not None and not after.page_appends
     (init,) = after.slot_inits
     assert init.token_ids == [0, 1, 2, 6, 7] and init.slot == seq.slot
-    assert init.block_ids == scheduler.blocks.pages_of(seq) and len(init.block_ids) == 2
+    assert init.block_ids == [pages_of(scheduler.blocks, seq)] and len(init.block_ids[0]) == 2
 
 
 def test_the_row_of_a_sequence_that_stopped_is_dropped() -> None:
@@ -621,7 +628,7 @@ def test_the_youngest_is_recomputed_where_pages_are_short() -> None:
 
 def test_the_youngest_is_swapped_where_pages_are_short() -> None:
     scheduler, older, younger = two_that_cannot_both_grow(preemption_mode="swap", num_host_pages=2)
-    pages = scheduler.blocks.pages_of(younger)
+    pages = pages_of(scheduler.blocks, younger)
     plan = run_step(scheduler)
     assert decoding(plan) == ["r1"] and [page for page, _ in plan.swap_out] == pages
     assert younger.status is SequenceStatus.SWAPPED and younger.num_computed == 8

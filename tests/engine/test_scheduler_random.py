@@ -51,6 +51,8 @@ MUST_HAPPEN = (
     "abort decoding",
     "abort decoding, in flight",
     "cache reset",
+    "page left behind",
+    "hit behind a window",
 )
 
 

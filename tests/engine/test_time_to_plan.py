@@ -21,7 +21,7 @@ from asyncllm.types import StepResult
 from asyncllm.worker.executor import DeviceTimes
 from tests.engine.builders import make_sequence
 
-PROMPT = PrefillRow(make_sequence(1, [5, 6, 7]), 1, 0, [5, 6, 7], [1], ())
+PROMPT = PrefillRow(make_sequence(1, [5, 6, 7]), 1, 0, [5, 6, 7], [[1]], ())
 
 
 @dataclass

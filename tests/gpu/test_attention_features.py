@@ -18,6 +18,7 @@ from asyncllm.attention.base import (
 )
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +49,7 @@ def layer_with(soft_cap: float | None, has_sinks: int, window: int | None) -> At
 def make_caches(num_pages: int) -> tuple[KVCache, KVCache]:
     """Two of the same contents."""
     caches = [
-        KVCache(
+        uniform_cache(
             num_layers=1, num_pages=num_pages, block_size=16, num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM, dtype=BF16, device=CUDA,
         )
@@ -82,7 +83,7 @@ def test_decode(
     ours, reference = make_caches(1 + rows * PAGES)
     tables = (torch.randperm(rows * PAGES, device=CUDA) + 1).view(rows, PAGES).int()
     positions = torch.randint(0, PAGES * 16, (rows,), device=CUDA, dtype=torch.int32)
-    decodes = DecodeRows(tables, positions)
+    decodes = DecodeRows((tables,), positions)
     heads: torch.Tensor | RotatedHeads = rotated_heads(rows)
     rotation = None
     if not is_rotated:
@@ -105,11 +106,11 @@ def test_mixed_step(soft_cap: float | None, sinks: int, window: int | None) -> N
     cache, _ = make_caches(200)
     pages = torch.randperm(199)[:160].int() + 1
     decodes = DecodeRows(
-        pages[:80].view(2, 40).cuda(), torch.tensor([600, 17], device=CUDA, dtype=torch.int32)
+        (pages[:80].view(2, 40).cuda(),), torch.tensor([600, 17], device=CUDA, dtype=torch.int32)
     )
     prefills = PrefillRows(
         np.array([0, 40, 110], np.int32), np.array([340, 70], np.int32),
-        np.array([0, 22, 27], np.int32), pages[80:107].numpy(),
+        np.array([0, 22, 27], np.int32), pages[None, 80:107].numpy(),
     )  # fmt: skip
     q = random(112, HEADS, HEAD_DIM)
     ours, expected = torch.zeros_like(q), torch.zeros_like(q)
@@ -134,6 +135,6 @@ def test_rotated_heads_are_written_and_padded(
     )
     slots = torch.randperm(39 * 16, device=CUDA)[:num_tokens] + 16
     expected = torch.empty(num_tokens, HEADS, HEAD_DIM, device=CUDA, dtype=BF16)
-    TorchAttention(reference).write(layer, heads, None, slots, expected)
+    TorchAttention(reference).write(layer, heads, None, slots[None], expected)
     q = rotate_and_write(layer, heads, None, ours.layers[0], slots)
     assert torch.equal(q, expected) and torch.equal(ours.layers[0], reference.layers[0])

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
+from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
 from asyncllm.attention.heads import rotated_heads
-from asyncllm.attention.kv_cache import KVCache
 from asyncllm.kernels.balanced_decode import KERNEL, BalancedDecode, definitions
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ class Case:
     def __init__(self, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
         torch.manual_seed(0)
         self.layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5)
-        self.cache = KVCache(
+        self.cache = uniform_cache(
             num_layers=1, num_pages=NUM_PAGES, block_size=block_size, num_kv_heads=kv_heads,
             head_dim=head_dim, dtype=torch.bfloat16, device=CUDA,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def test_from_the_projection_on(
     angles = torch.rand(1000, head_dim // 2, device=CUDA) * 7
     positions = torch.zeros(num_rows, device=CUDA, dtype=torch.int32)
     rotation = Rotation(positions, torch.cat((angles.cos(), angles.sin()), dim=1))
-    attend = case.decode.decode(DecodeRows(case.tables, positions))
+    attend = case.decode.decode(case.tables, positions)
 
     def step() -> torch.Tensor:
         return attend(case.layer, (x @ projection).view(num_rows, -1, head_dim), rotation)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer, DecodeRows, HeadNorm, Rotation
-from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.worker.device_state import DeviceState
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,14 +66,14 @@ def test_equals_torch(
     content = random(rows * PAGES + 1, 2, 16, kv_heads, head_dim, dtype=dtype)
     caches = []
     for _ in range(2):
-        cache = KVCache(
+        cache = uniform_cache(
             num_layers=1, num_pages=len(content), block_size=16, num_kv_heads=kv_heads,
             head_dim=head_dim, dtype=dtype, device=CUDA,
         )  # fmt: skip
         cache.layers[0].copy_(content)
         caches.append(cache)
     qkv = random(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    reference = TorchAttention(caches[0]).decode(DecodeRows(tables, positions))
+    reference = TorchAttention(caches[0]).decode(DecodeRows((tables,), positions))
     expected = reference(layer, qkv.clone(), rotation)
     fused = FusedDecode(layer, 16, 132, CUDA)
     for num_splits in (None, 1, 7, 32):  # again and again with one workspace
@@ -104,10 +104,10 @@ def test_rows_of_slots_equal_torch(rows: int) -> None:
     from asyncllm.kernels.slots.kernel import gather_slots_triton
     from asyncllm.worker.device_state import gather_slots_torch
 
-    state = DeviceState(128, 1500, 5000, CUDA)
+    state = DeviceState(128, 1500, 5000, CUDA, num_groups=2)
     state.last_tokens.copy_(torch.randint(0, 5000, (128,), device=CUDA))
     state.positions.copy_(torch.randint(0, 9999, (128,), device=CUDA))
-    state.block_tables.copy_(torch.randint(0, 99, (128, 1500), device=CUDA))
+    state.block_tables.copy_(torch.randint(0, 99, (2, 128, 1500), device=CUDA))
     penalise_some(state)
     slots = torch.randperm(128, device=CUDA)[:rows].int()
     ours = gather_slots_triton(state, slots)

@@ -10,6 +10,7 @@ from asyncllm.types import NON_FINITE_TOKEN
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.packed_step import Feature
 from asyncllm.worker.token_masks import NO_MASK, RowMasks, TokenMaskBuffer
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,7 +63,6 @@ def test_heads_kernel_equals_torch(
 ) -> None:
     from asyncllm.attention.base import AttentionLayer, HeadNorm, Rotation
     from asyncllm.attention.heads import rotated_heads
-    from asyncllm.attention.kv_cache import KVCache
     from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 
     def random(*shape: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_heads_kernel_equals_torch(
     rows = torch.randint(0, 500, (tokens,), device=CUDA, dtype=torch.int32)
     rotation = Rotation(rows, torch.cat([angles.cos(), angles.sin()], dim=1))
     caches = [
-        KVCache(
+        uniform_cache(
             num_layers=1, num_pages=40, block_size=16, num_kv_heads=kv_heads, head_dim=head_dim,
             dtype=BF16, device=CUDA,
         )

@@ -11,6 +11,7 @@ import torch
 from asyncllm.attention import layer_kinds
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, Rotation
 from asyncllm.attention.kv_cache import KVCache
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,7 +186,7 @@ def test_replays_with_other_lengths_and_tables(rows: int, window: int | None) ->
 
 
 def make_cache(layer: AttentionLayer, num_pages: int) -> KVCache:
-    cache = KVCache(
+    cache = uniform_cache(
         num_layers=1, num_pages=num_pages, block_size=16, num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim, dtype=BF16, device=CUDA,
     )  # fmt: skip
@@ -220,7 +221,7 @@ def test_backend_decodes_as_with_xqa(
     outs = []
     for cards in (layer_kinds.XQA_CAPABILITIES, ()):
         monkeypatch.setattr(layer_kinds, "XQA_CAPABILITIES", cards)
-        attend = FlashInferAttention(cache, [layer]).decode(DecodeRows(tables, positions))
+        attend = FlashInferAttention(cache, [layer]).decode(DecodeRows((tables,), positions))
         outs.append(attend(layer, qkv.clone(), rotation))
     assert outs[1].shape == (rows, 32 * head_dim)
     assert relative_error(outs[1], outs[0]) < TOLERANCE
@@ -246,7 +247,7 @@ def test_mixed_step_equals_torch(
         AttentionLayer(0, 32, 8, 128, 128**-0.5),
         AttentionLayer(1, 32, 8, 128, 128**-0.5, window=window),
     ]
-    cache = KVCache(
+    cache = uniform_cache(
         num_layers=2, num_pages=40, block_size=16, num_kv_heads=8, head_dim=128,
         dtype=BF16, device=CUDA,
     )  # fmt: skip
@@ -255,13 +256,13 @@ def test_mixed_step_equals_torch(
     flashinfer, plain = FlashInferAttention(cache, layers), TorchAttention(cache)
     pages = torch.randperm(39, device=CUDA).int() + 1
     decodes = DecodeRows(
-        pages[:32].view(2, 16), torch.tensor([200, 33], device=CUDA, dtype=torch.int32)
+        (pages[:32].view(2, 16),), torch.tensor([200, 33], device=CUDA, dtype=torch.int32)
     )
     prefills = PrefillRows(
         query_indptr=np.array([0, 40, 47], np.int32),
         kv_lens=np.array([64, 7], np.int32),
         page_indptr=np.array([0, 4, 5], np.int32),
-        pages=pages[32:37].cpu().numpy(),
+        pages=pages[None, 32:37].cpu().numpy(),
     )
     q = torch.randn(64, 32, 128, device=CUDA, dtype=BF16)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]

@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from asyncllm.attention.base import AttentionMixer, DecodeRows
-from asyncllm.attention.kv_cache import KVCache
 from asyncllm.kernels.declaration import DenseShape, num_sms
 from asyncllm.kernels.persistent_decode import KERNEL, definitions
 from asyncllm.model_config import ModelConfig
@@ -19,6 +18,7 @@ from asyncllm.models.base import TokenInputs
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.models.registry import build_model
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ class Model:
         for tensor in [load.view for load in model.loads()]:
             tensor.normal_(0, 0.03) if tensor.dim() > 1 else tensor.normal_(1, 0.2)
         self._model = cast(DenseDecoder, model)
-        self.cache = KVCache(
+        self.cache = uniform_cache(
             num_layers=model_config.num_layers, num_pages=8 * PAGES + 1, block_size=BLOCK_SIZE,
             num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
             dtype=torch.bfloat16, device=device,
@@ -89,7 +89,7 @@ class Model:
     def rows(self, positions: list[int]) -> tuple[torch.Tensor, DecodeRows]:
         tokens = torch.randint(0, 32000, (len(positions),), device="cuda", dtype=torch.int32)
         where = torch.tensor(positions, device="cuda", dtype=torch.int32)
-        return tokens, DecodeRows(self.tables[: len(positions)], where)
+        return tokens, DecodeRows((self.tables[: len(positions)],), where)
 
     def by_layers(self, tokens: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
         mixer = AttentionMixer(self._attention.decode(rows))
@@ -107,7 +107,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Model]:
 def test_equals_the_layers(model: Model) -> None:
     for positions in POSITIONS:
         tokens, rows = model.rows(positions)
-        slots = rows.write_slots(BLOCK_SIZE)
+        (slots,) = rows.write_slots(BLOCK_SIZE)
         new = (slots // BLOCK_SIZE, slice(None), slots % BLOCK_SIZE)
         expected = model.by_layers(tokens, rows).double()
         keys_values = [layer[new].clone() for layer in model.cache.layers]

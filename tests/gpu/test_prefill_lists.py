@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncllm.attention.base import AttentionLayer, PrefillRows
-from asyncllm.attention.kv_cache import KVCache
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ def random_rows(rng: random.Random) -> PrefillRows:
         np.cumsum([0, *lens], dtype=np.int32),
         kv_lens.astype(np.int32),
         np.cumsum([0, *num_pages], dtype=np.int32),
-        rng.randrange(1000) + np.arange(sum(num_pages), dtype=np.int32),
+        rng.randrange(1000) + np.arange(sum(num_pages), dtype=np.int32)[None],
     )
 
 
@@ -49,7 +49,7 @@ def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
     num_heads, num_kv_heads, head_dim = heads
     device = torch.device("cuda")
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, 1.0)
-    cache = KVCache(
+    cache = uniform_cache(
         num_layers=1, num_pages=1, block_size=BLOCK_SIZE, num_kv_heads=num_kv_heads,
         head_dim=head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
@@ -88,8 +88,8 @@ def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
                 expected = expected + 3 * len(rows.kv_lens) + 2
             assert torch.equal(mine, expected), which
         first_page = 3 * len(rows.kv_lens) + 2
-        pages = ours.pages[first_page:][: len(rows.pages)].cpu()
-        assert torch.equal(pages, torch.from_numpy(rows.pages))
+        pages = ours.pages[first_page:][: rows.pages.size].cpu()
+        assert torch.equal(pages, torch.from_numpy(rows.pages[0]))
 
 
 def _num_tiles(rows: PrefillRows, head_dim: int) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import pad
 
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows
-from asyncllm.attention.kv_cache import KVCache
 from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.worker.device_state import DeviceState, fill_decodes_torch
 from asyncllm.worker.slot_changes import RECORD_WORDS, SLOT_INIT, write_slots_torch
+from tests.caches import uniform_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,12 +59,12 @@ def random_step(rng: random.Random, num_decodes: int, num_prefills: int) -> Step
         np.cumsum([0, *lens], dtype=np.int32),
         np.array(kv_lens, np.int32),
         np.cumsum([0, *num_pages], dtype=np.int32),
-        np.array([next(pages) for _ in range(sum(num_pages))], np.int32),
+        np.array([[next(pages) for _ in range(sum(num_pages))]], np.int32),
     )
     decodes = None
     if num_decodes:
-        on_device = (torch.from_numpy(tables), torch.tensor(positions, dtype=torch.int32))
-        decodes = DecodeRows(*(t.cuda() for t in on_device), max_len=max(positions) + 1)
+        where = torch.tensor(positions, dtype=torch.int32).cuda()
+        decodes = DecodeRows((torch.from_numpy(tables).cuda(),), where, max(positions) + 1)
     return Step(decodes, prefills)
 
 
@@ -75,7 +75,7 @@ def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> No
 
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
-    cache = KVCache(
+    cache = uniform_cache(
         num_layers=2, num_pages=NUM_PAGES, block_size=BLOCK_SIZE, num_kv_heads=num_kv_heads,
         head_dim=head_dim, dtype=torch.bfloat16, device=torch.device("cuda"),
     )  # fmt: skip
@@ -86,7 +86,7 @@ def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> No
     q = torch.randn(SIZE, num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros_like(q)
     fixed = DecodeRows(
-        torch.zeros(MOST_DECODES, TABLE_PAGES, dtype=torch.int32, device="cuda"),
+        (torch.zeros(MOST_DECODES, TABLE_PAGES, dtype=torch.int32, device="cuda"),),
         torch.full((MOST_DECODES,), -1, dtype=torch.int32, device="cuda"),
     )
     stream = torch.cuda.Stream()
@@ -111,7 +111,7 @@ def test_one_captured_launch_serves_all_steps(heads: tuple[int, int, int]) -> No
             step = random_step(rng, num_decodes, num_prefills)
             fixed.positions.fill_(-1)
             if step.decodes is not None:
-                fixed.block_tables[:num_decodes] = step.decodes.block_tables
+                fixed.block_tables[0][:num_decodes] = step.decodes.block_tables[0]
                 fixed.positions[:num_decodes] = step.decodes.positions
             out.fill_(7)
             ours.prepare(num_decodes, step.prefills)
@@ -129,7 +129,7 @@ def test_decodes_are_read_as_by_the_reference() -> None:
     from asyncllm.kernels.slots.kernel import fill_decodes_triton
 
     device, rng = torch.device("cuda"), np.random.default_rng(0)
-    state = DeviceState(40, 9, 100, device)
+    state = DeviceState(40, 9, 100, device, num_groups=3)
     for tensor, most in (
         (state.last_tokens, 100),
         (state.positions, 9 * BLOCK_SIZE),
@@ -146,14 +146,14 @@ def test_decodes_are_read_as_by_the_reference() -> None:
     both, counts = [], []
     for fill in (fill_decodes_torch, fill_decodes_triton):
         state.output_counts.zero_()
-        tokens = TokenBuffers.zeros(20, layer, torch.bfloat16, device)
+        tokens = TokenBuffers.zeros(20, layer, 3, torch.bfloat16, device)
         tokens.token_ids.fill_(3)
         tokens.write_slots.fill_(5)
         rows = fill(state, slots, tokens, BLOCK_SIZE)
         filled = (tokens.token_ids, tokens.positions, tokens.prompt_lens, tokens.write_slots)
-        both.append((rows.positions, rows.block_tables[:11], *filled))
+        both.append((rows.positions, *(table[:11] for table in rows.block_tables), *filled))
         counts.append(state.output_counts.clone())
-    assert both[0][0].tolist()[11:] == [-1] * 5 and both[0][2].tolist()[11:] == [3] * 9
+    assert both[0][0].tolist()[11:] == [-1] * 5 and both[0][4].tolist()[11:] == [3] * 9
     for expected, ours in zip(*both, strict=True):
         assert torch.equal(ours, expected)
     assert torch.equal(*counts) and 0 < counts[0].sum() < 11
@@ -170,7 +170,7 @@ def test_slots_are_written_as_by_the_reference() -> None:
             values = rng.integers(-(1 << 31), 1 << 31, num_records)
             records[name] = values * (1 << 31) + 7 if name == "seed" else values
         records["slot"] = 1 + rng.permutation(199)[:num_records]
-        places = 9 + rng.permutation(199 * 9)[:num_entries]
+        places = 9 + rng.permutation(399 * 9)[:num_entries]
         entries = np.stack([places // 9, places % 9, rng.integers(1, 99, num_entries)])
         packed = torch.from_numpy(records.view(np.int32).reshape(num_records, RECORD_WORDS))
         changes = (packed.to(device), torch.from_numpy(entries.astype(np.int32)).to(device))
@@ -178,7 +178,7 @@ def test_slots_are_written_as_by_the_reference() -> None:
             pad(changes[0], (0, 0, 0, 90)),
             pad(changes[1], (0, 700)),
         )  # as static inputs have them
-        expected, *states = (DeviceState(200, 9, 10, device) for _ in range(3))
+        expected, *states = (DeviceState(200, 9, 10, device, num_groups=2) for _ in range(3))
         write_slots_torch(expected, *changes)
         write_slots_triton(states[0], *changes)
         write_slots_triton(states[1], *padded)

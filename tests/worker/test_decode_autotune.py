@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
 def test_rows(clock: DeviceClock, block_size: int, table: int, row_pages: int) -> None:
     num_pages, num_rows, position = 7, 3, row_pages * block_size
     state = DeviceState(5, table, 8, CPU)
-    state.positions[4], state.block_tables[4] = 77, 77  # of a row that is not timed
+    state.positions[4], state.block_tables[0, 4] = 77, 77  # of a row that is not timed
     slots = torch.zeros(num_rows, dtype=torch.int32)
 
     def replay(ms: float) -> Callable[[], None]:
@@ -45,7 +45,7 @@ def test_rows(clock: DeviceClock, block_size: int, table: int, row_pages: int) -
             clock.ms += ms
             assert slots.tolist() == [1, 2, 3]
             assert state.positions.tolist() == [0, *[position] * num_rows, 77]
-            tables = state.block_tables[1:4]
+            tables = state.block_tables[0, 1:4]
             assert (tables[:, row_pages:] == 0).all()  # the new token goes to the padding page
             read = tables[:, :row_pages]
             assert ((read >= 1) & (read <= num_pages)).all()
@@ -57,9 +57,9 @@ def test_rows(clock: DeviceClock, block_size: int, table: int, row_pages: int) -
     autotune = DecodeAutotune(state, block_size, num_pages)
     assert autotune(slots, [replay(3.0), replay(2.0)]) == pytest.approx([3 * MS, 2 * MS])
     assert position <= CONTEXT_TOKENS
-    for tensor in (slots, state.positions[:4], state.block_tables[:4]):
+    for tensor in (slots, state.positions[:4], state.block_tables[0, :4]):
         assert not tensor.any()
-    assert state.positions[4] == 77 and (state.block_tables[4] == 77).all()
+    assert state.positions[4] == 77 and (state.block_tables[0, 4] == 77).all()
 
 
 def test_the_quickest_of_some_counts_and_they_alternate(clock: DeviceClock) -> None:

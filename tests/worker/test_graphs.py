@@ -113,7 +113,7 @@ class TokenAttention:
         self._positions.zero_()
         for row, kv_len in enumerate(prefills.kv_lens.tolist()):
             start, end = (prefills.query_indptr[row : row + 2] + num_decodes).tolist()
-            pages = prefills.pages[slice(*prefills.page_indptr[row : row + 2].tolist())]
+            pages = prefills.pages[0, slice(*prefills.page_indptr[row : row + 2].tolist())]
             self._tables[start:end, : len(pages)] = torch.from_numpy(pages)
             self._positions[start:end] = torch.arange(kv_len - (end - start), kv_len)
 
@@ -121,11 +121,11 @@ class TokenAttention:
         tables, positions = self._tables[: len(q)].clone(), self._positions[: len(q)].clone()
         if decodes is not None:
             rows, is_one = slice(len(decodes.positions)), decodes.positions >= 0
-            tables[rows] = torch.where(is_one.unsqueeze(1), decodes.block_tables, tables[rows])
+            tables[rows] = torch.where(is_one.unsqueeze(1), decodes.block_tables[0], tables[rows])
             positions[rows] = torch.where(is_one, decodes.positions, positions[rows])
 
         def attend(layer: AttentionLayer) -> None:
-            each = DecodeRows(tables, positions)
+            each = DecodeRows((tables,), positions)
             out.copy_(self._attention._attend_decodes(layer, q, each))
 
         return attend
@@ -309,7 +309,7 @@ def test_a_start_reads_decodes_from_tables_as_wide_as_those_of_steps(
     widths: list[int] = []
 
     def fill(state: Any, *args: Any) -> DecodeRows:
-        widths.append(state.block_tables.shape[1])
+        widths.append(state.block_tables.shape[2])
         return fill_decodes_torch(state, *args)
 
     monkeypatch.setattr(kernels, "fill_decodes_torch", fill)
@@ -349,7 +349,10 @@ def run_rows(ours: worker.Worker, page: int, start: int, *lens: int) -> torch.Te
         tokens=np.stack((ids, positions, np.full(num_tokens, 9), slots)).astype(np.int32),
         samples=np.zeros((3, 0), np.int32),
         prefills=PrefillRows(
-            ends, np.array(lens, np.int32) + start, np.arange(num_rows + 1, dtype=np.int32), pages
+            ends,
+            np.array(lens, np.int32) + start,
+            np.arange(num_rows + 1, dtype=np.int32),
+            pages[None],
         ),
     )
     mixed = ours.runner.mixed
@@ -474,7 +477,7 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
     run_rows(graphed, 3, 0, 8)
     run_rows(graphed, 7, 1, 5)
-    slots = graphed.runner.inputs.write_slots[:8].tolist()
+    slots = graphed.runner.inputs.write_slots[0, :8].tolist()
     assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import SWAP_CHUNK_PAGES, KVCache
+from tests.caches import uniform_cache
 
 
 def make_cache(num_pages: int = 80, num_host_pages: int = 80) -> KVCache:
-    cache = KVCache(
+    cache = uniform_cache(
         num_layers=3,
         num_pages=num_pages,
         block_size=2,
@@ -18,9 +18,7 @@ def make_cache(num_pages: int = 80, num_host_pages: int = 80) -> KVCache:
         head_dim=4,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        host_pages=HostPages(
-            KVCache.host_shape(num_host_pages, 3, 2, 2, 4), torch.float32, torch.device("cpu")
-        ),
+        num_host_pages=num_host_pages,
     )
     for index, layer in enumerate(cache.layers):
         numbers = torch.arange(num_pages).view(-1, 1, 1, 1, 1) * 10.0 + index
@@ -61,9 +59,3 @@ def test_write_goes_to_flat_positions() -> None:
     assert cache.layers[1][3, 1, 0].unique().item() == 8.0
     assert cache.layers[1][1, 0, 0].unique().item() == 11.0
     assert cache.layers[0][1].unique().item() == 10.0
-
-
-def test_page_bytes() -> None:
-    cache = make_cache(10)
-    total = sum(layer.nbytes for layer in cache.layers)
-    assert KVCache.page_bytes(3, 2, 2, 4, torch.float32) * 10 == total

@@ -39,7 +39,7 @@ class Rig:
         self.state = DeviceState(len(params) + 1, 8, VOCAB, CPU)
         self.seqs = [self._sequence(i, p, outputs or []) for i, p in enumerate(params)]
         self.inits = tuple(
-            SlotInit(s, s.slot, [1], len(s.token_ids) - 1, list(s.token_ids)) for s in self.seqs
+            SlotInit(s, s.slot, [[1]], len(s.token_ids) - 1, list(s.token_ids)) for s in self.seqs
         )
 
     @staticmethod

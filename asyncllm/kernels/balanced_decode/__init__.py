@@ -18,13 +18,7 @@ from pathlib import Path
 import torch
 
 from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch, Start, current_stream
-from asyncllm.kernels.records import (
-    AttendProjected,
-    AttendRows,
-    AttentionLayer,
-    DecodeRows,
-    Rotation,
-)
+from asyncllm.kernels.records import AttendProjected, AttendRows, AttentionLayer, Rotation
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of one KV head
@@ -108,6 +102,7 @@ class BalancedDecode:
         """`pages`: of each layer, [pages, 2, block_size, kv_heads, head_dim]. `num_blocks`: one for
         each SM."""
         self._pages = pages
+        self._page_shape = pages[layer.index]
         self._launch = launch
         self._num_blocks = num_blocks
         device = pages[0].device
@@ -118,20 +113,20 @@ class BalancedDecode:
         self._parts = torch.empty(parts, dtype=torch.float32, device=device)
         self._counts = torch.zeros((MAX_ROWS, kv_heads), dtype=torch.int32, device=device)
 
-    def decode(self, rows: DecodeRows) -> AttendProjected:
-        """From the projection on. Capturable.
+    def decode(self, block_tables: torch.Tensor, positions: torch.Tensor) -> AttendProjected:
+        """From the projection on, of rows as `bind` has them. Capturable.
 
         Reads rows and rotation before the projection has ended, which itself may start early: they
         must have been there before some kernel that started when all before it had ended.
         """
-        args = self._args(rows.block_tables, rows.positions)
+        args = self._args(block_tables, positions)
 
         def attend(layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             cos_sin, norm = rotation.cos_sin, layer.head_norm
-            assert qkv.is_contiguous() and len(qkv) == len(rows.positions)
+            assert qkv.is_contiguous() and len(qkv) == len(positions)
             assert rotation.rows.is_contiguous() and cos_sin.is_contiguous()
             assert rotation.rows.dtype is torch.int32 and cos_sin.dtype is torch.float32
-            out = qkv.new_empty((len(rows.positions), layer.num_heads * layer.head_dim))
+            out = qkv.new_empty((len(positions), layer.num_heads * layer.head_dim))
             args.q, args.out = qkv.data_ptr(), out.data_ptr()
             args.angles, args.cos_sin = rotation.rows.data_ptr(), cos_sin.data_ptr()
             args.q_weight = None if norm is None else norm.q_weight.data_ptr()
@@ -175,7 +170,7 @@ class BalancedDecode:
         assert len(positions) <= len(self._counts)
         assert positions.dtype is torch.int32 and positions.is_contiguous()
         assert block_tables.dtype is torch.int32 and block_tables.stride(1) == 1
-        pages = self._pages[0]
+        pages = self._page_shape
         return Args(
             tables=block_tables.data_ptr(),
             positions=positions.data_ptr(),

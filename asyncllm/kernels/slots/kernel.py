@@ -43,15 +43,15 @@ class TokenRows(Protocol):
     def write_slots(self) -> torch.Tensor: ...
 
 
-@triton.jit(do_not_specialize_on_alignment=GATHERED_SCALARS)
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=GATHERED_SCALARS)
 def _gather_slots(
     slots_ptr, last_tokens_ptr, positions_ptr, tables_ptr,
     row_tokens_ptr, row_positions_ptr, next_positions_ptr, row_tables_ptr,
-    num_pages, vocab_size, penalties, BLOCK: tl.constexpr,
+    num_slots, num_pages, vocab_size, penalties, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row, group = tl.program_id(0), tl.program_id(2)
     slot = tl.load(slots_ptr + row)
-    if tl.program_id(1) == 0:
+    if (tl.program_id(1) == 0) & (group == 0):
         position = tl.load(positions_ptr + slot)
         token = tl.load(last_tokens_ptr + slot)
         count_input(slot, token, vocab_size, penalties)
@@ -60,67 +60,81 @@ def _gather_slots(
         tl.store(next_positions_ptr + row, position + 1)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = page < num_pages
-    pages = tl.load(tables_ptr + slot.to(tl.int64) * num_pages + page, inside, other=0)
-    tl.store(row_tables_ptr + row.to(tl.int64) * num_pages + page, pages, inside)
+    table = group.to(tl.int64) * num_slots + slot
+    pages = tl.load(tables_ptr + table * num_pages + page, inside, other=0)
+    row_table = group.to(tl.int64) * tl.num_programs(0) + row
+    tl.store(row_tables_ptr + row_table * num_pages + page, pages, inside)
 
 
 def gather_slots_triton(state: SlotState, slots: torch.Tensor) -> SlotRows:
     """`GatherSlots` in one kernel."""
-    num_rows, num_pages = len(slots), state.block_tables.shape[1]
+    num_groups, num_slots, num_pages = state.block_tables.shape
+    tables = slots.new_empty((num_groups, len(slots), num_pages))
     rows = SlotRows(
         last_tokens=torch.empty_like(slots),
         positions=torch.empty_like(slots),
         next_positions=torch.empty_like(slots),
-        block_tables=slots.new_empty((num_rows, num_pages)),
+        block_tables=tables.unbind(),
     )
-    _gather_slots[(num_rows, triton.cdiv(num_pages, TABLE_BLOCK))](
+    _gather_slots[(len(slots), triton.cdiv(num_pages, TABLE_BLOCK), num_groups)](
         slots, state.last_tokens, state.positions, state.block_tables, rows.last_tokens,
-        rows.positions, rows.next_positions, rows.block_tables, num_pages,
+        rows.positions, rows.next_positions, tables, num_slots, num_pages,
         state.output_counts.shape[1], state.penalties, BLOCK=TABLE_BLOCK,
     )  # fmt: skip
     return rows
 
 
-@triton.jit(do_not_specialize_on_alignment=FILLED_SCALARS)
+@triton.jit(
+    do_not_specialize=["num_slots", "write_slots_stride"],
+    do_not_specialize_on_alignment=FILLED_SCALARS,
+)
 def _fill_decodes(
     slots_ptr, last_tokens_ptr, positions_ptr, prompt_lens_ptr, tables_ptr,
     token_ids_ptr, token_positions_ptr, token_prompt_lens_ptr, write_slots_ptr,
-    row_positions_ptr, row_tables_ptr,
-    num_pages, vocab_size, penalties, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    row_positions_ptr, row_tables_ptr, write_slots_stride,
+    num_slots, num_pages, vocab_size, penalties, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row, group = tl.program_id(0), tl.program_id(2)
     slot = tl.load(slots_ptr + row)
     is_valid = slot > 0
-    table_ptr = tables_ptr + slot.to(tl.int64) * num_pages
+    table_ptr = tables_ptr + (group.to(tl.int64) * num_slots + slot) * num_pages
     if tl.program_id(1) == 0:
         position = tl.load(positions_ptr + slot)
         page = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
+        place_ptr = write_slots_ptr + group * write_slots_stride + row
+        tl.store(place_ptr, page * BLOCK_SIZE + position % BLOCK_SIZE, is_valid)
+    if (tl.program_id(1) == 0) & (group == 0):
+        position = tl.load(positions_ptr + slot)
         token = tl.load(last_tokens_ptr + slot)
         count_input(slot, token, vocab_size, penalties)
         tl.store(token_ids_ptr + row, token, is_valid)
         tl.store(token_positions_ptr + row, position, is_valid)
         tl.store(token_prompt_lens_ptr + row, tl.load(prompt_lens_ptr + slot), is_valid)
-        tl.store(write_slots_ptr + row, page * BLOCK_SIZE + position % BLOCK_SIZE, is_valid)
         tl.store(row_positions_ptr + row, tl.where(is_valid, position, -1))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (column < num_pages) & is_valid
     pages = tl.load(table_ptr + column, inside, other=0)
-    tl.store(row_tables_ptr + row.to(tl.int64) * num_pages + column, pages, inside)
+    row_table = group.to(tl.int64) * tl.num_programs(0) + row
+    tl.store(row_tables_ptr + row_table * num_pages + column, pages, inside)
 
 
 def fill_decodes_triton(
     state: SlotState, slots: torch.Tensor, tokens: TokenRows, block_size: int
 ) -> DecodeRows:
     """`FillDecodes` in one kernel. Tables of padding rows are not filled."""
-    num_rows, num_pages = len(slots), state.block_tables.shape[1]
-    positions, tables = torch.empty_like(slots), slots.new_empty((num_rows, num_pages))
-    _fill_decodes[(num_rows, triton.cdiv(num_pages, TABLE_BLOCK))](
+    num_groups, num_slots, num_pages = state.block_tables.shape
+    positions, tables = (
+        torch.empty_like(slots),
+        slots.new_empty((num_groups, len(slots), num_pages)),
+    )
+    _fill_decodes[(len(slots), triton.cdiv(num_pages, TABLE_BLOCK), num_groups)](
         slots, state.last_tokens, state.positions, state.prompt_lens, state.block_tables,
         tokens.token_ids, tokens.positions, tokens.prompt_lens, tokens.write_slots,
-        positions, tables, num_pages, state.output_counts.shape[1], state.penalties,
+        positions, tables, tokens.write_slots.stride(0), num_slots, num_pages,
+        state.output_counts.shape[1], state.penalties,
         BLOCK_SIZE=block_size, BLOCK=TABLE_BLOCK,
     )  # fmt: skip
-    return DecodeRows(tables, positions)
+    return DecodeRows(tables.unbind(), positions)
 
 
 @triton.jit(
@@ -171,7 +185,7 @@ def write_slots_triton(state: SlotState, records: torch.Tensor, entries: torch.T
     _write_slots[(triton.cdiv(max(num_records, num_entries), CHANGES_BLOCK), 2)](
         records, entries, state.last_tokens, state.positions, state.prompt_lens, state.top_ks,
         state.seeds, state.float_params, state.block_tables, num_records, num_entries,
-        state.float_params.shape[1], state.block_tables.shape[1], WORDS=words,
+        state.float_params.shape[1], state.block_tables.shape[-1], WORDS=words,
         FIRST_INT=FIRST_INT, FIRST_FLOAT=FIRST_FLOAT, NUM_FLOATS=len(state.float_params),
         BLOCK=CHANGES_BLOCK,
     )  # fmt: skip
@@ -186,7 +200,7 @@ def prewarm(start: Start) -> Iterator[Callable[[], object]]:
     def fill() -> None:
         row = start.zeros(1)
         tokens = SimpleNamespace(
-            token_ids=row, positions=row, prompt_lens=row, write_slots=row.long()
+            token_ids=row, positions=row, prompt_lens=row, write_slots=row.long()[None]
         )
         fill_decodes_triton(state(), row, tokens, start.block_size)
 

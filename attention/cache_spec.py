@@ -1,0 +1,99 @@
+"""The memory that layers need of past tokens, and its layout: groups of layers over one page pool.
+
+Each layer declares a `CacheSpec`. Layers of equal specs hold the same blocks of a sequence and form
+groups of one size, the bundle. A page is a block of tokens for one group: in each of its layers'
+storages one page. Layer i of each group is a view of `storage[i]`, so a page serves whichever group
+takes it, and no memory is set aside for a kind of layers. With one spec there is one group of all
+layers: each layer has a storage of its own.
+
+    4 windows, 2 full      storage 0   storage 1
+    group 0 (window)       layer 0     layer 1        a page of the pool is a row through
+    group 1 (window)       layer 3     layer 4        all storages, and belongs to the group
+    group 2 (full)         layer 2     layer 5        that has taken it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.attention.base import AttentionLayer
+from asyncllm.cache_group import CacheGroup
+
+MAX_GROUPS = 8  # each costs a block table, and a page where a sequence takes one
+WORD_BYTES = 8  # pages are moved as int64
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What one layer keeps of a block of tokens. `window`: for how long, None: always."""
+
+    page_shape: tuple[int, ...]
+    dtype: torch.dtype
+    window: int | None = None
+
+    @property
+    def page_words(self) -> int:
+        return -(-math.prod(self.page_shape) * self.dtype.itemsize // WORD_BYTES)
+
+
+def spec_of(layer: AttentionLayer, block_size: int, dtype: torch.dtype) -> CacheSpec:
+    """Keys and values: [2, block_size, num_kv_heads, head_dim]."""
+    return CacheSpec((2, block_size, layer.num_kv_heads, layer.head_dim), dtype, layer.window)
+
+
+class CacheLayout:
+    """Which layers share a group and which a storage; by a layer's index."""
+
+    def __init__(
+        self, layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype
+    ) -> None:
+        self.block_size = block_size
+        self.specs = [spec_of(layer, block_size, dtype) for layer in layers]
+        alike: dict[CacheSpec, list[int]] = {}
+        for index, spec in enumerate(self.specs):
+            alike.setdefault(spec, []).append(index)
+        self.num_storages = _bundle_size({spec: len(of_spec) for spec, of_spec in alike.items()})
+        self.group_of = [0] * len(layers)
+        self.storage_of = [0] * len(layers)
+        self.windows: list[int | None] = []  # by group
+        for spec, indices in alike.items():
+            for place, index in enumerate(indices):
+                if place % self.num_storages == 0:
+                    self.windows.append(spec.window)
+                self.group_of[index] = len(self.windows) - 1
+                self.storage_of[index] = place % self.num_storages
+        self.page_words = max(spec.page_words for spec in alike)  # of one storage
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all storages."""
+        return self.num_storages * self.page_words * WORD_BYTES
+
+    def host_shape(self, num_pages: int) -> tuple[int, int, int]:
+        """Of swapped pages, int64."""
+        return num_pages, self.num_storages, self.page_words
+
+    def groups(self, max_step_tokens: int) -> tuple[CacheGroup, ...]:
+        return tuple(CacheGroup(self.block_size, w, max_step_tokens) for w in self.windows)
+
+
+def _bundle_size(counts: dict[CacheSpec, int]) -> int:
+    """Layers of a group, for so many layers of each spec: of the sizes with few groups the one
+    with least empty places in groups that keep every block, then in all; the largest of equals."""
+
+    def num_places(size: int, which: Iterable[CacheSpec]) -> int:
+        return sum(-(-counts[spec] // size) for spec in which) * size
+
+    growing = [spec for spec in counts if spec.window is None]
+    most_groups = max(MAX_GROUPS, len(counts))
+    sizes = range(1, max(counts.values()) + 1)
+    few = [size for size in sizes if num_places(size, counts) <= most_groups * size]
+    return min(few, key=lambda size: (num_places(size, growing), num_places(size, counts), -size))
