@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.gguf_file import SUFFIX, unpack_gguf
 from asyncllm.hub.cache import Repo, cache_folder
 from asyncllm.hub.download import find_or_download
 from asyncllm.hub.files import Part
@@ -131,7 +132,8 @@ def hub_repo(name: str, revision: str | None = None) -> Repo | None:
 
     A folder wins over the hub's model of that name. Raises `ModelLoadError`.
     """
-    if name in BUILTIN_MODELS or Path(name).expanduser().is_dir():
+    file = Path(name).expanduser()
+    if name in BUILTIN_MODELS or file.is_dir() or (file.suffix == SUFFIX and file.is_file()):
         if revision is not None:
             raise ModelLoadError(f"revision {revision!r}: {name!r} is not on the hub, but here")
         return None
@@ -152,9 +154,11 @@ def resolve_model_path(
 ) -> Path:
     """A model's folder, absolute, with the needed parts of it, which may be downloaded.
 
-    name: built in, a folder, or ORG/NAME[@REVISION] on the hub; GGUF files would be told here.
+    name: built in, a folder, a GGUF file, or ORG/NAME[@REVISION] on the hub.
     Raises `ModelLoadError`.
     """
+    if (file := Path(name).expanduser()).suffix == SUFFIX and file.is_file():
+        return unpack_gguf(file)
     repo = hub_repo(name, revision)
     if repo is not None:
         return find_or_download(repo, cache_folder(download_dir), needs).resolve()

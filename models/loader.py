@@ -17,10 +17,13 @@ from tqdm import tqdm
 
 from asyncllm.config import LoadFormat
 from asyncllm.errors import ModelLoadError
+from asyncllm.gguf_file import LINK
 from asyncllm.models.base import CausalLM, Load
 from asyncllm.models.checkpoint import Checkpoint, list_keys
+from asyncllm.models.gguf_checkpoint import GGUFCheckpoint
 from asyncllm.models.weight_stream import Span, stream_weights
 
+AnyCheckpoint = Checkpoint | GGUFCheckpoint
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV cache
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,7 +65,7 @@ def load_weights(
         num_files = 0
         _fill_dummy(loads, seed)
     else:
-        checkpoint = Checkpoint(folder)
+        checkpoint = open_checkpoint(folder)
         num_files = checkpoint.num_files
         _check(checkpoint, loads, model.aliases)
         _copy(checkpoint, loads, progress)
@@ -71,7 +74,13 @@ def load_weights(
     return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
-def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None:
+def open_checkpoint(folder: Path) -> AnyCheckpoint:
+    """Raises `ModelLoadError` naming the file."""
+    file = folder / LINK
+    return GGUFCheckpoint(file) if file.is_file() else Checkpoint(folder)
+
+
+def _copy(checkpoint: AnyCheckpoint, loads: Sequence[Load], progress: bool) -> None:
     with ProgressBar(
         total=sum(load.view.nbytes for load in loads),
         desc="Loading weights",
@@ -91,10 +100,12 @@ def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None
             bar.update(num_bytes)
 
 
-def _streams(checkpoint: Checkpoint, load: Load) -> bool:
+def _streams(checkpoint: AnyCheckpoint, load: Load) -> bool:
     """The file has the view's bytes, one after the other, and the device is worth a pinned copy."""
     view = load.view
     same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == view.dtype
+    if not isinstance(checkpoint, Checkpoint):
+        return False
     is_plain = load.transform is None and len(load.part) <= 1 and view.is_contiguous()
     return view.device.type in STREAMED_DEVICES and same_dtype and is_plain
 
@@ -107,7 +118,7 @@ def _span(checkpoint: Checkpoint, load: Load) -> Span:
     return Span(file, offset, load.view)
 
 
-def _read(checkpoint: Checkpoint, load: Load) -> torch.Tensor:
+def _read(checkpoint: AnyCheckpoint, load: Load) -> torch.Tensor:
     """The view's contents, on the CPU and in the file's dtype where there is no transform."""
     tensor = checkpoint.read(load.name)[load.part]
     if load.transform is not None:
@@ -120,7 +131,7 @@ def _read(checkpoint: Checkpoint, load: Load) -> torch.Tensor:
 
 
 def _check(
-    checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, str | None]
+    checkpoint: AnyCheckpoint, loads: Sequence[Load], aliases: Mapping[str, str | None]
 ) -> None:
     """The checkpoint must be exactly what the model takes, copies and old buffers aside."""
     names = {load.name for load in loads}
@@ -141,7 +152,7 @@ def _check(
             raise _misfit(checkpoint, alias, f"differs from {of}, to which config.json ties it")
 
 
-def _check_header(checkpoint: Checkpoint, load: Load) -> None:
+def _check_header(checkpoint: AnyCheckpoint, load: Load) -> None:
     """The file's tensor must have the shape and the dtype that the load is made for."""
     shape, dtype = checkpoint.header(load.name)
     wanted_shape = list(load.view.shape if load.file_shape is None else load.file_shape)
@@ -156,7 +167,7 @@ def _check_header(checkpoint: Checkpoint, load: Load) -> None:
     assert fits or load.transform is not None, f"{load.name}: {load.part} for {load.view.shape}"
 
 
-def _misfit(checkpoint: Checkpoint, name: str, message: str) -> ModelLoadError:
+def _misfit(checkpoint: AnyCheckpoint, name: str, message: str) -> ModelLoadError:
     return ModelLoadError(f"{checkpoint.file(name)}: {name} {message}")
 
 
