@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from asyncllm.errors import ContextLengthError as ContextLengthError
     from asyncllm.errors import EngineDeadError as EngineDeadError
     from asyncllm.errors import InvalidRequestError as InvalidRequestError
+    from asyncllm.errors import LoRALoadError as LoRALoadError
     from asyncllm.errors import ModelLoadError as ModelLoadError
     from asyncllm.errors import QueueFullError as QueueFullError
     from asyncllm.errors import RequestFailedError as RequestFailedError
+    from asyncllm.lora import LoRARequest as LoRARequest
     from asyncllm.outputs import BeamSearchOutput as BeamSearchOutput
     from asyncllm.outputs import BeamSearchSequence as BeamSearchSequence
     from asyncllm.outputs import CompletionOutput as CompletionOutput
@@ -46,6 +48,8 @@ _HOMES = {
     "EngineArgs": "config",
     "EngineDeadError": "errors",
     "InvalidRequestError": "errors",
+    "LoRALoadError": "errors",
+    "LoRARequest": "lora",
     "Logprob": "outputs",
     "LogitsProcessor": "worker.logits_processors",
     "ModelLoadError": "errors",

@@ -38,7 +38,7 @@ class CacheGroup(NamedTuple):
 
     def end(self, first: int, num_blocks: int) -> int:
         """Behind the last block that is held of so many, from `first` on."""
-        return min(num_blocks, first + self.max_blocks)
+        return num_blocks if self.window is None else min(num_blocks, first + self.max_blocks)
 
 
 def num_pages_for(groups: Sequence[CacheGroup], num_blocks: int) -> int:

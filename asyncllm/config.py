@@ -46,6 +46,7 @@ KV_DTYPE_NAMES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
+MAX_LORA_RANK = 512  # as vLLM's
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
 # 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
 PREFILL_GRAPH_SIZES = tuple(
@@ -84,6 +85,10 @@ class EngineConfig:
     cuda_graph_sizes: tuple[int, ...]
     prefill_graph_sizes: tuple[int, ...]
     max_logprobs: int
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
     logits_processors: tuple[Any, ...]  # subclasses of worker.logits_processors.LogitsProcessor
     generation_defaults: GenerationDefaults
     chat_template: str | None
@@ -164,6 +169,12 @@ class EngineArgs:
         None, "tokens per step with prefills to capture; 0 for none"
     )
     max_logprobs: int = flag(20, "most logprobs a request may ask for", least=0)
+    enable_lora: bool = flag(False, "serve LoRA adapters beside the model")
+    max_loras: int = flag(8, "adapters that requests may use at once", least=1)
+    max_lora_rank: int = flag(16, "largest rank of an adapter; all take memory for it", least=1)
+    max_cpu_loras: int | None = flag(
+        None, "adapters kept in CPU memory, default: max_loras", least=1
+    )
     logits_processors: list[str | type] | None = flag(
         None, "classes of LogitsProcessor as module:Class, for requests that need them"
     )
@@ -206,6 +217,8 @@ class EngineArgs:
             "kv_cache_dtype": KV_DTYPE_NAMES.get(self.kv_cache_dtype, dtype),
             "swap_space_bytes": int(self.swap_space * GIB),
             "max_num_batched_tokens": max_tokens,
+            "max_lora_rank": _kernel_rank(self.max_lora_rank),
+            "max_cpu_loras": max(self.max_loras, self.max_cpu_loras or 0),
             "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
@@ -331,6 +344,13 @@ def _resolve_device(name: str) -> Literal["cpu", "cuda"]:
     if name == "cuda":
         raise ValueError("device cuda: torch finds no CUDA device")
     return "cpu"
+
+
+def _kernel_rank(max_lora_rank: int) -> int:
+    """A power of two that kernels' tiles may have."""
+    if max_lora_rank > MAX_LORA_RANK:
+        raise ValueError(f"max_lora_rank {max_lora_rank} is over {MAX_LORA_RANK}")
+    return max(16, 1 << (max_lora_rank - 1).bit_length())
 
 
 def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:

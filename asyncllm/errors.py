@@ -45,6 +45,10 @@ class ModelLoadError(RuntimeError):
     """A model folder that cannot be loaded; the message names the file and the key."""
 
 
+class LoRALoadError(ValueError):
+    """An adapter that cannot be served; the message names the file, the tensor and the value."""
+
+
 def output_failed(request_id: str, error: Exception) -> RequestFailedError:
     """The error of a request whose own text, scores or sink raised."""
     what = f"{type(error).__name__}: {error}"

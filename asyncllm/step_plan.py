@@ -36,6 +36,7 @@ class StepShape(NamedTuple):
 
     kind: StepKind
     size: int  # rows of a decode step, tokens of others; padding included
+    adapters: bool = False  # some row has one
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,6 +95,7 @@ class DecodeBatch:
     positions: np.ndarray  # int32 [rows], read-only
     ends: np.ndarray  # int32 [rows], read-only: each sequence's num_to_compute
     needs_host: bool = False  # some row does
+    adapters: bool = False  # some row's sequence has one
 
     def __post_init__(self) -> None:
         for column in (self.slots, self.positions, self.ends):
@@ -108,13 +110,15 @@ class DecodeBatch:
             np.array([seq.num_computed for seq in seqs], np.int32),
             np.array([seq.num_to_compute for seq in seqs], np.int32),
             any(seq.needs_host for seq in seqs),
+            any(seq.request.adapter_slot for seq in seqs),
         )
 
     def next(self) -> DecodeBatch:
         """The same sequences, each one position on."""
         if not self.seqs:
             return self
-        return DecodeBatch(self.seqs, self.slots, self.positions + 1, self.ends, self.needs_host)
+        flags = self.needs_host, self.adapters
+        return DecodeBatch(self.seqs, self.slots, self.positions + 1, self.ends, *flags)
 
     def keep(self, stays: np.ndarray) -> DecodeBatch:
         """The rows where `stays`, bool [rows], is true."""
@@ -122,8 +126,9 @@ class DecodeBatch:
             return self
         seqs = tuple(compress(self.seqs, stays.tolist()))
         needs_host = self.needs_host and any(seq.needs_host for seq in seqs)
+        adapters = self.adapters and any(seq.request.adapter_slot for seq in seqs)
         columns = self.slots[stays], self.positions[stays], self.ends[stays]
-        return DecodeBatch(seqs, *columns, needs_host)
+        return DecodeBatch(seqs, *columns, needs_host, adapters)
 
     def plus(self, seqs: SequenceOf[Sequence]) -> DecodeBatch:
         """And the next position of each of these."""
@@ -136,6 +141,7 @@ class DecodeBatch:
             np.concatenate((self.positions, more.positions)),
             np.concatenate((self.ends, more.ends)),
             self.needs_host or more.needs_host,
+            self.adapters or more.adapters,
         )
 
     def at_block_start(self, block_size: int) -> list[Sequence]:
@@ -189,6 +195,13 @@ class StepPlan:
         if self.decodes.needs_host:
             return True
         return any(seq.needs_host for row in self.prefills for seq in row.samples)
+
+    @property
+    def adapters(self) -> bool:
+        """Whether some row's sequence has an adapter."""
+        if self.decodes.adapters:
+            return True
+        return any(row.seq.request.adapter_slot for row in self.prefills)
 
     @property
     def sampled(self) -> tuple[Sequence, ...]:

@@ -18,6 +18,7 @@ A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by t
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ PADDING_SLOT = 0
 NON_FINITE_TOKEN = -1  # the device's word for a row whose logits are NaN or infinite
 NO_TOKEN_LEFT = -2  # and for one all of whose tokens its own request forbids
 PADDING_PAGE = 0
+NO_ADAPTER = 0  # the adapter slot of requests without one
 
 
 class SequenceStatus(enum.Enum):
@@ -92,6 +94,7 @@ class Request:
     needs. Where answers are chosen by score (`best_of`, beam search) `sampling_params.logprobs` is
     what the choice needs, and `num_shown_logprobs` what the client asked for. `parent`: the beam
     search for which this is one token of a beam; its times and tokens are counted there.
+    `adapter_slot`: where the device has the request's LoRA adapter, for as long as it lives.
     """
 
     request_id: str
@@ -107,7 +110,13 @@ class Request:
     num_shown_logprobs: int | None = None
     batch_processors: tuple[int, ...] = ()
     parent: Request | None = None
+    adapter_slot: int = NO_ADAPTER
     sequences: list[Sequence] = field(default_factory=list)
+
+    def use_adapter(self, slot: int, content: bytes) -> None:
+        """`content`: of the adapter's files. Its KV is shared with requests of equal files only."""
+        self.adapter_slot = slot
+        self.cache_key = hashlib.sha256(self.cache_key + content).digest()
 
     @property
     def needs_host(self) -> bool:

@@ -41,7 +41,9 @@ class CacheSpec:
 
 
 def spec_of(layer: AttentionLayer, block_size: int, dtype: torch.dtype) -> CacheSpec:
-    """Keys and values: [2, block_size, num_kv_heads, head_dim]."""
+    """Keys and values [2, block_size, num_kv_heads, head_dim], latents [block_size, head_dim]."""
+    if layer.latent_dim is not None:
+        return CacheSpec((block_size, layer.head_dim), dtype, layer.window)
     return CacheSpec((2, block_size, layer.num_kv_heads, layer.head_dim), dtype, layer.window)
 
 

@@ -2,7 +2,8 @@
 
     storages[i]  [num_pages, words]             int64
     host         [num_host_pages, num_storages, words]
-    layers[i]    [num_pages, 2 (key, value), block_size, num_kv_heads, head_dim], views of storages
+    layers[i]    [num_pages, 2 (key, value), block_size, num_kv_heads, head_dim], views of storages;
+                 of latents [num_pages, block_size, head_dim]
 
 Which layer has which storage is the layout's to say (cache_spec.py). That of keys and values
 ("NHD" to FlashInfer) is the one that all backends read. A host page holds a page of each storage,
@@ -64,8 +65,8 @@ class KVCache:
             .unflatten(1, spec.page_shape)
             for spec, place in zip(layout.specs, layout.storage_of, strict=True)
         ]
-        # Of each layer, views [num_pages, block_size, num_kv_heads, head_dim].
-        self.keys_values = [(layer[:, 0], layer[:, 1]) for layer in self.layers]
+        # Of layers without latents, views [num_pages, block_size, num_kv_heads, head_dim].
+        self.keys_values = [(layer[:, 0], layer[:, -1]) for layer in self.layers]
         self._host_pages = host_pages or HostPages(layout.host_shape(0), torch.int64, device)
 
     @property
@@ -74,18 +75,23 @@ class KVCache:
         return self._host_pages.tensor
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Plain-torch write of [tokens, kv_heads, head_dim] to flat positions page * block + i."""
+        """Plain-torch write of [tokens, kv_heads, head_dim] to flat positions page * block + i. Of
+        a latent v is not written."""
         cache = self.layers[layer]
         page, offset = slots // self.block_size, slots % self.block_size
         if cache.dtype.itemsize == 1:
             k = _as_fp8(k, self.scales.keys[layer], cache.dtype)
+        if cache.dim() == 3:
+            cache[page, offset] = k.squeeze(1)
+            return
+        if cache.dtype.itemsize == 1:
             v = _as_fp8(v, self.scales.values[layer], cache.dtype)
         cache[page, 0, offset] = k
         cache[page, 1, offset] = v
 
     def read(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[*pages, 2, block_size, num_kv_heads, head_dim] of these pages, in `dtype`; what is FP8
-        still divided by the scales."""
+        """[*pages, 2, block_size, num_kv_heads, head_dim], or what a latent has, of these pages, in
+        `dtype`; what is FP8 still divided by the scales."""
         return self.layers[layer][pages].to(dtype)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:

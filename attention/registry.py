@@ -71,12 +71,12 @@ def build_backend(
     Raises `ValueError` where the layers have what the backend does not do.
     """
     for layer in layers:
-        feature = "sinks" if layer.sinks is not None else "a soft cap" if layer.soft_cap else None
-        if feature is not None and name == "flash_attn":
-            raise ValueError(
-                f"attention_backend {name} does not do {feature}, which layer {layer.index} has: "
-                "pass auto"
-            )
+        if name != "torch" and layer.latent_dim is not None:
+            raise _unsupported(name, layer, "latents", "torch")
+        if name == "flash_attn" and layer.sinks is not None:
+            raise _unsupported(name, layer, "sinks", "auto")
+        if name == "flash_attn" and layer.soft_cap is not None:
+            raise _unsupported(name, layer, "a soft cap", "auto")
     if name == "flashinfer":
         from asyncllm.attention.flashinfer.backend import FlashInferAttention
 
@@ -86,3 +86,10 @@ def build_backend(
 
         return FlashAttnAttention(cache)
     return TorchAttention(cache)
+
+
+def _unsupported(name: str, layer: AttentionLayer, feature: str, other: str) -> ValueError:
+    return ValueError(
+        f"attention_backend {name} does not do {feature}, which layer {layer.index} has: "
+        f"pass {other}"
+    )

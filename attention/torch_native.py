@@ -96,10 +96,7 @@ class TorchAttention:
         tables = rows.block_tables[self._cache.group_of[layer.index]]
         if rows.max_len is not None:
             tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
-        # [rows, pages, 2, block, kv_heads, dim] -> keys, values [rows, kv_heads, length, dim]
-        gathered = self._cache.read(layer.index, tables, q.dtype)
-        keys = gathered[:, :, 0].flatten(1, 2).transpose(1, 2)
-        values = gathered[:, :, 1].flatten(1, 2).transpose(1, 2)
+        keys, values = self._gather(layer, tables, q.dtype)
         positions = rows.positions.unsqueeze(1)
         return self._attention(layer, q.unsqueeze(2), keys, values, positions).squeeze(2)
 
@@ -107,9 +104,7 @@ class TorchAttention:
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
     ) -> torch.Tensor:
         """q [tokens, heads, dim], the last `tokens` of kv_len positions: [tokens, heads, dim]."""
-        gathered = self._cache.read(layer.index, pages, q.dtype)  # [pages, 2, block, kv_heads, dim]
-        keys = gathered[:, 0].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
-        values = gathered[:, 1].flatten(0, 1)[:kv_len].transpose(0, 1).unsqueeze(0)
+        keys, values = (x[:, :kv_len].unsqueeze(0) for x in self._gather(layer, pages, q.dtype))
         positions = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(0)
         out = self._attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
         return out.squeeze(0).transpose(0, 1)
@@ -127,7 +122,21 @@ class TorchAttention:
         if scales.keys[index] != 1:
             layer = replace(layer, scale=layer.scale * scales.keys[index])
         out = _attention(layer, q, keys, values, positions)
-        return out if scales.values[index] == 1 else out * scales.values[index]
+        scale = (scales.keys if layer.latent_dim is not None else scales.values)[index]
+        return out if scale == 1 else out * scale
+
+    def _gather(
+        self, layer: AttentionLayer, pages: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """pages [..., pages] -> keys, values [..., kv_heads, length, dim]; a latent's values are
+        smaller."""
+        found = self._cache.read(layer.index, pages, dtype)
+        if layer.latent_dim is not None:
+            keys = values = found.unsqueeze(-2)
+        else:
+            keys, values = found.unbind(pages.dim())
+        keys, values = (x.flatten(-4, -3).transpose(-3, -2) for x in (keys, values))
+        return keys, values[..., : layer.latent_dim]
 
 
 def _attention(
@@ -139,6 +148,18 @@ def _attention(
 ) -> torch.Tensor:
     """q, result [rows, heads, tokens, dim] at `positions` [rows, tokens]; keys, values
     [rows, kv_heads, length, dim]."""
+    out = _of_values(layer, q, keys, values, positions)
+    return out if layer.latent_dim is None else F.pad(out, (0, layer.head_dim - layer.latent_dim))
+
+
+def _of_values(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """As `_attention`, [rows, heads, tokens, values' dim]."""
     index, position = torch.arange(keys.shape[2], device=q.device), positions.unsqueeze(2)
     seen = index <= position
     if layer.window is not None:

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from asyncllm.graphs.pool import Graph, GraphPool
-from asyncllm.kernels.autotune import alternated_seconds
 
 ROUNDS = 3
 MOST_SPREAD = 1.5  # of one implementation's times; above it the device has another's work too
@@ -27,7 +26,7 @@ def captured_seconds(
 
     make_graph: for tests, another kind. Raises `RuntimeError` where the device is not theirs alone.
     """
-    rounds = _seconds_of_rounds(
+    rounds = _alternated_seconds(
         implementations, GraphPool(make_graph) if make_graph else GraphPool()
     )
     # The graphs are gone, but torch keeps what their pool has, of which nobody else may take.
@@ -35,13 +34,24 @@ def captured_seconds(
     return [least(seconds) for seconds in rounds]
 
 
-def _seconds_of_rounds(
+def _alternated_seconds(
     implementations: Sequence[Callable[[], object]], pool: GraphPool
 ) -> list[list[float]]:
+    """Seconds of each in each round. Nothing waits between them, so that launching hides behind the
+    device as it does in service."""
     replays = [pool.record(partial(_drop_outputs, each))[0].replay for each in implementations]
     for replay in replays:
         replay()  # the first one brings the graph to the device
-    return alternated_seconds(replays, ROUNDS)
+    timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in replays]
+    for _ in range(ROUNDS):
+        for replay, events in zip(replays, timed, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            events.append((start, end))
+    torch.cuda.current_stream().synchronize()  # to read the times
+    return [[start.elapsed_time(end) / 1e3 for start, end in events] for events in timed]
 
 
 def _drop_outputs(implementation: Callable[[], object]) -> tuple[()]:

@@ -3,15 +3,15 @@
 A graph reads the slots of its rows where they always are and everything else from tensors indexed
 by slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are
 padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's next. Where a step
-has implementations besides the model's layers, one after another, a size is captured in each that
-takes it and the quickest is kept (kernels/autotune.py).
+has another implementation than the model's layers, one after another, that has the sizes it takes:
+it is there because it is quicker (docs/log/decode.md).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,6 @@ import torch
 
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.kernels.autotune import quickest
 
 logger = logging.getLogger("asyncllm")
 
@@ -27,8 +26,6 @@ LAYERS = "layers"
 
 # slots int32 [rows] -> outputs, tensors of `rows` rows
 DecodeStep = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-# (slots int32 [rows] that graphs read, the graphs' replays) -> seconds that each of them takes
-Autotune = Callable[[torch.Tensor, Sequence[Callable[[], None]]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +45,15 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         step: DecodeStep,
         slots: torch.Tensor,
         pool: GraphPool,
-        others: Sequence[DecodeKernel] = (),
-        autotune: Autotune | None = None,
+        other: DecodeKernel | None = None,
     ) -> None:
-        """`step`: the model's layers. slots: int32, of a step's rows, 0 behind them.
-        `autotune` times the layers against the `others`, if there are any."""
+        """`step`: the model's layers. slots: int32, of a step's rows, 0 behind them."""
         super().__init__()
         self._step = step
-        self._others = others
-        self._broken: set[str] = set()  # of the others, by name
-        self._autotune = autotune
+        self._other = other
+        self._is_broken = False  # the other one
         self.slots = slots
-        self._chosen: dict[int, str] = {}  # size -> the name of its implementation
+        self._names: dict[int, str] = {}  # size -> what it is captured from
         self._pool = pool
 
     @property
@@ -67,34 +61,24 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         """Name -> the captured sizes that are run so, ascending."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for size in self:
-            sizes[self._chosen[size]].append(size)
+            sizes[self._names[size]].append(size)
         return dict(sizes)
 
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
-        slots = self.slots[:size]
-        captured = {LAYERS: self._pool.record(partial(self._step, slots))}
-        for other in self._others:
-            if size not in other.sizes or other.name in self._broken:
-                continue
+        other, slots = self._other, self.slots[:size]
+        if other is not None and size in other.sizes and not self._is_broken:
             try:
-                captured[other.name] = self._pool.record(partial(other.step, slots))
+                self._add(size, other.name, self._pool.record(partial(other.step, slots)))
+                return
             except RuntimeError as error:  # no engine fails to start for a faster kernel
                 logger.warning("no decode step by %s: %s", other.name, error)
-                self._broken.add(other.name)  # but kept: graphs of other sizes use what it has
-        self._chosen[size] = name = self._quickest(slots, captured)
-        self.add(size, captured[name])
+                self._is_broken = True  # but kept: graphs of other sizes use what it has
+        self._add(size, LAYERS, self._pool.record(partial(self._step, slots)))
 
-    def _quickest(self, slots: torch.Tensor, captured: dict[str, Recorded]) -> str:
-        """The name of one. The others' memory goes back to the pool with them."""
-        names = list(captured)
-        if len(names) == 1:
-            return names[0]
-        assert self._autotune is not None, "several implementations, and nothing to time them"
-        seconds = self._autotune(slots, [each.graph.replay for each in captured.values()])
-        times = ", ".join(f"{n} {s * 1e3:.3f} ms" for n, s in zip(names, seconds, strict=True))
-        logger.info("a decode step of %d rows: %s", len(slots), times)
-        return names[quickest(seconds)]
+    def _add(self, size: int, name: str, captured: Recorded) -> None:
+        self._names[size] = name
+        self.add(size, captured)
 
     def logits(self, size: int) -> torch.Tensor:
         """The buffer in which the step of this size leaves its logits: [size, V]."""

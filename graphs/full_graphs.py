@@ -2,14 +2,15 @@
 
 Attention reads on the device what differs from step to step (`StepAttention`), so nothing breaks
 the graph, and a step is one launch: 28 layers in pieces cost the host some 3 ms. A size is captured
-twice: for prefills alone, and with decodes before them.
+for prefills alone, and with decodes before them; both again with adapters where they are served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -32,15 +33,17 @@ class FullGraphs:
     buffers: TokenBuffers
     forward: Forward
     pool: GraphPool
+    adapters: Sequence[bool] = (False,)  # False: for steps that have none; True: that have
     writes_changes = True  # a replay begins with the step's changes of slots
 
     def __post_init__(self) -> None:
         self.most_decodes = min(self.most_decodes, self.step_attention.max_decodes)
-        self._graphs: dict[StepKind, SizedGraphs[Recorded]] = {
-            kind: SizedGraphs() for kind in (StepKind.MIXED, StepKind.PREFILL)
+        kinds = product((StepKind.MIXED, StepKind.PREFILL), self.adapters)
+        self._graphs: dict[tuple[StepKind, bool], SizedGraphs[Recorded]] = {
+            key: SizedGraphs() for key in kinds
         }
 
-    def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
+    def fitting(self, num_decodes: int, prefills: PrefillRows, adapters: bool) -> StepShape | None:
         """The shape that such a step is padded to; None: it has no graph."""
         attention = self.step_attention
         if (
@@ -50,25 +53,26 @@ class FullGraphs:
         ):
             return None
         kind = StepKind.of(num_decodes, prefills.num_tokens)
-        size = self._graphs[kind].fitting(num_decodes + prefills.num_tokens)
-        return None if size is None else StepShape(kind, size)
+        size = self._graphs[kind, adapters].fitting(num_decodes + prefills.num_tokens)
+        return None if size is None else StepShape(kind, size, adapters)
 
     def capture(self, size: int) -> None:
         """Capture steps of `size` tokens on the current stream, between two steps; largest first
         saves memory."""
-        for kind, graphs in self._graphs.items():
-            graphs.add(size, self.pool.record(partial(self._run, kind, size)))
+        for key, graphs in self._graphs.items():
+            graphs.add(size, self.pool.record(partial(self._run, *key, size)))
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
         """Run the step whose tokens are in the static inputs. decode_positions: int32 [decodes]."""
         self.step_attention.prepare(len(decode_positions), prefills)
-        self._graphs[shape.kind][shape.size].replay()
+        self._graphs[shape.kind, shape.adapters][shape.size].replay()
 
-    def _run(self, kind: StepKind, size: int) -> tuple[()]:
+    def _run(self, kind: StepKind, adapters: bool, size: int) -> tuple[()]:
         self.write_changes()
         tokens = self.buffers.first(size)
         decodes = None
         if kind is StepKind.MIXED:
             decodes = self.read_decodes(min(size, self.most_decodes), tokens)
-        self.forward(tokens, self.step_attention.bind(decodes, tokens.q, tokens.out))
+        attend_rows = self.step_attention.bind(decodes, tokens.q, tokens.out)
+        self.forward(tokens, attend_rows, adapters)
         return ()

@@ -11,8 +11,9 @@ capture knows. All sizes read and write the same buffers, tokens beyond the step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -32,25 +33,32 @@ class PiecewiseGraphs:
     buffers: TokenBuffers
     forward: Forward
     pool: GraphPool
+    adapters: Sequence[bool] = (False,)  # False: for steps that have none; True: that have
     writes_changes = False
 
     def __post_init__(self) -> None:
-        self._pieces: SizedGraphs[list[Graph]] = SizedGraphs()
+        self._pieces: dict[bool, SizedGraphs[list[Graph]]] = {
+            adapters: SizedGraphs() for adapters in self.adapters
+        }
 
-    def fitting(self, num_decodes: int, prefills: PrefillRows) -> StepShape | None:
-        size = self._pieces.fitting(num_decodes + prefills.num_tokens)
+    def fitting(self, num_decodes: int, prefills: PrefillRows, adapters: bool) -> StepShape | None:
+        size = self._pieces[adapters].fitting(num_decodes + prefills.num_tokens)
         kind = StepKind.of(num_decodes, prefills.num_tokens)
-        return None if size is None else StepShape(kind, size)
+        return None if size is None else StepShape(kind, size, adapters)
 
     def capture(self, size: int) -> None:
         tokens = self.buffers.first(size)
-        pieces, _ = self.pool.record_pieces(lambda cut: self.forward(tokens, lambda layer: cut()))
-        self._pieces.add(size, pieces)
+        for adapters, sizes in self._pieces.items():
+            step = partial(self._run, tokens, adapters)
+            sizes.add(size, self.pool.record_pieces(step)[0])
+
+    def _run(self, tokens: TokenBuffers, adapters: bool, cut: Callable[[], None]) -> object:
+        return self.forward(tokens, lambda layer: cut(), adapters)
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
         tokens = self.buffers.first(shape.size)
         attend_rows = self.bind_attention(tokens, decode_positions, prefills)
-        *before_attention, last = self._pieces[shape.size]
+        *before_attention, last = self._pieces[shape.adapters][shape.size]
         for piece, layer in zip(before_attention, self.layers, strict=True):
             piece.replay()
             attend_rows(layer)

@@ -25,7 +25,7 @@ class TokenBuffers(NamedTuple):
 
     token_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int32 [T]
-    prompt_lens: torch.Tensor  # int32 [T]
+    slots: torch.Tensor  # int32 [T], of each token's sequence
     write_slots: torch.Tensor  # int64 [groups, T], 0 is in the padding page
     q: torch.Tensor  # [T, num_heads, head_dim]
     out: torch.Tensor  # the same: attention's output
@@ -40,13 +40,13 @@ class TokenBuffers(NamedTuple):
         device: torch.device,
     ) -> TokenBuffers:
         """Zeros: valid inputs, and attention outputs that no row can take harm from."""
-        token_ids, positions, prompt_lens = torch.zeros(
+        token_ids, positions, slots = torch.zeros(
             3, num_tokens, dtype=torch.int32, device=device
         ).unbind()
         write_slots = torch.zeros(num_groups, num_tokens, dtype=torch.int64, device=device)
         heads = (num_tokens, layer.num_heads, layer.head_dim)
         q, out = torch.zeros((2, *heads), dtype=dtype, device=device).unbind()
-        return cls(token_ids, positions, prompt_lens, write_slots, q, out)
+        return cls(token_ids, positions, slots, write_slots, q, out)
 
     def first(self, num_tokens: int) -> TokenBuffers:
         tokens = TokenBuffers(*(tensor[:num_tokens] for tensor in self))
@@ -54,9 +54,15 @@ class TokenBuffers(NamedTuple):
 
 
 def forward(
-    model: CausalLM, attention: AttentionBackend, tokens: TokenBuffers, attend_rows: AttendRows
+    model: CausalLM,
+    attention: AttentionBackend,
+    tokens: TokenBuffers,
+    prompt_lens: torch.Tensor | None,
+    attend_rows: AttendRows,
 ) -> torch.Tensor:
-    """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write."""
+    """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write.
+
+    prompt_lens: int32 [T], where the model uses them."""
     out = tokens.out.flatten(1)
 
     def attend(
@@ -66,14 +72,13 @@ def forward(
         attend_rows(layer)
         return out
 
-    prompt_lens = tokens.prompt_lens if model.uses_prompt_lens else None
     inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
     return model.forward(inputs, AttentionMixer(attend))
 
 
-# (tokens, attention to be called with each layer after its write): leaves the hidden states where
-# captured steps have them
-Forward = Callable[[TokenBuffers, AttendRows], object]
+# (tokens, attention to be called with each layer after its write, whether tokens have adapters):
+# leaves the hidden states where captured steps have them
+Forward = Callable[[TokenBuffers, AttendRows, bool], object]
 # (tokens, the decodes' positions int32 [decodes], prefills) -> attention over rows and pages that
 # the host knows
 BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]

@@ -91,7 +91,7 @@ def _copy(checkpoint: AnyCheckpoint, loads: Sequence[Load], progress: bool) -> N
     ) as bar:
         spans = []
         for load in loads:
-            if _streams(checkpoint, load):
+            if isinstance(checkpoint, Checkpoint) and _streams(checkpoint, load):
                 spans.append(_span(checkpoint, load))
             else:
                 load.view.copy_(_read(checkpoint, load))
@@ -100,12 +100,10 @@ def _copy(checkpoint: AnyCheckpoint, loads: Sequence[Load], progress: bool) -> N
             bar.update(num_bytes)
 
 
-def _streams(checkpoint: AnyCheckpoint, load: Load) -> bool:
+def _streams(checkpoint: Checkpoint, load: Load) -> bool:
     """The file has the view's bytes, one after the other, and the device is worth a pinned copy."""
     view = load.view
     same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == view.dtype
-    if not isinstance(checkpoint, Checkpoint):
-        return False
     is_plain = load.transform is None and len(load.part) <= 1 and view.is_contiguous()
     return view.device.type in STREAMED_DEVICES and same_dtype and is_plain
 

@@ -10,6 +10,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.llama import build_llama
@@ -32,13 +33,14 @@ def build_model(
     device: torch.device,
     ops: Ops,
     max_model_len: int,
+    lora: LoRALayers | None = None,
 ) -> CausalLM:
     """The model with its weights allocated and uninitialised: `load_weights` fills them.
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
     methods = linear_methods(model_config, dtype, device, ops)
-    build = Build(dtype, device, ops, methods, max_model_len)
+    build = Build(dtype, device, ops, methods, max_model_len, lora)
     if model_config.implementation == "transformers":
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel

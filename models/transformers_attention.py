@@ -13,19 +13,19 @@ padding of the output is cut off. q and k come rotated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from asyncllm.attention.base import AttentionLayer, Mixer, RotatedHeads
+from asyncllm.attention.base import AttentionLayer, HeadNorm, Mixer, RotatedHeads, Rotation
+from asyncllm.models.transformers_rope import HANDLER, StepRotary
 
 RUN, TRIAL = "asyncllm", "asyncllm_trial"  # attention implementations: without and with masks
-HANDLER = "asyncllm_attention"  # the attribute of modules that takes their attention calls
 LAYER = "asyncllm_layer"  # the attribute of modules that attend, with their `AttentionLayer`
 FAR = 1 << 30  # a position behind every window
 # Arguments without a meaning for packed causal self-attention that is given no mask.
@@ -139,34 +139,63 @@ class Trial:
         )
 
 
+class HeadShape(NamedTuple):
+    """The heads of every layer: the largest of all calls."""
+
+    num_kv_heads: int
+    group: int  # query heads of one KV head
+    head_dim: int
+
+    @classmethod
+    def of(cls, calls: Sequence[AttentionCall], head_dims: tuple[int, ...]) -> HeadShape:
+        """head_dims: those that kernels have, ascending; a larger one is taken as it is."""
+        largest = max(max(call.head_dim, call.v_dim) for call in calls)
+        largest += largest % 2  # a rotation has pairs
+        return cls(
+            num_kv_heads=max(call.num_kv_heads for call in calls),
+            group=max(call.num_heads // call.num_kv_heads for call in calls),
+            head_dim=next((dim for dim in head_dims if dim >= largest), largest),
+        )
+
+    def is_of(self, call: AttentionCall) -> bool:
+        """The call's heads need no padding."""
+        heads = call.num_kv_heads, call.num_heads // call.num_kv_heads
+        return (*heads, call.head_dim) == self and call.v_dim == self.head_dim
+
+
 class Step:
     """What attention needs to know of the step that runs: set for each forward pass."""
 
-    def __init__(self, calls: list[AttentionCall], head_dims: tuple[int, ...]) -> None:
-        """head_dims: those that kernels have, ascending; a larger one is taken as it is."""
+    def __init__(
+        self,
+        calls: Sequence[AttentionCall],
+        shape: HeadShape,
+        head_norm: Callable[[AttentionCall], HeadNorm | None],
+    ) -> None:
         self.mixer: Mixer | None = None
-        self.num_kv_heads = max(call.num_kv_heads for call in calls)
-        largest = max(max(call.head_dim, call.v_dim) for call in calls)
-        largest += largest % 2  # a rotation has pairs
-        self.head_dim = next((dim for dim in head_dims if dim >= largest), largest)
-        self.group = max(call.num_heads // call.num_kv_heads for call in calls)
-        self.layers = [self._layer(index, call) for index, call in enumerate(calls)]
+        self.rotations: dict[StepRotary | None, Rotation] = {}  # None: of layers without
+        self.shape = shape
+        self.layers = [
+            self._layer(index, call, head_norm(call)) for index, call in enumerate(calls)
+        ]
 
-    def _layer(self, index: int, call: AttentionCall) -> AttentionLayer:
+    def _layer(self, index: int, call: AttentionCall, norm: HeadNorm | None) -> AttentionLayer:
+        num_kv_heads, group, head_dim = self.shape
         return AttentionLayer(
             index=index,
-            num_heads=self.num_kv_heads * self.group,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            num_heads=num_kv_heads * group,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             scale=call.scale,
             window=call.window,
+            head_norm=norm,
             soft_cap=call.soft_cap,
             sinks=None if call.sinks is None else self._sinks(call),
         )
 
     def _sinks(self, call: AttentionCall) -> torch.Tensor:
         sinks = call.module.get_parameter(str(call.sinks))
-        if len(sinks) != self.num_kv_heads * self.group:
+        if len(sinks) != self.shape.num_kv_heads * self.shape.group:
             raise Unservable(f"has sinks and layers of {len(sinks)} and of more heads")
         return sinks
 
@@ -185,7 +214,7 @@ class Step:
         rotated = RotatedHeads(*(x[0].transpose(0, 1) for x in (q, k, v)))
         out = self.mixer.attend(layer, rotated, None)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-        heads = out.view(1, -1, self.num_kv_heads, self.group, self.head_dim)
+        heads = out.view(1, -1, *self.shape)
         return heads[:, :, :kv_heads, :group, : v.shape[3]].flatten(2, 3)
 
 

@@ -14,6 +14,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,20 +23,28 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from asyncllm.attention.base import AttentionLayer, Mixer
+from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 from asyncllm.errors import ModelLoadError, one_line
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load, TokenInputs
 from asyncllm.models.layers.build import Build
 from asyncllm.models.transformers_attention import (
-    HANDLER,
     LAYER,
     RUN,
     TRIAL,
     AttentionCall,
+    HeadShape,
     Step,
     Trial,
     Unservable,
+)
+from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rotation
+from asyncllm.models.transformers_rope import (
+    HANDLER,
+    STATIC_ROPE_TYPES,
+    StepRotary,
+    replace_angles,
+    rotary_modules,
 )
 from asyncllm.models.transformers_weights import WeightNames
 
@@ -44,47 +53,62 @@ TRIAL_TOKENS = 3
 EXPERTS = "asyncllm"
 KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class TransformersModel:
     """A `CausalLM`; see there for shapes."""
 
-    uses_prompt_lens = False
-
     def __init__(self, config: ModelConfig, build: Build) -> None:
         """Raises `ModelLoadError` where the class would not compute what it does by itself."""
         try:
             self._model = model = _without_weights(config, build.dtype)
-            _settle_rope(model, build.max_model_len)
-            calls, self._base, self._output = _try(model, build.max_model_len)
+            rotaries = _step_rotaries(model, build.max_model_len)
+            tried = _try(model, build.max_model_len)
+            self._base, self._output = tried.base, tried.output
             self._names = WeightNames(model, config.path)
+            shape = HeadShape.of(tried.calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
+            # On the meta device there is nothing to prove, and nobody runs it.
+            fusion = None if build.device == META else _fuse(model, tried, shape, rotaries, build)
             _allocate(model, build.device)
-            self._step = Step(calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
+            head_norm = fusion.head_norm if fusion is not None else lambda call: None
+            self._step = step = Step(tried.calls, shape, head_norm)
         except Unservable as error:
             raise ModelLoadError(
                 f"{config.path / 'config.json'}: architectures {config.architecture!r} {error}, "
                 "which is not served"
             ) from error
         for module in model.modules():
-            setattr(module, HANDLER, self._step)
-        for call, layer in zip(calls, self._step.layers, strict=True):
+            setattr(module, HANDLER, step)
+        for call, layer in zip(tried.calls, step.layers, strict=True):
             setattr(call.module, LAYER, layer)
         model.set_attn_implementation(RUN)
+        if fusion is not None:
+            fusion.apply(step, build.ops)
         _let_give(self._base)
-        self.attention_layers: list[AttentionLayer] = self._step.layers
+        self._fusion = fusion
+        self.attention_layers: list[AttentionLayer] = step.layers
+        self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in rotaries.values())
+        self._rotaries = list(rotaries.values())
+        for rotary in self._rotaries:
+            rotary.to(build.device)
+        self._no_rotation = no_rotation(torch.zeros(1, device=build.device), shape.head_dim)
 
     @property
     def aliases(self) -> Mapping[str, str | None]:
         return self._names.aliases
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
-        step = self._step
+        step, positions = self._step, inputs.positions
         step.mixer = mixer
+        # Before the first layer: kernels read them before their wait.
+        step.rotations = {
+            rotary: rotary.rotation(positions, inputs.prompt_lens) for rotary in self._rotaries
+        }
+        step.rotations[None] = Rotation(torch.zeros_like(positions), self._no_rotation.cos_sin)
         try:
             output = self._base(
                 input_ids=inputs.ids.long()[None],
-                position_ids=inputs.positions.long()[None],
+                position_ids=positions.long()[None],
                 use_cache=False,
             )
         finally:
@@ -106,6 +130,8 @@ class TransformersModel:
 
     def finish_loading(self) -> None:
         self._names.finish_loading()
+        if self._fusion is not None:
+            self._fusion.finish_loading()
 
 
 def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -178,38 +204,69 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
                 module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=False)
 
 
-def _settle_rope(model: nn.Module, max_model_len: int) -> None:
-    """RoPE that depends on a sequence's length, which differs in a packed row, must not."""
-    module: Any
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in set(kinds.values() if isinstance(kinds, dict) else [kinds]) - {None}:
-            if kind == "longrope" and isinstance(kinds, str):
-                most = module.config.rope_parameters["original_max_position_embeddings"]
-                if max_model_len > most:
-                    raise Unservable(
-                        f"has rope_type 'longrope', which is exact up to {most} tokens: pass "
-                        f"max_model_len {most}; a context of {max_model_len}"
-                    )
-                module.rope_type = "default"  # its frequencies are those of the short factors
-            elif kind not in SERVED_ROPE_TYPES:
-                raise Unservable(f"has rope_type {kind!r}")
+Rotaries = dict[tuple[Any, str | None], StepRotary]  # by module and type of layers
 
 
-def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], Any, type]:
-    """One pass on the meta device: the attention calls, the base model, its output's class."""
+def _step_rotaries(model: nn.Module, max_model_len: int) -> Rotaries:
+    """Of the modules whose angles we know. Those that depend on a sequence's length, of which a
+    packed row has several, give ours from now on."""
+    found: Rotaries = {}
+    for module in rotary_modules(model):
+        types = [*module.rope_type] if isinstance(module.rope_type, dict) else [None]
+        for layer_type in types:
+            kind = module.rope_type[layer_type] if layer_type else module.rope_type
+            try:
+                found[module, layer_type] = StepRotary(module, layer_type, max_model_len)
+            except Exception as error:  # of no common base, as what the module does
+                if kind not in STATIC_ROPE_TYPES:
+                    raise Unservable(f"has rope_type {kind!r} ({one_line(error)})") from error
+        if any(found[key].by_length for key in found if key[0] is module):
+            replace_angles(module, {t: found[module, t] for t in types})
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What one pass on the meta device has shown."""
+
+    calls: list[AttentionCall]
+    base: Any  # the module that gives the hidden states
+    output: type  # of what it returns
+    named: dict[nn.Module, dict[str, Any]]  # modules with projections -> their arguments
+    angles: list[tuple[tuple[Any, str | None], Any]]  # by whom cosines and sines were given
+
+
+def _try(model: Any, max_model_len: int) -> Tried:
     trial = Trial(max_model_len)
     outputs: list[tuple[nn.Module, Any]] = []
+    named: dict[nn.Module, dict[str, Any]] = {}
+    angles: list[tuple[tuple[Any, str | None], Any]] = []
     for module in model.modules():
         setattr(module, HANDLER, trial)
+
+    def note_angles(module: Any, arguments: Any, others: dict[str, Any], output: Any) -> None:
+        layer_type = arguments[2] if len(arguments) > 2 else others.get("layer_type")
+        angles.append(((module, layer_type), output))
+
     hooks = [
         base.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
         for base in _bases(model)
     ]
+    hooks += [
+        module.register_forward_hook(note_angles, with_kwargs=True)
+        for module in rotary_modules(model)
+    ]
+    hooks += [
+        module.register_forward_pre_hook(
+            lambda module, _, others: named.__setitem__(module, others), with_kwargs=True
+        )
+        for module in model.modules()
+        if has_projections(module)
+    ]
     tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=META)
     try:
         # Views of a mask name it as their base, but not in inference mode.
-        with _buffers_on_meta(model), torch.inference_mode(False), torch.no_grad():
+        with _tensors_on_meta(model), torch.inference_mode(False), torch.no_grad():
             model(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
     except Unservable:
         raise
@@ -223,10 +280,26 @@ def _try(model: Any, max_model_len: int) -> tuple[list[AttentionCall], Any, type
         raise Unservable(f"attends in {len(trial.calls)} of num_hidden_layers {num_layers}")
     if not outputs or getattr(outputs[-1][1], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
+    base: Any
     base, output = outputs[-1]  # the outermost ends last
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
-    return trial.calls, base, type(output)
+    return Tried(trial.calls, base, type(output), named, angles)
+
+
+def _fuse(model: Any, tried: Tried, shape: HeadShape, rotaries: Rotaries, build: Build) -> Fusion:
+    """What is proved to be ours; what is merged has its memory."""
+    fusion = Fusion(model, build.dtype, build.device)
+    for call in tried.calls:
+        arguments = tried.named.get(call.module, {})
+        given = arguments.get("position_embeddings")
+        by = [rotaries[key] for key, output in tried.angles if output is given and key in rotaries]
+        if shape.is_of(call):
+            fusion.add_attention(call, arguments, [*by[:1], None])
+    fusion.allocate(build.device)
+    if build.device.type == "cuda":
+        torch.cuda.empty_cache()  # of the proofs
+    return fusion
 
 
 def _let_give(base: Any) -> None:
@@ -254,27 +327,32 @@ def _bases(model: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
-    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    for module, its in buffers:
-        module._buffers.update({n: None if b is None else b.to(META) for n, b in its.items()})
+def _tensors_on_meta(model: nn.Module) -> Iterator[None]:
+    """Buffers, and tensors that are neither buffer nor parameter."""
+    kept = [(owner, {**owner}) for module in model.modules() for owner in _owners(module)]
+    for owner, its in kept:
+        owner.update({n: t.to(META) for n, t in its.items() if isinstance(t, torch.Tensor)})
     try:
         yield
     finally:
-        for module, its in buffers:
-            module._buffers.update(its)
+        for owner, its in kept:
+            owner.update(its)
+
+
+def _owners(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._buffers, vars(module)
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters, shared where they are tied; buffers to the device."""
+    """Memory for the parameters that have none, shared where they are tied; other tensors to the
+    device."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter.device == META:
                 if id(parameter) not in made:
                     empty = torch.empty_like(parameter, device=device)
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=False)
                 module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+        for owner in _owners(module):
+            owner.update({n: t.to(device) for n, t in owner.items() if isinstance(t, torch.Tensor)})

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS
-from asyncllm.worker.decode_autotune import DecodeAutotune
-from asyncllm.worker.decode_kernels import PERSISTENT
+from asyncllm.worker.step_captures import PERSISTENT
 
 Args = dict[str, Any]
 Outcome = tuple[bool, str]  # whether it holds, and what was seen
@@ -230,25 +228,13 @@ def prompt_logprob_gap(ours: Answers, reference: Answers) -> float:
     return max(gaps)
 
 
-@contextmanager
-def layers_lose() -> Iterator[None]:
-    """Each autotune of decode kernels, meanwhile, finds the last one the quickest."""
-
-    def autotune(self: DecodeAutotune, slots: torch.Tensor, replays: list[Any]) -> list[float]:
-        return [1.0 / (1 + place) for place in range(len(replays))]
-
-    with patch.object(DecodeAutotune, "__call__", autotune):
-        yield
-
-
 async def persistent_as_layers() -> Outcome:
     if torch.cuda.get_device_capability() not in KERNEL.capabilities:
         return True, "this GPU has no such kernel"
     args = ROOMY | {"max_num_seqs": MAX_ROWS}
-    with layers_lose():
-        async with AsyncLLMEngine("tiny", **args) as engine:
-            kernels = engine.startup["decode_kernels"]
-            ours = Answers(await ask(engine, QUESTIONS, GREEDY), engine.stats())
+    async with AsyncLLMEngine("tiny", **args) as engine:
+        kernels = engine.startup["decode_kernels"]
+        ours = Answers(await ask(engine, QUESTIONS, GREEDY), engine.stats())
     ok, detail = equal(ours, await answer(GREEDY, args | {"attention_backend": "flashinfer"}))
     return ok and kernels.keys() == {PERSISTENT}, f"{detail}, by {kernels}"
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
+from asyncllm.cache_group import CacheGroup
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.text.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ class SimulatedWorker:
         imported()
         window = config.model.context_window
         pages = config.max_num_seqs * -(-window // config.block_size)
-        self.memory = MemoryPlan(pages, 0, window)
+        self.memory = MemoryPlan(pages, 0, window, (CacheGroup(config.block_size),))
         self.phases: dict[str, float] = {}
         self.work = WorkCounts()
         self.packer = StepPacker(config.num_slots, config.block_size)

@@ -92,10 +92,9 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         kv-cache-dtype-skip-layers+ override-attention-dtype
         """),
     ("not yet", "config.json is the model's own", "hf-config-path"),
-    ("not yet", "no adapters", """
-        enable-lora? lora-modules+ max-loras=* max-lora-rank=* max-cpu-loras=* lora-dtype=*
-        lora-target-modules+ fully-sharded-loras? default-mm-loras enable-mixed-moe-lora-format?
-        enable-tower-connector-lora? specialize-active-lora?
+    ("not yet", "adapters have the model's dtype and all their layers", """
+        lora-dtype=auto lora-target-modules+ fully-sharded-loras? default-mm-loras
+        enable-mixed-moe-lora-format? enable-tower-connector-lora? specialize-active-lora?
         """),
     ("not yet", "no speculative decoding", """
         speculative-config spec-method spec-model spec-tokens=0

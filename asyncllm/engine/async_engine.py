@@ -28,8 +28,10 @@ from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
+from asyncllm.lora import LoRARequest
 from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
+from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -119,12 +121,14 @@ class AsyncLLMEngine:
         priority: int = 0,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """Await the result for the final output, or iterate over it for the outputs until then.
 
         prompt: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or chat messages.
         Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
-        `priority` values run first under --scheduling-policy priority.
+        `priority` values run first under --scheduling-policy priority. `lora_request`: the adapter
+        to use, which is loaded where it is not.
         Raises, when awaited or iterated, `InvalidRequestError` (a ValueError naming the field),
         `QueueFullError`, `EngineDeadError`, `RequestFailedError`; at once `InvalidRequestError` for
         a field of `sampling_params` that was set out of range after they were made.
@@ -141,8 +145,9 @@ class AsyncLLMEngine:
             await self.start()
             params = sampling_params or self.input_processor.default_params({})
             await self._queue(
-                arrival, name, prompt, params, sink, None, priority=priority, cache_salt=cache_salt
-            )
+                arrival, name, prompt, params, sink, None,
+                priority=priority, cache_salt=cache_salt, lora_request=lora_request,
+            )  # fmt: skip
             submitted = True
 
         async def submit(sink: Sink) -> None:
@@ -166,6 +171,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """As `generate`; there is one output, the final one, with `beam_width` completions.
 
@@ -174,8 +180,9 @@ class AsyncLLMEngine:
         what no model could search.
         """
         return self.generate(
-            prompt, params.sampling_params(), request_id, priority, cache_salt=cache_salt
-        )
+            prompt, params.sampling_params(), request_id, priority,
+            cache_salt=cache_salt, lora_request=lora_request,
+        )  # fmt: skip
 
     async def add_request(
         self,
@@ -187,6 +194,7 @@ class AsyncLLMEngine:
         text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Validate, tokenise and queue a request; its deltas go to `sink`, at most one per step.
 
@@ -200,7 +208,7 @@ class AsyncLLMEngine:
             await arrival.run(
                 self._queue(
                     arrival, request_id, prompt, params, sink, text_sink,
-                    priority=priority, cache_salt=cache_salt,
+                    priority=priority, cache_salt=cache_salt, lora_request=lora_request,
                 )
             )  # fmt: skip
         except RequestAbortedError:
@@ -217,15 +225,30 @@ class AsyncLLMEngine:
         *,
         priority: int,
         cache_salt: str | None,
+        lora_request: LoRARequest | None,
     ) -> None:
         core = self._open(request_id)
         request = await core.input_processor.process(
             request_id, prompt, params, time.monotonic(), priority, cache_salt
         )
-        if arrival.is_aborted:
-            raise RequestAbortedError
+        adapter = None
+        if lora_request is not None:
+            adapter = await core.acquire_adapter(lora_request)
+            request.use_adapter(adapter.slot, adapter.content)
+            sink = core.lora.releasing(adapter, sink)
+        try:
+            if arrival.is_aborted:
+                raise RequestAbortedError
+            self._add(request, sink, text_sink)
+        except BaseException:
+            if adapter is not None:
+                core.lora.release(adapter)
+            raise
+
+    def _add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
+        params = request.sampling_params
         # Things may have changed while a long prompt was tokenised.
-        core = self._open(request_id, len(request.prompt_token_ids))
+        core = self._open(request.request_id, len(request.prompt_token_ids))
         if self.config.logits_processors:
             request.batch_processors = core.processors_for(params)
         if params.use_beam_search:
@@ -250,6 +273,34 @@ class AsyncLLMEngine:
     async def encode(self, prompt: PromptInput) -> NoReturn:
         """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""
         raise NotImplementedError("encode: pooling models are not served yet")
+
+    # --- adapters ----------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Read an adapter's files, so that requests may name it. Raises `LoRALoadError` naming the
+        tensor or the setting that is not served; the engine is as before then."""
+        await self._running().lora.add(lora_request)
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Requests that use it go on to their end. Whether it was there."""
+        return self._running().lora.remove(lora_name)
+
+    def pin_lora(self, lora_name: str) -> None:
+        """Let no other adapter take its memory. Raises `LoRALoadError` where it is not loaded."""
+        self._running().lora.pin(lora_name)
+
+    def list_loras(self) -> list[LoRARequest]:
+        adapters = self._running().adapters
+        return [] if adapters is None else adapters.requests
+
+    def lora_activity(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters that requests have, and of those that requests wait for."""
+        adapters = self._running().adapters
+        return ([], []) if adapters is None else (adapters.running, adapters.waiting)
+
+    def find_lora(self, lora_name: str) -> LoRARequest | None:
+        adapters = self._running().adapters
+        return None if adapters is None else adapters.find(lora_name)
 
     # --- views -------------------------------------------------------------------------------
 

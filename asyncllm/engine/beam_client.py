@@ -98,6 +98,7 @@ class BeamSearchClient:
             priority=search.priority,
             cache_key=search.cache_key,
             parent=search,
+            adapter_slot=search.adapter_slot,
         )
         token_ids = search.prompt_token_ids + [step.token_id for step in beam.path()]
         request.sequences = [Sequence(self._seq_ids[place], request, 0, 0, token_ids)]

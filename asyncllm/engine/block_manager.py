@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from operator import itemgetter
 
 from asyncllm.cache_group import CacheGroup
@@ -67,6 +67,8 @@ class BlockManager:
         self.device = PagePool(num_pages, first=PADDING_PAGE + 1)
         self.host = PagePool(num_host_pages)
         self._groups = groups or (CacheGroup(block_size),)
+        self.num_groups = len(self._groups)
+        self._full = [g for g, group in enumerate(self._groups) if group.window is None]
         self._windows = [g for g, group in enumerate(self._groups) if group.window is not None]
         self._tables: dict[int, _Table] = {}  # by seq_id: sequences that own pages
         self._hashes = BlockHashes(block_size)
@@ -77,23 +79,21 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     @property
-    def num_free_tokens(self) -> int:
-        """For which there are pages in all groups."""
-        return self.device.num_free // len(self._groups) * self.block_size
-
-    @property
     def has_windows(self) -> bool:
         """Whether pages are given back, and taken, while a prompt is computed."""
         return bool(self._windows)
 
     def can_extend(self, num_seqs: int) -> bool:
         """Whether so many may begin a block."""
-        return num_seqs * len(self._groups) <= self.device.num_free
+        return num_seqs * self.num_groups <= self.device.num_free
 
-    def pages_of(self, seq: Sequence) -> list[list[int]]:
-        """By group, the device pages of `seq` in order, PADDING_PAGE behind a window; copies."""
-        groups = self._tables[seq.seq_id].groups
-        return [[PADDING_PAGE] * held.first + held.pages for held in groups]
+    def pages_of(self, seq: Sequence, end: int | None = None) -> list[list[int]]:
+        """By group, the device pages of `seq` in order, PADDING_PAGE behind a window; copies. Of
+        the blocks before `end`, None: all."""
+        lists: list[list[int]] = []
+        for held in self._tables[seq.seq_id].groups:
+            lists += [([PADDING_PAGE] * held.first + held.pages)[:end]]
+        return lists
 
     def match_prefix(self, seq: Sequence) -> int:
         """How many blocks at the start of `seq` are cached, as far as what follows sees them; its
@@ -101,9 +101,13 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return 0
         most = (len(seq.token_ids) - 1) // self.block_size
-        if len(self._windows) < len(self._groups):
-            most = self._num_matching(seq, most)
-        while most and (hole := self._last_hole(seq, most)) is not None:
+        if self._full:
+            for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
+                block_hash = self._hashes.first(seq, i + 1)[i]
+                if self._is_missing(block_hash, self._full):
+                    most = i
+                    break
+        while self._windows and most and (hole := self._last_hole(seq, most)) is not None:
             most = hole
         return most
 
@@ -131,36 +135,35 @@ class BlockManager:
         pages that must stay free. None, and nothing is taken, where they would not; else the
         swap-ins (host page, device page) of blocks that only the host holds.
         """
-        table = self._tables.get(seq.seq_id)
-        if table is None:
-            start = num_cached * self.block_size
-            groups = [_GroupPages(group.first_block(start)) for group in self._groups]
-            table = _Table(groups, num_cached, self.enable_prefix_caching)
-        assert not any(held.pages for held in table.groups), f"{seq.seq_id} owns pages already"
-        names, counts = self._wanted(seq, table, len(seq.token_ids))
-        if self.device.num_left([*chain(*names)], sum(counts)) < num_spared:
+        swapped, start = self._tables.get(seq.seq_id), num_cached * self.block_size
+        table = swapped or _Table([], num_cached, self.enable_prefix_caching)
+        if swapped is None:
+            for group in self._groups:
+                table.groups += [_GroupPages(group.first_block(start) if start else 0)]
+        wanted, names, num_pages = self._wanted(seq, table, len(seq.token_ids))
+        if self.device.num_left(names, num_pages) < num_spared:
             return None
         self._tables[seq.seq_id] = table
         # New pages are published before they are filled: steps run in order, so no reader is early.
-        lists, new = _hold(self.device, names, counts)
-        swapped = [(held.first, held.host_pages) for held in table.groups]
-        is_new = not any(pages for _, pages in swapped)
+        lists, new = _hold(self.device, wanted, names, num_pages)
         swap_in: list[tuple[int, int]] = []
-        for held, pages, of_group in zip(table.groups, lists, names, strict=True):
+        for held, pages, (of_group, _) in zip(table.groups, lists, wanted, strict=True):
+            assert not held.pages, f"sequence {seq.seq_id} owns pages already"
             held.pages = pages
-            on_host = list(map(self.host.find, of_group)) if is_new else held.host_pages
-            held.host_pages = []
+            on_host = held.host_pages if swapped else map(self.host.find, of_group)
             swap_in += [
                 (host_page, page)
-                for host_page, page in zip(on_host, held.pages, strict=False)
+                for host_page, page in zip(on_host, pages, strict=False)
                 if page in new and host_page is not None
             ]
-        if is_new:
-            host_pages = [host_page for host_page, _ in swap_in]
-            for host_page in host_pages:  # in use just now: the others are evicted first
+        if swapped:
+            _release(self.host, [(held.first, held.host_pages) for held in table.groups])
+            for held in table.groups:
+                held.host_pages = []
+        elif swap_in:  # in use just now: the others are evicted first
+            for host_page, _ in swap_in:
                 self.host.share(host_page)
-            swapped = [(0, host_pages)]
-        _release(self.host, swapped)
+            self.host.release(host_page for host_page, _ in reversed(swap_in))
         return swap_in
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -269,8 +272,7 @@ class BlockManager:
         """Move `seq` to host pages; the copies (device page, host page) that are needed."""
         self.trim(seq)  # its slot is gone
         table = self._tables[seq.seq_id]
-        names, counts = self._wanted(seq, table, seq.num_computed)
-        lists, new = _hold(self.host, names, counts)
+        lists, new = _hold(self.host, *self._wanted(seq, table, seq.num_computed))
         _release(self.device, [(held.first, held.pages) for held in table.groups])
         copies: list[tuple[int, int]] = []
         for held, host_pages in zip(table.groups, lists, strict=True):
@@ -289,43 +291,45 @@ class BlockManager:
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _num_matching(self, seq: Sequence, most: int) -> int:
-        """Blocks at the start of `seq` that all groups without a window have."""
-        full = [g for g, group in enumerate(self._groups) if group.window is None]
-        for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
-            block_hash = self._hashes.first(seq, i + 1)[i]
-            if not all(self._is_cached(block_hash, g) for g in full):
-                return i
-        return most
-
     def _last_hole(self, seq: Sequence, num_blocks: int) -> int | None:
         """The last block that a window needs after so many, and that is not cached."""
-        if not self._windows:
-            return None
         hashes, end = self._hashes.first(seq, num_blocks), num_blocks * self.block_size
         holes = [
             i
             for g in self._windows
             for i in range(self._groups[g].first_block(end), num_blocks)
-            if not self._is_cached(hashes[i], g)
+            if self._is_missing(hashes[i], [g])
         ]
         return max(holes, default=None)
 
-    def _is_cached(self, block_hash: bytes, group: int) -> bool:
-        (name,) = _names([block_hash], group)
-        return self.device.find(name) is not None or self.host.find(name) is not None
+    def _is_missing(self, block_hash: bytes, groups: list[int]) -> bool:
+        """Whether the block is not cached in all of these."""
+        for g in groups:
+            name = block_hash + bytes((g,)) if g else block_hash
+            if self.device.find(name) is None and self.host.find(name) is None:
+                return True
+        return False
 
     def _wanted(
         self, seq: Sequence, table: _Table, num_tokens: int
-    ) -> tuple[list[list[bytes]], list[int]]:
-        """By group: the names of the published blocks of so many tokens, and the pages of all."""
+    ) -> tuple[list[tuple[list[bytes], int]], list[bytes], int]:
+        """By group the names of the published blocks of so many tokens, and the number of all; then
+        all names, and the number of pages. Without a call for each group, as others below: before
+        a first prompt's step each counts."""
         hashes, end = self._hashes.known(seq)[: table.num_published], self.num_blocks(num_tokens)
-        names = [_names(hashes[held.first :], g) for g, held in enumerate(table.groups)]
-        firsts = [held.first for held in table.groups]
-        counts = [
-            group.end(first, end) - first for group, first in zip(self._groups, firsts, strict=True)
-        ]
-        return names, counts
+        wanted: list[tuple[list[bytes], int]] = []
+        names: list[bytes] = []
+        num_pages = 0
+        for g, held in enumerate(table.groups):
+            of_group, count = hashes, end
+            if g:
+                of_group = _names(hashes, g)
+            if self._windows:
+                of_group, count = of_group[held.first :], self._groups[g].end(held.first, end)
+            wanted += [(of_group, count - held.first)]
+            names += of_group
+            num_pages += count - held.first
+        return wanted, names, num_pages
 
     def check_integrity(self) -> None:
         """Assert that every page's count is the number of tables that hold it."""
@@ -351,14 +355,16 @@ def _names(hashes: list[bytes], group: int) -> list[bytes]:
 
 
 def _hold(
-    pool: PagePool, names: list[list[bytes]], counts: list[int]
+    pool: PagePool, wanted: list[tuple[list[bytes], int]], names: list[bytes], num_pages: int
 ) -> tuple[list[list[int]], set[int]]:
-    """By group so many pages, the first of them those of `names`; and all that are to be filled."""
-    pages, new = pool.hold([*chain(*names)], sum(counts))
-    named, rest = iter(pages), iter(pages[sum(map(len, names)) :])
+    """What is `_wanted`: the pages by group, and all that are to be filled."""
+    pages, new = pool.hold(names, num_pages)
+    if not wanted[1:]:
+        return [pages], new
+    named, rest = iter(pages), iter(pages[len(names) :])
     lists = [
         [*islice(named, len(of_group)), *islice(rest, count - len(of_group))]
-        for of_group, count in zip(names, counts, strict=True)
+        for of_group, count in wanted
     ]
     return lists, new
 
@@ -366,6 +372,9 @@ def _hold(
 def _release(pool: PagePool, lists: list[tuple[int, list[int]]]) -> None:
     """Lists of pages, each with its first block: the last blocks first, so that tails are evicted
     first."""
+    if len(lists) == 1:
+        pool.release(reversed(lists[0][1]))
+        return
     blocks = [(first + i, page) for first, pages in lists for i, page in enumerate(pages)]
     blocks.sort(key=itemgetter(0), reverse=True)
     pool.release(page for _, page in blocks)

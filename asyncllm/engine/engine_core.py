@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.adapters import Adapter, AdapterManager
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
@@ -29,7 +30,8 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import InvalidRequestError
+from asyncllm.errors import InvalidRequestError, LoRALoadError
+from asyncllm.lora import LoRARequest
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.worker.worker import Worker
 
@@ -66,6 +68,7 @@ class EngineCore:
             lambda: self.live.scheduler.num_requests,
             lambda: str(self.live.scheduler.stats()),
         )
+        self.adapters = None if worker.adapters is None else AdapterManager(worker.adapters)
         self.steps = EngineSteps(
             worker,
             self.live,
@@ -93,6 +96,20 @@ class EngineCore:
                 "this server's logits processors do not work with beam search", "use_beam_search"
             )
         return found
+
+    async def acquire_adapter(self, wanted: LoRARequest) -> Adapter:
+        """In a slot of the model, until it is released. Raises `InvalidRequestError`."""
+        try:
+            return await self.lora.acquire(wanted)
+        except LoRALoadError as error:
+            raise InvalidRequestError(str(error), "lora_request") from error
+
+    @property
+    def lora(self) -> AdapterManager:
+        """Raises `InvalidRequestError` where the engine serves no adapters."""
+        if self.adapters is None:
+            raise InvalidRequestError("this engine was started without enable_lora", "lora_request")
+        return self.adapters
 
     # --- its task ----------------------------------------------------------------------------
 

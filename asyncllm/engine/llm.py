@@ -20,6 +20,7 @@ from tqdm import tqdm
 from asyncllm.engine.async_engine import AsyncLLMEngine, check_sampling_params
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.errors import EngineDeadError
+from asyncllm.lora import LoRARequest
 from asyncllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -59,14 +60,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Final outputs in the order of the prompts: one prompt or a list, in any of its forms.
 
-        `sampling_params` and `priority`: one for all, or one each. The first prompt that is refused
-        ends the call: raises `InvalidRequestError` (a ValueError) naming the field.
+        `sampling_params`, `priority` and `lora_request`: one for all, or one each. The first prompt
+        that is refused ends the call: raises `InvalidRequestError` (a ValueError) naming the field.
         """
         batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        return self._call(self._generate(batch, sampling_params, priority, use_tqdm))
+        work = self._generate(batch, sampling_params, priority, lora_request, use_tqdm)
+        return self._call(work)
 
     def chat(
         self,
@@ -128,6 +131,7 @@ class LLM:
         prompts: list[PromptInput],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         default = self.engine.input_processor.default_params({})
@@ -135,6 +139,7 @@ class LLM:
         for given in every_params:
             check_sampling_params(given)
         every_priority = _one_each("priority", priority, len(prompts))
+        every_lora = _one_each("lora_request", lora_request, len(prompts))
         done: dict[int, RequestOutput] = {}
         room = asyncio.Semaphore(self.engine.config.max_queued_requests)
         with _Bar(total=len(prompts), desc="generating", disable=not use_tqdm) as bar:
@@ -143,7 +148,10 @@ class LLM:
                 final = replace(every_params[index], output_kind=RequestOutputKind.FINAL_ONLY)
                 async with room:
                     done[index] = await self.engine.generate(
-                        prompts[index], final, priority=every_priority[index]
+                        prompts[index],
+                        final,
+                        priority=every_priority[index],
+                        lora_request=every_lora[index],
                     )
                 bar.count(done[index])
 

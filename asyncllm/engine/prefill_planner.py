@@ -118,7 +118,8 @@ class PrefillPlanner:
         blocks, waiting = self._blocks, self._waiting
         num_startable = min(len(waiting), self._running.num_free_slots)
         num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
-        return min(num_tokens, blocks.num_free_tokens)
+        num_free_blocks = blocks.device.num_free // blocks.num_groups
+        return min(num_tokens, num_free_blocks * blocks.block_size)
 
     def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
         """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
@@ -126,7 +127,6 @@ class PrefillPlanner:
         if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
             draft.budget = left
         end = min(seq.num_prefill, start + draft.budget)
-        num_blocks = self._blocks.num_blocks(end)
         samples: tuple[Sequence, ...] = ()
         if end == seq.num_prefill:
             samples = (seq, *self._fork(seq, draft))
@@ -136,7 +136,7 @@ class PrefillPlanner:
                 slot=seq.slot,
                 start=start,
                 token_ids=seq.token_ids[start:end],
-                block_ids=[pages[:num_blocks] for pages in self._blocks.pages_of(seq)],
+                block_ids=self._blocks.pages_of(seq, self._blocks.num_blocks(end)),
                 samples=samples,
             )
         )

@@ -284,7 +284,7 @@ class Scheduler:
         stats.num_swapped = sum(seq.status is SequenceStatus.SWAPPED for seq in waiting)
         stats.num_waiting = len(self.waiting) - stats.num_swapped
         stats.num_pages, stats.num_used_pages = blocks.device.num_pages, blocks.device.num_used
-        stats.num_host_pages = blocks.host.num_pages
+        stats.num_groups, stats.num_host_pages = blocks.num_groups, blocks.host.num_pages
         stats.num_used_host_pages = blocks.host.num_used
         return stats
 

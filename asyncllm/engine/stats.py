@@ -22,6 +22,7 @@ class SchedulerStats:
     num_waiting: int = 0
     num_swapped: int = 0
     num_pages: int = 0  # the padding page not counted
+    num_groups: int = 1  # of layers, in each of which a block takes a page
     num_used_pages: int = 0
     num_host_pages: int = 0
     num_used_host_pages: int = 0

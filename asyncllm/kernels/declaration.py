@@ -51,7 +51,7 @@ class Start:
     attention_backend: str
     has_fast_ops: bool  # the model runs by our kernels, not by torch's
     captures_prefills: bool
-    autotuned_sizes: Sequence[int]  # rows of the decode steps whose implementation is measured
+    free_decode_sizes: Sequence[int]  # rows of captured decode steps whose kernels we may choose
     new_state: Callable[[int, int], SlotState]  # of one slot, by its pages and the vocabulary
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

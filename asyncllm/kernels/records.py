@@ -43,7 +43,10 @@ class AttentionLayer:
     """The constants of one layer's attention. `window` counts the tokens seen, itself included.
 
     soft_cap: scores become soft_cap * tanh(scores / soft_cap). sinks: [num_heads], a score of each
-    head that takes part in the softmax and has no value.
+    head that takes part in the softmax and has no value. latent_dim: there is one KV head, a latent
+    vector of which q's heads see all of head_dim as their key and the first latent_dim entries as
+    their value (MLA, with the projections from the latent to keys and values done on q and on the
+    output); pages hold it once. The output's entries behind latent_dim are zeros.
     """
 
     index: int
@@ -55,6 +58,7 @@ class AttentionLayer:
     head_norm: HeadNorm | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    latent_dim: int | None = None
 
 
 class RotatedHeads(NamedTuple):
@@ -138,6 +142,15 @@ class Normed:
         return (self.values * (mean + self.eps).rsqrt()).to(self.values.dtype)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRAWeights:
+    """A linear layer's low-rank matrices, of all adapter slots; see models/layers/lora.py."""
+
+    a: torch.Tensor  # [slots, parts * max_rank, in]
+    b: torch.Tensor  # [slots, out, max_rank]
+    sizes: tuple[int, ...]  # of each part, in output features
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRows:
     """The state of a step's slots, one row each, as the step found it."""
@@ -168,6 +181,7 @@ class SlotState(Protocol):
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     top_ks: torch.Tensor
+    adapters: torch.Tensor
     seeds: torch.Tensor
     output_counts: torch.Tensor
 

@@ -138,6 +138,17 @@ class ServerArgs:
         metadata={"help": "text of special tokens inside messages stays text: a zero-width space "
                   "parts it"},
     )  # fmt: skip
+    lora_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "adapters under names of their own: name=folder, or JSON objects with "
+                  "name and path"},
+    )  # fmt: skip
+    allow_runtime_lora_updating: bool = field(
+        default=False, metadata={"help": "let requests load and unload adapters"}
+    )
+    lora_root: list[str] | None = field(
+        default=None, metadata={"help": "folders that such adapters may lie in"}
+    )
     response_role: str = field(
         default="assistant", metadata={"help": "role of the messages that chats answer with"}
     )
@@ -173,6 +184,10 @@ class ServerArgs:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}")
         if self.log_format not in get_args(LogFormat):
             raise ValueError(f"log_format must be text or json, got {self.log_format!r}")
+        if self.allow_runtime_lora_updating and not self.lora_root:
+            raise ValueError(
+                "allow_runtime_lora_updating needs lora_root, the folders to load from"
+            )
         self._check_tracing()
         self._check_paths()
         self._check_structured_outputs()

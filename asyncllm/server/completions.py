@@ -85,11 +85,12 @@ def _stream_consumer(
 
 
 def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> Call:
-    service.check_model(request.model)
+    adapter = service.check_model(request.model)
     params = cache.get(_params_key(request), partial(_params, request, service))
     call = Call(
         id=new_id("cmpl"),
-        model=service.model_names[0],
+        model=service.reported_name(adapter),
+        adapter=adapter,
         prompts=completion_prompts(request),
         params=params,
         priority=request.priority or 0,

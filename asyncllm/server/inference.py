@@ -102,7 +102,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
 
 
 def _call(request: GenerateRequest, service: Service) -> Call:
-    service.check_model(request.model)
+    adapter = service.check_model(request.model)
     for name in _REFUSED:
         if getattr(request, name):
             raise bad_request(f"{name} is not supported", name)
@@ -113,7 +113,8 @@ def _call(request: GenerateRequest, service: Service) -> Call:
         raise InvalidRequestError("prompt_logprobs: not with stream=true", "prompt_logprobs")
     return Call(
         id=new_id("generate"),
-        model=service.model_names[0],
+        model=service.reported_name(adapter),
+        adapter=adapter,
         prompts=[request.token_ids],
         params=params,
         priority=request.priority or 0,

@@ -21,8 +21,9 @@ _STARTED = int(time.time())
 
 async def list_models(http: web.Request) -> web.Response:
     service = http.app[SERVICE]
-    cards = [_model_card(service, name) for name in service.model_names]
-    names = service.model_names
+    adapters = service.engine.list_loras()
+    names = [*service.model_names, *(adapter.lora_name for adapter in adapters)]
+    cards = [_model_card(service, name) for name in names]
     ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return json_response({"object": "list", "data": cards, **ends})
 
@@ -58,13 +59,15 @@ async def metrics(http: web.Request) -> web.Response:
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
     """OpenAI's fields, vLLM's, and the three that Anthropic's clients read."""
+    adapter = service.check_model(name)
+    base = service.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "asyncllm",
-        "root": service.model_names[0],
-        "parent": None,
+        "root": base if adapter is None else str(adapter.lora_path),
+        "parent": None if adapter is None else base,
         "max_model_len": service.engine.max_model_len,
         "type": "model",
         "display_name": name,

@@ -24,6 +24,12 @@ from asyncllm.server.info import (
     show_version,
 )
 from asyncllm.server.invocations import invocations
+from asyncllm.server.lora import (
+    LoadLoRARequest,
+    UnloadLoRARequest,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from asyncllm.server.messages import openapi as anthropic
 from asyncllm.server.messages.protocol import CountTokensRequest, MessagesRequest
 from asyncllm.server.messages.serving import count_tokens, messages
@@ -55,6 +61,10 @@ _HELLO = [{"role": "user", "content": "What is the capital of France?"}]
 
 def _has_page(args: ServerArgs) -> bool:
     return not args.disable_page
+
+
+def _updates_loras(args: ServerArgs) -> bool:
+    return args.allow_runtime_lora_updating
 
 
 ROUTES: tuple[Route, ...] = (
@@ -153,6 +163,16 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "GET", "/v1/models/{model:.+}", show_model, "Models",  # a name may hold slashes
         "One of them", answer=answers.ModelCard, errors=(404, *READS),
+    ),
+    Route(
+        "POST", "/v1/load_lora_adapter", load_lora_adapter, "Models", "Load an adapter",
+        request=LoadLoRARequest, example={"lora_name": "sql", "lora_path": "/adapters/sql"},
+        media_type="text/plain", errors=(403, 404, *TAKES_A_BODY, *READS), is_served=_updates_loras,
+    ),
+    Route(
+        "POST", "/v1/unload_lora_adapter", unload_lora_adapter, "Models", "Forget an adapter",
+        request=UnloadLoRARequest, example={"lora_name": "sql"},
+        media_type="text/plain", errors=(404, *TAKES_A_BODY, *READS), is_served=_updates_loras,
     ),
     Route(
         "GET", "/health", health, "Server", "200 while requests are served, else 503 and why",

@@ -27,6 +27,7 @@ from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.listener import Listener
+from asyncllm.server.lora import load_modules
 from asyncllm.server.observability.logs import RequestLog, StatsLog
 from asyncllm.server.service import SERVICE, Service
 
@@ -57,6 +58,7 @@ async def serve(
     try:
         await listener.start(runner)  # from here on /health reports that the model loads
         await engine.start()
+        await load_modules(engine, args)
         stats_task = _start_logs(engine, args)
         try:
             stop = _stop_on_signals()

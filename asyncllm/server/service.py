@@ -17,6 +17,7 @@ from aiohttp import web
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.formats import ModelFormat, resolve
+from asyncllm.lora import LoRARequest
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.sse import FrameQueue, SSEStream
@@ -107,10 +108,19 @@ class Service:
             self._emptied.clear()
             await self._emptied.wait()
 
-    def check_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 for a name that is not served; none at all means the first."""
-        if name is not None and name not in self.model_names:
-            raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+    def check_model(self, name: str | None) -> LoRARequest | None:
+        """The adapter of that name, None for the model's own; none at all means the first.
+
+        Raises `ApiError` 404 for a name that is not served."""
+        if name is None or name in self.model_names:
+            return None
+        if (adapter := self.engine.find_lora(name)) is not None:
+            return adapter
+        raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+
+    def reported_name(self, adapter: LoRARequest | None) -> str:
+        """The name in answers."""
+        return self.model_names[0] if adapter is None else adapter.lora_name
 
     def token_names(self, request: GenerationRequest) -> TokenNames:
         as_ids = request.return_tokens_as_token_ids

@@ -14,6 +14,7 @@ P = pages per sequence, V = vocabulary.
   block_tables     int32  [G, S, P]  init, page appends            attention
   temperatures ..  f32    [S]        init                          sampler
   top_ks           int32  [S]        init                          sampler
+  adapters         int32  [S]        init                          linear layers with adapters
   seeds            int64  [S]        init                          sampler
   output_counts    int32  [S, V]     init, inputs (if penalised)   penalties
   in_prompt        bool   [S, V]     init (if penalised)           repetition penalty
@@ -63,6 +64,7 @@ class DeviceState:
         self.presence_penalties, self.frequency_penalties = self.float_params[3:5]
         self.repetition_penalties = self.float_params[5]
         self.top_ks = int32(num_slots)
+        self.adapters = int32(num_slots)  # adapter slots
         self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.output_counts = int32(num_slots, vocab_size)
         self.in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
@@ -146,7 +148,7 @@ def fill_decodes_torch(
     for buffer, values in (
         (first.token_ids, state.last_tokens[slots]),
         (first.positions, rows.positions),
-        (first.prompt_lens, state.prompt_lens[slots]),
+        (first.slots, slots),
         *zip(first.write_slots, rows.write_slots(block_size), strict=True),
     ):
         buffer.copy_(torch.where(is_valid, values, buffer))

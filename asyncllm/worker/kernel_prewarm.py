@@ -49,7 +49,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
     dtype = getattr(torch, config.dtype)
     is_captured = not config.enforce_eager
     # Who names a backend gets its kernels in every step.
-    is_autotuned = is_captured and config.attention_backend == "auto"
+    is_free = is_captured and config.attention_backend == "auto"
     return Start(
         device=device,
         dtype=dtype,
@@ -62,7 +62,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         ),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
-        autotuned_sizes=config.cuda_graph_sizes if is_autotuned else (),
+        free_decode_sizes=config.cuda_graph_sizes if is_free else (),
         new_state=lambda num_pages, vocab_size: DeviceState(1, num_pages, vocab_size, device),
     )
 

@@ -17,6 +17,7 @@ from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemm.gemm_cache import GemmCache
+from asyncllm.models.layers.lora import AddLoRA, add_lora_torch
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.worker.device_state import (
@@ -65,6 +66,15 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
         write_slots_triton,
         sample_slots_triton,
     )
+
+
+def select_add_lora(device: torch.device) -> AddLoRA:
+    """Triton's on CUDA, else plain torch."""
+    if device.type != "cuda":
+        return add_lora_torch
+    from asyncllm.kernels.lora.kernel import add_lora_triton  # slow to import
+
+    return add_lora_triton
 
 
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:

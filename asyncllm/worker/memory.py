@@ -150,6 +150,8 @@ def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KV
     if config.kv_cache_dtype == config.dtype:
         return None
     if config.calculate_kv_scales:
+        if any(layer.latent_dim is not None for layer in model.attention_layers):
+            raise ValueError("calculate_kv_scales is for keys and values, not for latents")
         model_len = config.max_model_len or config.model.context_window
         dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
         return measured_scales(model, config.model, dtype, model_len, device)

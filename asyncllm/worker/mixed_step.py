@@ -19,6 +19,7 @@ from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepShape
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels
@@ -40,6 +41,7 @@ class MixedStep:
     inputs: StaticInputs
     staging: Staging
     block_size: int
+    lora: LoRALayers | None
     dtype: torch.dtype  # of queries and hidden states
 
     def __post_init__(self) -> None:
@@ -58,14 +60,17 @@ class MixedStep:
         """
         self._hidden, inputs = hidden, self.inputs
         zeros = self._zeros(len(inputs.token_ids))
-        arrays = inputs.token_ids, inputs.positions, inputs.prompt_lens, inputs.write_slots
+        arrays = inputs.token_ids, inputs.positions, inputs.slots, inputs.write_slots
         buffers = TokenBuffers(*arrays, zeros.q, zeros.out)
 
-        def forward_to_buffer(tokens: TokenBuffers, attend_rows: AttendRows) -> None:
-            output = forward(self.model, self.attention, tokens, attend_rows)
+        def forward_to_buffer(
+            tokens: TokenBuffers, attend_rows: AttendRows, adapters: bool
+        ) -> None:
+            output = self._forward(tokens, attend_rows, adapters)
             hidden[: len(output)].copy_(output)
 
-        shared = buffers, forward_to_buffer, pool
+        variants = (False,) if self.lora is None else (True, False)
+        shared = buffers, forward_to_buffer, pool, variants
         step_attention = self.attention.step_attention(len(inputs.token_ids))
         if step_attention is None:
             layers = self.model.attention_layers
@@ -80,7 +85,7 @@ class MixedStep:
         """The captured shape that such a step is padded to; None: it runs eagerly."""
         if self.graphs is None:
             return None
-        return self.graphs.fitting(len(step.decode_slots), step.prefills)
+        return self.graphs.fitting(len(step.decode_slots), step.prefills, step.adapters)
 
     def forward(self, step: PackedStep, shape: StepShape | None) -> torch.Tensor:
         """Hidden states [tokens or more, hidden_size], until the next step: decodes, prefills.
@@ -98,7 +103,7 @@ class MixedStep:
             return self._hidden
         tokens = self._eager_tokens(step)
         attend_rows = self._bind_attention(tokens, step.decode_positions, step.prefills)
-        return forward(self.model, self.attention, tokens, attend_rows)
+        return self._forward(tokens, attend_rows, step.adapters)
 
     def logits(
         self, hidden: torch.Tensor, num_rows: int
@@ -131,6 +136,16 @@ class MixedStep:
             return self.sample(logits), logits
 
         self.sample_graphs.add(size, pool.record(sample))
+
+    def _forward(
+        self, tokens: TokenBuffers, attend_rows: AttendRows, adapters: bool
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden_size]. May be captured."""
+        state, slots = self.state, tokens.slots
+        if self.lora is not None:
+            self.lora.select(state.adapters[slots] if adapters else None)
+        prompt_lens = state.prompt_lens[slots] if self.model.uses_prompt_lens else None
+        return forward(self.model, self.attention, tokens, prompt_lens, attend_rows)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Plain tokens int32 [rows] of the first rows in the static inputs. May be captured."""
@@ -169,5 +184,5 @@ class MixedStep:
 
 def eager_shape(step: PackedStep) -> StepShape:
     """The shape that predicts the duration of a step without a graph: its own, rounded."""
-    kind, num_tokens = step.shape
-    return StepShape(kind, -(-num_tokens // EAGER_SIZE) * EAGER_SIZE)
+    kind, num_tokens, adapters = step.shape
+    return StepShape(kind, -(-num_tokens // EAGER_SIZE) * EAGER_SIZE, adapters)

@@ -19,6 +19,7 @@ from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.base import CausalLM, TokenInputs
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult, TokenMasks
 from asyncllm.worker.device_state import DeviceState
@@ -57,8 +58,10 @@ class ModelRunner:
         executor: Executor,
         processors: LogitsProcessors,
         masks: TokenMaskBuffer,
+        lora: LoRALayers | None,
     ) -> None:
         self._model = model
+        self.lora = lora
         self._cache = cache
         self._attention = attention
         self._state = state
@@ -69,13 +72,14 @@ class ModelRunner:
         device = state.positions.device
         self._staging = staging = Staging(device)
         self.graphs: DecodeGraphs | None = None
+        self.adapter_graphs: DecodeGraphs | None = None  # of steps with adapters
         self.masked_graphs: SizedGraphs[Recorded] = SizedGraphs()  # `resample`, of the same sizes
         self.work = WorkCounts()
         most_tokens = max(config.prefill_graph_sizes, default=0)
         self.inputs = StaticInputs(most_tokens, config.num_slots, state, kernels.write_slots)
         dtype = getattr(torch, config.dtype)
         self.mixed = MixedStep(
-            model, attention, state, kernels, self.inputs, staging, config.block_size, dtype
+            model, attention, state, kernels, self.inputs, staging, config.block_size, lora, dtype
         )
         results = ResultBuffers(config.num_slots, device)
         self._sampling = StepSampling(
@@ -88,7 +92,7 @@ class ModelRunner:
         The plan's effects are as if it were done already.
         """
         step, graph = self._packer.pack(plan), None
-        shape = StepShape(StepKind.DECODE, len(step.decode_slots))
+        shape = StepShape(StepKind.DECODE, len(step.decode_slots), step.adapters)
         if step.has_prompts:
             graph = self.mixed.graph_shape(step)
             shape = graph or eager_shape(step)
@@ -128,16 +132,17 @@ class ModelRunner:
     def _decode_only(self, step: PackedStep) -> Forwarded:
         extras = self._upload(step)
         self.inputs.put_decodes(step.decode_slots, step.changes)
-        graphs, slots, num_rows = self.graphs, self.inputs.decode_slots, len(step.decode_slots)
+        slots, num_rows = self.inputs.decode_slots, len(step.decode_slots)
+        graphs = self.adapter_graphs if step.adapters else self.graphs
         size = None if graphs is None else graphs.fitting(num_rows)
         self.work.ran("decode", num_rows, size)
         resample = None
         if graphs is None or size is None:
             max_len = int(step.decode_positions.max()) + 1
-            tokens, logits = self.decode_step(slots[:num_rows], max_len)
+            tokens, logits = self.decode_step(slots[:num_rows], max_len, adapters=step.adapters)
         else:
             tokens, logits = graphs[size].replay()
-            if size in self.masked_graphs:
+            if size in self.masked_graphs and not step.adapters:
                 resample = self.masked_graphs[size]
         return Forwarded(logits, slots, None, tokens, extras, [], resample)
 
@@ -146,14 +151,18 @@ class ModelRunner:
         slots: torch.Tensor,
         max_len: int | None = None,
         forward: DecodeForward | None = None,
+        *,
+        adapters: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each of `slots` int32 [rows], from and to the device state. Capturable.
 
         Returns plainly sampled tokens int32 [rows] and logits [rows, V]. `max_len`: the longest
         context, for backends that want it on the host; None under capture. `forward`: by other
-        kernels than the layers'.
+        kernels than the layers'. `adapters`: some row may have one.
         """
         state = self._state
+        if self.lora is not None:
+            self.lora.select(state.adapters[slots] if adapters else None)
         rows = self._kernels.gather_slots(state, slots)
         decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None

@@ -129,7 +129,7 @@ class PackedStep(NamedTuple):
     decode_positions: np.ndarray  # int32 [D]
     sampled_slots: np.ndarray  # int32 [R]
     # The next three are of steps with prompts alone.
-    # int32 [3 + groups, P]: ids, positions, prompts' lengths; flat positions in each group's cache
+    # int32 [3 + groups, P]: ids, positions, slots; flat positions in each group's cache
     tokens: np.ndarray = NO_ROWS
     samples: np.ndarray = NO_ROWS  # int32 [3, R]: which of D + P tokens; slots; the new positions
     prefills: PrefillRows = NO_PROMPTS
@@ -140,6 +140,7 @@ class PackedStep(NamedTuple):
     num_top_logprobs: int | None = None  # the most that any row wants; None: none wants logprobs
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     needs_host: bool = False  # its sampling is launched later, when the tokens before it are known
+    adapters: bool = False  # some token's sequence has one
 
     @property
     def has_prompts(self) -> bool:
@@ -150,14 +151,14 @@ class PackedStep(NamedTuple):
         """Not padded."""
         num_decodes, num_prompt_tokens = len(self.decode_slots), self.prefills.num_tokens
         kind = StepKind.of(num_decodes, num_prompt_tokens)
-        return StepShape(kind, num_decodes + num_prompt_tokens)
+        return StepShape(kind, num_decodes + num_prompt_tokens, self.adapters)
 
 
 def padding_prompt(num_tokens: int, block_size: int, num_groups: int = 1) -> PackedStep:
     """A step of one prompt, and its first token, on the padding page and slot."""
     num_pages = -(-num_tokens // block_size)
     tokens = np.zeros((3 + num_groups, num_tokens), np.int32)
-    tokens[1], tokens[2] = np.arange(num_tokens), num_tokens
+    tokens[1], tokens[2] = np.arange(num_tokens), PADDING_SLOT
     return PackedStep(
         decode_slots=NO_ROWS,
         decode_positions=NO_ROWS,

@@ -19,18 +19,18 @@ from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges
 MAX_INT32 = 2**31 - 1
 LEAST_TOP_P = 1e-6  # less than the best token of any vocabulary has; not 0 in float32
 
-INTS = ("slot", "last_token", "position", "prompt_len", "top_k")
+INTS = ("slot", "last_token", "position", "prompt_len", "top_k", "adapter")
 FIRST_INT, FIRST_FLOAT = 2, 2 + len(INTS)  # in a record's 32-bit words
 SLOT_INIT = np.dtype(
     [
         ("seed", np.int64),
         *((name, np.int32) for name in INTS),
         *((name, np.float32) for name in FLOAT_PARAMS),
-        ("unused", np.int32),  # every record's seed is aligned
     ]
 )
 RECORD_WORDS = SLOT_INIT.itemsize // 4
-_RECORD = struct.Struct(f"=q{len(INTS)}i{len(FLOAT_PARAMS)}fi")  # the same: numpy takes longer
+_RECORD = struct.Struct(f"=q{len(INTS)}i{len(FLOAT_PARAMS)}f")  # the same: numpy takes longer
+# Every record's seed is aligned.
 assert SLOT_INIT.itemsize == _RECORD.size and _RECORD.size % 8 == 0
 
 # (state, records int32 [n, RECORD_WORDS], entries int32 [3, m]). Only enqueues, and may be
@@ -61,13 +61,13 @@ def _record(init: SlotInit) -> bytes:
         init.num_computed,
         init.seq.num_prompt_tokens,
         min(max(params.top_k, 0), MAX_INT32),  # more than any vocabulary has is as good as all
+        init.seq.request.adapter_slot,
         0.0 if params.greedy else params.temperature,
         max(params.top_p, LEAST_TOP_P),
         params.min_p,
         params.presence_penalty,
         params.frequency_penalty,
         params.repetition_penalty,
-        0,
     )
 
 
@@ -90,7 +90,8 @@ def _pack_entries(
 def write_slots_torch(state: DeviceState, records: torch.Tensor, entries: torch.Tensor) -> None:
     """The reference `WriteSlots`."""
     slots, *ints = records[:, FIRST_INT:FIRST_FLOAT].unbind(1)
-    tensors = (state.last_tokens, state.positions, state.prompt_lens, state.top_ks)
+    of_tokens = state.last_tokens, state.positions, state.prompt_lens
+    tensors = *of_tokens, state.top_ks, state.adapters
     for tensor, values in zip(tensors, ints, strict=True):
         tensor[slots] = values
     state.seeds[slots] = records[:, :FIRST_INT].contiguous().view(torch.int64).squeeze(1)

@@ -102,15 +102,15 @@ class ResultBuffers:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._capacity = capacity
         self._pinned = device.type == "cuda"
-        self._free: list[_TokenBuffer] = []
+        self._free: list[torch.Tensor] = []
 
     def fetch(self, tokens: torch.Tensor, num_rows: int) -> Callable[[], list[int]]:
         """Enqueue the copy of `tokens`, int32; call the result once, after the step's end. What is
         behind the first `num_rows` is padding."""
         if not self._pinned:
             return tokens[:num_rows].tolist
-        buffer = self._free.pop() if self._free else _TokenBuffer(self._allocate())
-        host = buffer.first(len(tokens))
+        buffer = self._free.pop() if self._free else self._allocate()
+        host = buffer[: len(tokens)]
         host.copy_(tokens, non_blocking=True)
 
         def read() -> list[int]:
@@ -122,16 +122,3 @@ class ResultBuffers:
 
     def _allocate(self) -> torch.Tensor:
         return torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)
-
-
-class _TokenBuffer:
-    """A buffer and views of its first tokens, made once each: captured steps have few sizes."""
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self._whole = whole
-        self._first: dict[int, torch.Tensor] = {}
-
-    def first(self, number: int) -> torch.Tensor:
-        if number not in self._first:
-            self._first[number] = self._whole[:number]
-        return self._first[number]

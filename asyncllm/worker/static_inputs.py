@@ -23,7 +23,7 @@ from asyncllm.worker.packed_step import NO_CHANGES, NO_ROWS, A, PackedStep, Slot
 from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
-TOKEN_ARRAYS = ("token_ids", "positions", "prompt_lens")  # and write_slots, of 64 bits
+TOKEN_ARRAYS = ("token_ids", "positions", "slots")  # and write_slots, of 64 bits
 # Places for changes of slots, all brought and written whether full or not. Even numbers.
 MAX_RECORDS = 64  # sequences that take slots
 MAX_ENTRIES = 1024  # pages
@@ -47,7 +47,7 @@ class StaticInputs:
         self._ours = ours = self._split(memory)
         self._buffers = RotatingBuffers([self._new_buffer() for _ in range(NUM_BUFFERS)], device)
         self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows
-        self.token_ids, self.positions, self.prompt_lens = ours.tokens
+        self.token_ids, self.positions, self.slots = ours.tokens
         self.write_slots = ours.write_slots
         self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
         self._writing: Recorded | None = None  # `launch_changes`

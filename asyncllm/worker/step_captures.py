@@ -14,15 +14,57 @@ from functools import partial
 
 import torch
 
+from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import EngineConfig
+from asyncllm.errors import one_line
 from asyncllm.graphs.decode_graphs import DecodeGraphs, DecodeKernel
-from asyncllm.graphs.pool import GraphPool, Recorded
+from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
+from asyncllm.kernels.declaration import Launch, num_sms
+from asyncllm.kernels.persistent_decode import MAX_ROWS
+from asyncllm.models.base import CausalLM
+from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.loader import DELAY_S, ProgressBar
-from asyncllm.worker.decode_autotune import DecodeAutotune
+from asyncllm.models.persistent_decode import PersistentDecode
+from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncllm")
+
+PERSISTENT = "persistent"
+
+
+def persistent_kernel(
+    runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
+) -> DecodeKernel | None:
+    """launch: where this start has it."""
+    if launch is None:
+        return None
+    assert isinstance(model, DenseDecoder)
+    persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
+    step = partial(runner.decode_step, forward=persistent.forward)
+    return DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))
+
+
+def capture_obstacle(model: CausalLM, device: torch.device) -> str | None:
+    """Why the model's forward pass cannot be captured, in one line; None: it can. On the current
+    stream, not the default one, after a run that has compiled its kernels."""
+
+    def run() -> Outputs:
+        return (model.compute_logits(forward_without_attention(model, 2, device)),)
+
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run()
+        torch.cuda.set_sync_debug_mode(mode)
+        GraphPool().record(run)
+    except Exception as error:  # whatever the code of a library's model raises
+        return one_line(error)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.empty_cache()
+    return None
 
 
 class StepCaptures:
@@ -53,24 +95,31 @@ class StepCaptures:
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
         if not sizes:
             return
-        shape = max(sizes[-1], most_rows), config.model.hf_config.hidden_size
-        hidden = torch.zeros(shape, dtype=runner.mixed.dtype, device=runner.inputs.token_ids.device)
+        device, dtype = runner.inputs.token_ids.device, runner.mixed.dtype
+        # What the head takes: a model may have another size between its layers.
+        hidden_size = forward_without_attention(runner.mixed.model, 1, device).shape[1]
+        hidden = torch.zeros(max(sizes[-1], most_rows), hidden_size, dtype=dtype, device=device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
-    def decodes(self, others: list[DecodeKernel], autotune: DecodeAutotune) -> None:
-        """`others`: implementations of a step besides the layers, which `autotune` times."""
+    def decodes(self, other: DecodeKernel | None) -> None:
+        """other: an implementation of a step besides the layers."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots = runner.inputs.decode_slots
-        decode = DecodeGraphs(runner.decode_step, slots, self._pool, others, autotune)
+        with_adapters = decode = DecodeGraphs(runner.decode_step, slots, self._pool, other)
+        if runner.lora is not None:
+            step = partial(runner.decode_step, adapters=True)
+            with_adapters = DecodeGraphs(step, slots, self._pool)
         # What resampling computes must not lie where the logits are that it reads, which are a
         # step's outputs: it has a pool of its own.
         pool = GraphPool()
         masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
+            if with_adapters is not decode:
+                with_adapters.capture(size)
             decode.capture(size)
             logits, rows = decode.logits(size), slots[:size]
             masked.add(size, pool.record(lambda: (runner.resample(logits, rows),)))
@@ -78,10 +127,10 @@ class StepCaptures:
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
         runner.graphs, runner.masked_graphs = decode, masked
+        runner.adapter_graphs = with_adapters
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms, a few steps more where
-        implementations are timed."""
+        """One of those that are left. Blocks for 10 to 20 ms."""
         try:
             self._pending.popleft()()  # done also where it raises: it is not tried for ever
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
@@ -92,7 +141,7 @@ class StepCaptures:
         """Let go of all that is captured, which holds the runner's own methods: a circle."""
         self._pending.clear()
         runner = self._runner
-        runner.graphs = runner.mixed.graphs = None
+        runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:

@@ -73,6 +73,7 @@ class StepPacker:
             num_top_logprobs=num_top,
             prompt_logprobs=prompt_logprobs,
             needs_host=plan.needs_host,
+            adapters=plan.adapters,
         )
 
     def pack_edits(self, step: PackedStep) -> LogitEdits[np.ndarray] | None:
@@ -94,7 +95,7 @@ class StepPacker:
         token_ids: list[int] = []
         pages: list[list[int]] = [[] for _ in plan.prefills[0].block_ids]
         # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
-        # the step, their prompt's length, their row's first page. Before all rows: beginnings.
+        # the step, their slot, their row's first page. Before all rows: beginnings.
         of_rows = [(0,) * 7]
         samples: list[tuple[int, int, int]] = []
         for row in plan.prefills:
@@ -103,9 +104,9 @@ class StepPacker:
             for of_group, block_ids in zip(pages, row.block_ids, strict=True):
                 of_group += block_ids
             end = len(token_ids)
-            kv_len, prompt_len = start + end - first, len(row.seq.request.prompt_token_ids)
+            kv_len = start + end - first
             of_rows.append(
-                (end, len(pages[0]), kv_len, end - first, start - first, prompt_len, first_page)
+                (end, len(pages[0]), kv_len, end - first, start - first, row.slot, first_page)
             )
             if row.samples:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]

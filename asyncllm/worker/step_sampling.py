@@ -91,7 +91,7 @@ class StepSampling:
         # Of most steps nothing is wanted but tokens that are sampled already.
         elif tokens is None or step.features or is_masked:
             forwarded = forwarded.first(len(step.sampled_slots))
-            tokens, failures = self._sample(step, plan, forwarded, edits, masks)
+            tokens = self._sample(step, plan, forwarded, edits, masks, failures)
         return self._fetch(step, plan, forwarded, tokens, failures)
 
     def _sample(
@@ -101,32 +101,25 @@ class StepSampling:
         forwarded: Forwarded,
         edits: HostEdits | None,
         masks: TokenMasks,
-    ) -> tuple[torch.Tensor, dict[int, Exception]]:
-        """Tokens int32 [rows], and what processors raised, by row."""
+        failures: dict[int, Exception],
+    ) -> torch.Tensor:
+        """Tokens int32 [rows]; `failures` gets what processors raise, by row."""
         rows, row_masks = (forwarded.logits, forwarded.slots, forwarded.positions), None
         if len(masks.rows):
             row_masks = self.masks.upload(masks.rows, len(forwarded.logits))
         if not (step.features and step.features & ~PLAIN):
             if forwarded.tokens is not None and row_masks is None:
-                return forwarded.tokens, {}
-            return self.sample_slots(self.state, *rows, row_masks), {}
+                return forwarded.tokens
+            return self.sample_slots(self.state, *rows, row_masks)
         on_device = forwarded.extras.edits if edits is None else self.staging.upload(edits)
-        failures: dict[int, Exception] = {}
 
         def process(logits: torch.Tensor) -> None:
-            failures.update(self.processors.apply(logits, plan.sampled))
+            if step.features & Feature.PROCESS:
+                failures.update(self.processors.apply(logits, plan.sampled))
 
-        is_processed = step.features & Feature.PROCESS
-        tokens = sample_fully(
-            self.sample_slots,
-            self.state,
-            *rows,
-            step.features,
-            on_device,
-            row_masks,
-            process if is_processed else None,
+        return sample_fully(
+            self.sample_slots, self.state, *rows, step.features, on_device, row_masks, process
         )
-        return tokens, failures
 
     def _fetch(
         self,

@@ -23,31 +23,38 @@ class TokenMaskBuffer:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._num_rows, self._num_words = num_rows, -(-vocab_size // 32)
+        self._num_header = -(-num_rows // 4) * 4  # kernels want 16-byte alignment
         self._device = device
 
     @cached_property
-    def _words(self) -> tuple[_Words, _Words]:
-        """The host's, and the device's, on a CPU the same."""
-        on_gpu = self._device.type == "cuda"
-        host = _Words(self._num_rows, self._num_words, torch.device("cpu"), on_gpu)
-        if not on_gpu:
+    def _words(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's place and then the masks, in one piece, which one copy takes: the host's, and
+        the device's, on a CPU the same."""
+        size, dtype = self._num_header + self._num_rows * self._num_words, torch.int32
+        is_gpu = self._device.type == "cuda"
+        host = torch.full((size,), NO_MASK, dtype=dtype, pin_memory=is_gpu)
+        if not is_gpu:
             return host, host
         self._stream = torch.cuda.Stream(self._device)
         self._copied = torch.Event(self._device)
         # Memory of the stream that writes it: what the step's own stream has just let go of may
         # still be read there.
         with torch.cuda.stream(self._stream):
-            return host, _Words(self._num_rows, self._num_words, self._device)
+            return host, torch.full((size,), NO_MASK, dtype=dtype, device=self._device)
+
+    def _masks_in(self, words: torch.Tensor) -> RowMasks:
+        bits = words[self._num_header :].view(self._num_rows, self._num_words)
+        return RowMasks(words[: self._num_rows], bits)
 
     def host(self) -> np.ndarray:
         """int32 [num_rows, ceil(vocab_size / 32)], to be written before `upload`."""
-        array: np.ndarray = self._words[0].bits.numpy()
+        array: np.ndarray = self._masks_in(self._words[0]).bits.numpy()
         return array
 
     def first(self, num_rows: int) -> RowMasks:
         """Where masks for so many rows of a step are, whatever their number, after an upload."""
-        on_device = self._words[1]
-        return RowMasks(on_device.of_row[:num_rows], on_device.bits)
+        masks = self._masks_in(self._words[1])
+        return RowMasks(masks.of_row[:num_rows], masks.bits)
 
     def upload(self, rows: np.ndarray, num_rows: int) -> RowMasks:
         """The first masks of `host()` for these of a step's `num_rows` rows, one each.
@@ -56,29 +63,17 @@ class TokenMaskBuffer:
         """
         assert "_words" in self.__dict__, "masks that nobody wrote"
         host, on_device = self._words
-        of_row = host.of_row.numpy()
-        of_row[:num_rows] = NO_MASK
+        of_row = host.numpy()[:num_rows]
+        of_row[:] = NO_MASK
         of_row[rows] = np.arange(len(rows), dtype=np.int32)
         if on_device is not host:  # the CPU reads them where they are
-            num_words = host.num_header + len(rows) * self._num_words
+            num_words = self._num_header + len(rows) * self._num_words
             with self._stream:
-                on_device.words[:num_words].copy_(host.words[:num_words], non_blocking=True)
+                on_device[:num_words].copy_(host[:num_words], non_blocking=True)
                 self._copied.record()
             self._copied.wait()  # the current stream, whose sampling reads them
-        return RowMasks(on_device.of_row[:num_rows], on_device.bits[: len(rows)])
-
-
-class _Words:
-    """`of_row`, then `bits`, in one piece: one copy takes both."""
-
-    def __init__(
-        self, num_rows: int, num_words: int, device: torch.device, pinned: bool = False
-    ) -> None:
-        self.num_header = -(-num_rows // 4) * 4  # kernels want 16-byte alignment
-        size = self.num_header + num_rows * num_words
-        self.words = torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned)
-        self.of_row = self.words[:num_rows].fill_(NO_MASK)
-        self.bits = self.words[self.num_header :].view(num_rows, num_words)
+        masks = self._masks_in(on_device)
+        return RowMasks(masks.of_row[:num_rows], masks.bits[: len(rows)])
 
 
 def allows(masks: RowMasks, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ to the engine what follows: how many pages there are, how long a context may be,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,20 +19,28 @@ from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.config import EngineConfig
+from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model, model_without_memory
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
-from asyncllm.worker import decode_kernels
-from asyncllm.worker.decode_autotune import DecodeAutotune
+from asyncllm.worker import step_captures
+from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
-from asyncllm.worker.kernels import SlotKernels, make_executor, select_ops, select_slot_kernels
+from asyncllm.worker.kernels import (
+    SlotKernels,
+    make_executor,
+    select_add_lora,
+    select_ops,
+    select_slot_kernels,
+)
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
     allocate_cache,
@@ -43,10 +52,12 @@ from asyncllm.worker.memory import (
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
-from asyncllm.worker.step_captures import StepCaptures
+from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
+
+logger = logging.getLogger("asyncllm")
 
 # Lengths that bring in the kernel variants: one token, few, many. The largest was the profile's.
 WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
@@ -107,8 +118,12 @@ class Worker:
             is_auto = config.attention_backend == "auto"
             self.backend_name = import_backend(self.backend_name, or_torch=is_auto)
         imported()
+        lora = None
+        if config.enable_lora:
+            add = select_add_lora(self.device)
+            lora = LoRALayers(config.max_loras, config.max_lora_rank, self._dtype, self.device, add)
         with self._phase("load"):
-            model, loading = self._load_model(ops, early, progress)
+            model, loading = self._load_model(ops, lora, early, progress)
         with self._phase("profile"):
             early.wait_for_hash()
             self.memory = plan_memory(model, config, layout, self.device)
@@ -120,8 +135,11 @@ class Worker:
             table_pages = -(-self.memory.max_model_len // config.block_size)
             state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)
             self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
-        self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         self._executor = make_executor(self.device)
+        self.adapters = None  # where no adapters are served
+        if lora is not None:
+            self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor)
+        self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
         self.runner = ModelRunner(
             config,
@@ -133,12 +151,13 @@ class Worker:
             self._executor,
             self._processors,
             self.token_masks,
+            lora,
         )
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
-        if attention.supports_graphs and not config.enforce_eager:
-            self._capture(model, cache, state, loading)
+        if attention.supports_graphs and not config.enforce_eager and self._can_capture(model):
+            self._capture(model, cache, loading)
         self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._executor.between_steps():
@@ -213,16 +232,21 @@ class Worker:
     # --- the parts, in the order of their making ---------------------------------------------
 
     def _load_model(
-        self, ops: Ops, early: KernelPrewarm, progress: bool
+        self, ops: Ops, lora: LoRALayers | None, early: KernelPrewarm, progress: bool
     ) -> tuple[CausalLM, Callable[[], Launch | None]]:
-        """The model, and the other implementation of its decodes, as `decode_kernels` begins to
-        load it. What can be compiled without the weights is, meanwhile."""
+        """The model, and what waits for the persistent kernel's compiler. What can be compiled
+        without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        model = build_model(config.model, self._dtype, self.device, ops, model_len)
+        model = build_model(config.model, self._dtype, self.device, ops, model_len, lora)
+        if lora is not None:
+            if not lora.layers:
+                raise ValueError("enable_lora: this model's own code takes no adapters")
+            lora.allocate()
         # One row, whose GEMMs are other kernels; weights may be missing.
         early.begin(lambda: model.compute_logits(forward_without_attention(model, 1, self.device)))
-        loading = decode_kernels.begin_loading(start_of(config, model, self.device))
+        definitions = persistent_decode.KERNEL.definitions(start_of(config, model, self.device))
+        loading = persistent_decode.KERNEL.begin_loading(self.device, definitions)
         load_weights(model, config.model.path, config.load_format, config.seed, progress)
         return model, loading
 
@@ -236,21 +260,26 @@ class Worker:
         early.wait()
         prewarm_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
 
+    def _can_capture(self, model: CausalLM) -> bool:
+        """transformers' own code may wait for the device: its steps are then eager."""
+        if self._config.model.implementation == "asyncllm":
+            return True
+        with self._executor.between_steps():
+            reason = capture_obstacle(model, self.device)
+        if reason is not None:
+            logger.warning("%s runs without graphs: %s", self._config.model.architecture, reason)
+        return reason is None
+
     def _capture(
-        self,
-        model: CausalLM,
-        cache: KVCache,
-        state: DeviceState,
-        loading: Callable[[], Launch | None],
+        self, model: CausalLM, cache: KVCache, loading: Callable[[], Launch | None]
     ) -> None:
-        """`loading`: of the other implementation of decodes, as `decode_kernels` began it."""
+        """loading: waits for the persistent kernel's compiler."""
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills()
         with self._phase("decode_kernel"):
-            others = decode_kernels.other_kernels(self.runner, model, cache, loading)
-        autotune = DecodeAutotune(state, self._config.block_size, self.memory.num_pages)
+            other = step_captures.persistent_kernel(self.runner, model, cache, loading())
         with self._phase("graphs"), self._executor.between_steps():
-            self._captures.decodes(others, autotune)
+            self._captures.decodes(other)
 
     @property
     def _most_tokens(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.models.layers.linear_method import LinearMethod
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 
 
@@ -23,6 +24,7 @@ class Build:
     ops: Ops
     method_for: Callable[[str], LinearMethod]
     max_model_len: int
+    lora: LoRALayers | None = None  # the adapter slots, where adapters are served
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""

@@ -36,15 +36,21 @@ class Linear:
             )
         self._ops = build.ops
         self.weights = self._method.create_weights(self._shape)
+        self._lora = None if build.lora is None else build.lora.layer(names, in_features)
 
     def __call__(self, x: Normed) -> torch.Tensor:
-        """The product: [T, in_features] -> [T, sum of the parts' features]."""
-        return self._method.product(self.weights, x)
+        """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'."""
+        product = self._method.product(self.weights, x)
+        return product if self._lora is None else self._lora.add(product, x.values)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
-        """The epilogue of the product, by one kernel where the method has one."""
-        fused = self._method.fused(self.weights, x, epilogue)
-        return epilogue.apply(self._ops, self(x)) if fused is None else fused
+        """The epilogue of the product, by one kernel where the method has one and nothing comes
+        between the two."""
+        if self._lora is None or not self._lora.is_used:
+            fused = self._method.fused(self.weights, x, epilogue)
+            if fused is not None:
+                return fused
+        return epilogue.apply(self._ops, self(x))
 
     def loads(self) -> Iterator[Load]:
         return self._method.loads(self._shape, self.weights)

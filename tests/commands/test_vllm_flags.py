@@ -67,7 +67,7 @@ def test_what_is_accepted_changes_nothing(flag: VllmFlag) -> None:
         (["-tp", "2"], "--tensor-parallel-size 2 is not served yet: one GPU"),
         (["--mamba_backend", "x"], "--mamba-backend x is not served yet: no state-space"),
         (["--no-enable-chunked-prefill"], "--enable-chunked-prefill off is not served yet"),
-        (["--enable-lora"], "--enable-lora is not served yet: no adapters"),
+        (["--fully-sharded-loras"], "--fully-sharded-loras is not served yet: adapters have"),
         (["--cudagraph-capture-sizes", "1", "2"], "1 2: here it is --cuda-graph-sizes"),
         (["--hf-overrides", "{}"], "--hf-overrides {} is not served: the config.json"),
         (["--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),

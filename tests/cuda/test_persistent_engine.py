@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import CudaKernel, Definitions, Launch
-from asyncllm.worker import decode_kernels, step_captures
-from asyncllm.worker.decode_autotune import DecodeAutotune
+from asyncllm.worker import step_captures
 from tests.cuda.emulated import compile_for_cpu
 from tests.worker.recorded_graph import RecordedGraph
 
@@ -104,18 +103,14 @@ def kernel(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedL
     monkeypatch.setattr(step_captures, "GraphPool", partial(GraphPool, RecordedGraph))
     monkeypatch.setattr(CudaKernel, "supports", lambda declared, device: True)
     monkeypatch.setattr(CudaKernel, "begin_loading", begin_loading)
-    for module in (persistent_decode, decode_kernels):
+    for module in (persistent_decode, step_captures):
         monkeypatch.setattr(module, "num_sms", lambda device: NUM_BLOCKS)
     yield kernel
     kernel.close()
 
 
-def answers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], **args: Any
-) -> tuple[list[RequestOutput], Any]:
-    """To all prompts at once and to the first alone; and its decode kernels. `seconds`: what the
-    autotune finds of the layers and of the persistent kernel."""
-    monkeypatch.setattr(DecodeAutotune, "__call__", lambda self, slots, replays: seconds)
+def answers(folder: Path, **args: Any) -> tuple[list[RequestOutput], Any]:
+    """To all prompts at once and to the first alone; and its decode kernels."""
     with LLM(str(folder), **ARGS | args) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         outputs += llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
@@ -133,14 +128,12 @@ def margins(outputs: list[RequestOutput]) -> list[float]:
     return found
 
 
-def test_the_same_tokens_as_by_the_layers(
-    kernel: RecordedLaunch, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_layers, kernels = answers(folder, monkeypatch, [1.0, 1.0])
+def test_the_same_tokens_as_by_the_layers(kernel: RecordedLaunch, folder: Path) -> None:
+    by_layers, kernels = answers(folder, attention_backend="torch")
     assert kernels == {"layers": [2, 12]}
     assert min(margins(by_layers)) > 0.3
     before = kernel.num_launches
-    ours, kernels = answers(folder, monkeypatch, [1.0, 0.9])
+    ours, kernels = answers(folder)
     assert kernels == {"persistent": [2], "layers": [12]}
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in by_layers]
     in_capture, of_each_call = 2, GREEDY.max_tokens - 1  # the first token is the prefill's
@@ -152,10 +145,8 @@ def test_the_same_tokens_as_by_the_layers(
     [{"attention_backend": "torch"}, {"enforce_eager": True}, {"cuda_graph_sizes": [9, 12]}],
     ids=["named", "eager", "many"],
 )
-def test_where_it_is_not_asked(
-    kernel: RecordedLaunch, folder: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]
-) -> None:
-    _, kernels = answers(folder, monkeypatch, [1.0, 0.5], **args)
+def test_where_it_is_not_asked(kernel: RecordedLaunch, folder: Path, args: dict[str, Any]) -> None:
+    _, kernels = answers(folder, **args)
     sizes = args.get("cuda_graph_sizes", ARGS["cuda_graph_sizes"])
     assert kernels == (None if "enforce_eager" in args else {"layers": sizes})
     assert kernel.num_launches == 0

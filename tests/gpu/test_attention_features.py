@@ -5,6 +5,8 @@ Prefills with a soft cap are modules of their own, which FlashInfer may compile 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from asyncllm.attention.base import (
     RotatedHeads,
     Rotation,
 )
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
 from tests.caches import uniform_cache
@@ -138,3 +141,38 @@ def test_rotated_heads_are_written_and_padded(
     TorchAttention(reference).write(layer, heads, None, slots[None], expected)
     q = rotate_and_write(layer, heads, None, ours.layers[0], slots)
     assert torch.equal(q, expected) and torch.equal(ours.layers[0], reference.layers[0])
+
+
+def test_groups_of_layers_have_tables_of_their_own() -> None:
+    """Full attention beside windows, whose tables have the padding page behind them."""
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
+
+    window, positions = 50, torch.tensor([600, 17], device=CUDA, dtype=torch.int32)
+    layers = [replace(layer_with(None, 0, w), index=i) for i, w in enumerate((None, window) * 2)]
+    layout = CacheLayout(layers, 16, BF16)
+    cache = KVCache(layout, 400, CUDA)
+    assert layout.num_groups == 2 and len(cache.storages) == 2
+    for layer in cache.layers:
+        layer[1:].normal_()
+    tables = (1 + torch.randperm(399)[:160]).view(2, 2, 40).int()
+    prompt_pages = (1 + torch.randperm(399)[:54]).view(2, 27).int()
+    for group, seen in enumerate(layout.windows):
+        if seen is not None:
+            tables[group, 0, : (600 - window + 1) // 16] = 0
+            prompt_pages[group, : (300 - window + 1) // 16] = 0
+    decodes = DecodeRows(tables.cuda().unbind(), positions)
+    prefills = PrefillRows(
+        np.array([0, 40, 110], np.int32), np.array([340, 70], np.int32),
+        np.array([0, 22, 27], np.int32), prompt_pages.numpy(),
+    )  # fmt: skip
+    q = random(112, HEADS, HEAD_DIM)
+    ours, expected = FlashInferAttention(cache, layers), TorchAttention(cache)
+    outs = torch.zeros(2, len(layers), *q.shape, device=CUDA, dtype=BF16)
+    for backend, out in zip((expected, ours), outs, strict=True):
+        attended = torch.zeros_like(q)
+        attend = backend.mixed(decodes, prefills, q, attended)
+        for layer in layers:
+            attend(layer)
+            out[layer.index] = attended
+    for layer in layers:
+        assert error_of(outs[1, layer.index], outs[0, layer.index]) < TOLERANCE, layer

@@ -150,7 +150,7 @@ def test_decodes_are_read_as_by_the_reference() -> None:
         tokens.token_ids.fill_(3)
         tokens.write_slots.fill_(5)
         rows = fill(state, slots, tokens, BLOCK_SIZE)
-        filled = (tokens.token_ids, tokens.positions, tokens.prompt_lens, tokens.write_slots)
+        filled = (tokens.token_ids, tokens.positions, tokens.slots, tokens.write_slots)
         both.append((rows.positions, *(table[:11] for table in rows.block_tables), *filled))
         counts.append(state.output_counts.clone())
     assert both[0][0].tolist()[11:] == [-1] * 5 and both[0][4].tolist()[11:] == [3] * 9
@@ -183,7 +183,7 @@ def test_slots_are_written_as_by_the_reference() -> None:
         write_slots_triton(states[0], *changes)
         write_slots_triton(states[1], *padded)
         for state in states:
-            for name in ("last_tokens", "positions", "prompt_lens", "top_ks", "seeds"):
+            for name in ("last_tokens", "positions", "prompt_lens", "top_ks", "adapters", "seeds"):
                 assert torch.equal(getattr(state, name), getattr(expected, name)), name
             assert torch.equal(state.float_params, expected.float_params)
             assert torch.equal(state.block_tables, expected.block_tables)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.kernels.gemm.cublas_lt import ALGORITHM_BYTES, Shape
-from asyncllm.kernels.gemm.gemm_autotune import MOST_WEIGHTS, AutotunedGemm
+from asyncllm.kernels.gemm.gemm_autotune import LEAST_GAIN, MOST_WEIGHTS, AutotunedGemm, quickest
 from asyncllm.kernels.gemm.gemm_cache import MOST_BYTES, Choices, GemmCache
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
@@ -69,6 +69,15 @@ def ran(
     library.ran.clear()
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
     return list(library.ran)
+
+
+def test_torch_stays_unless_another_is_clearly_quicker() -> None:
+    assert quickest([1.0]) == 0
+    assert quickest([1.0, 1.0]) == 0
+    assert quickest([1.0, 1.0 - LEAST_GAIN / 2]) == 0
+    assert quickest([1.0, 0.9]) == 1
+    assert quickest([1.0, 0.9, 0.8]) == 2
+    assert quickest([1.0, 1.1, 2.0]) == 0
 
 
 def test_the_quickest_is_taken_from_the_choice_on() -> None:

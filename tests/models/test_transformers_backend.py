@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from asyncllm.commands import doctor
 from asyncllm.config import EngineArgs
@@ -26,7 +28,9 @@ from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model
-from asyncllm.models.transformers_backend import _parameters_on_meta
+from asyncllm.models.transformers_backend import TransformersModel, _parameters_on_meta
+from asyncllm.models.transformers_fusion import FUSED
+from asyncllm.models.transformers_rope import StepRotary
 from tests.engine.test_against_transformers import (
     LOGPROB_TOLERANCE,
     REGIMES,
@@ -73,7 +77,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("name", "regime"),
     [
-        *((name, "chunked-recompute") for name in CONFIGS if name != "llama-dynamic"),
+        *((name, "chunked-recompute") for name in CONFIGS),
         *(("llama", regime) for regime in REGIMES if regime != "chunked-recompute"),
     ],
 )
@@ -112,8 +116,6 @@ def build(folder: Path, max_model_len: int = 60) -> CausalLM:
     ("architecture", "changes", "words"),
     [
         ("JambaForCausalLM", {}, ["'JambaForCausalLM'", "layer_types 'linear_attention'"]),
-        ("LlamaForCausalLM", {"rope_parameters": CONFIGS["llama-dynamic"].rope_parameters},
-         ["rope_type 'dynamic'"]),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, ["'awq'"]),
         ("DiffLlamaForCausalLM", {}, ["'DiffLlamaForCausalLM'"]),
         ("BartForCausalLM", {}, ["config.json"]),
@@ -131,14 +133,52 @@ def test_what_would_not_be_exact_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_longrope_is_served_as_far_as_its_short_factors_go(tmp_path: Path) -> None:
+def test_longrope_goes_by_each_sequence(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
     changes = {"rope_parameters": rope, "original_max_position_embeddings": 32}
     write(tmp_path, "Phi3ForCausalLM", **changes)
-    build(tmp_path, 32)
-    with pytest.raises(ModelLoadError, match=r"'longrope'.*up to 32 tokens.*context of 33"):
-        build(tmp_path, 33)
+    assert not build(tmp_path, 32).uses_prompt_lens
+    config = ModelConfig.from_folder(tmp_path, "transformers").hf_config
+    module = Phi3RotaryEmbedding(config)
+    ours = StepRotary(Phi3RotaryEmbedding(config), None, 50)
+    assert ours.uses_prompt_lens
+    positions = torch.tensor([5, 31, 5, 40])
+    rotation = ours.rotation(positions, torch.tensor([9, 20, 33, 20]))
+    for row, (position, length) in enumerate(zip(positions, (9, 32, 33, 41), strict=True)):
+        expected = module(torch.zeros(1), torch.tensor([[position, length - 1]]))
+        for given, wanted in zip(ours.as_module(rotation, torch.float32), expected, strict=True):
+            assert torch.equal(given[0, row], wanted[0, 0])
+
+
+def fused(model: CausalLM) -> Counter[str]:
+    assert isinstance(model, TransformersModel)
+    modules = model._model.modules()
+    return Counter(type(vars(m)[FUSED]).__name__ for m in modules if FUSED in vars(m))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        # three layers, and the head
+        (
+            "LlamaForCausalLM",
+            {"ProjectedAttention": 3, "GatedMLP": 3, "ByNorm": 7, "Product": 7 + 6 + 9},
+        ),
+        ("Qwen3ForCausalLM", {"ProjectedAttention": 3, "GatedMLP": 3, "ByNorm": 13}),
+        ("Phi3ForCausalLM", {"ProjectedAttention": 3, "GatedMLP": 3, "ByNorm": 7}),
+        ("Gemma2ForCausalLM", {"ProjectedAttention": 3, "partial": 6, "ByNorm": 13}),
+        ("GraniteForCausalLM", {"ProjectedAttention": 3, "GatedMLP": 3, "ByNorm": 7}),
+        ("Olmo2ForCausalLM", {"partial": 9, "GatedMLP": 3, "ByNorm": 13}),
+    ],
+)
+def test_kernels_do_what_is_proved(
+    architecture: str, expected: dict[str, int], tmp_path: Path
+) -> None:
+    write(tmp_path, architecture)
+    found = fused(build(tmp_path))
+    print(found)
+    assert expected.items() <= found.items()
 
 
 def test_windows_of_the_masks_and_pages_of_one_shape(tmp_path: Path) -> None:

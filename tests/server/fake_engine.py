@@ -35,6 +35,7 @@ from asyncllm.errors import (
     QueueFullError,
     RequestFailedError,
 )
+from asyncllm.lora import LoRARequest
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.worker.work_counts import WorkCounts
@@ -127,6 +128,8 @@ class FakeRequest:
 class FakeEngine:
     def __init__(self) -> None:
         self.config = SimpleNamespace(
+            enable_lora=False,
+            max_loras=8,
             served_model_names=("fake", "fake-alias"),
             block_size=16,
             enable_prefix_caching=True,
@@ -185,6 +188,7 @@ class FakeEngine:
         text_sink: TextSink | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> FakeRequest:
         if self.unhealthy is not None:
             is_loading = self.unhealthy == "loading"
@@ -211,6 +215,15 @@ class FakeEngine:
         self.live[request_id] = request
         self.seen.append(request)
         return request
+
+    def lora_activity(self) -> tuple[list[str], list[str]]:
+        return ["sql"], []
+
+    def list_loras(self) -> list[LoRARequest]:
+        return []
+
+    def find_lora(self, lora_name: str) -> LoRARequest | None:
+        return None
 
     def abort(self, request_id: str, cause: AbortCause = "application") -> None:
         request = self.live.pop(request_id, None)

@@ -31,6 +31,8 @@ NAMES = {
     "/v1/messages/count_tokens": "",  # a part of messages
     "/v1/responses": "responses",
     "/v1/responses/input_tokens": "",  # a part of responses
+    "/v1/load_lora_adapter": "load_lora_adapter",
+    "/v1/unload_lora_adapter": "unload_lora_adapter",
 }
 
 

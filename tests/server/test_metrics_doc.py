@@ -21,7 +21,9 @@ HEAD = ["| `asyncllm:` | type | labels | vLLM's | |", "| --- | --- | --- | --- |
 
 async def table() -> list[str]:
     """One line per series."""
-    text = Metrics(FakeEngine(), "fake", "asyncllm").exposition().decode()
+    engine = FakeEngine()
+    engine.config.enable_lora = True
+    text = Metrics(engine, "fake", "asyncllm").exposition().decode()
     lines = []
     for family in text_string_to_metric_families(text):
         if not family.name.startswith("asyncllm:"):
@@ -29,7 +31,7 @@ async def table() -> list[str]:
         name = family.name.removeprefix("asyncllm:")
         labels = {key: None for s in family.samples for key in s.labels if key not in ALWAYS}
         shown = ", ".join(f"`{label}`" for label in labels)
-        known = "yes" if name in VLLM or name == "cache_config_info" else ""
+        known = "yes" if name in {*VLLM, "cache_config_info", "lora_requests_info"} else ""
         suffix = "_total" if family.type == "counter" else ""
         what = family.documentation
         lines.append(f"| `{name}{suffix}` | {family.type} | {shown} | {known} | {what} |")

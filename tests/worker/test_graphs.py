@@ -292,7 +292,7 @@ def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
         with pytest.raises(RequestFailedError, match="finite"):
             ask(llm, [*range(20, 35), poison])
         assert ask(llm, healthy) == expected
-    assert replayed == [(PiecewiseGraphs, (StepKind.PREFILL, 16))] * 3
+    assert replayed == [(PiecewiseGraphs, StepShape(StepKind.PREFILL, 16))] * 3
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def test_a_step_that_attention_does_not_take_is_eager(
     graphed: worker.Worker, replayed: list[Replay]
 ) -> None:
     run_rows(graphed, 3, 0, 1, 1, 1, 2)
-    assert replayed == [(FullGraphs, (StepKind.PREFILL, 8))]
+    assert replayed == [(FullGraphs, StepShape(StepKind.PREFILL, 8))]
     run_rows(graphed, 3, 0, 1, 1, 1, 1, 1)  # a row too many
     run_rows(graphed, 3, 0, 9, 8)  # a token too many
     assert len(replayed) == 1

@@ -16,8 +16,8 @@ from asyncllm.kernels.sampling.logits import count_input
 
 TABLE_BLOCK = 1024
 CHANGES_BLOCK = 128
-# A slot's record in words (worker/slot_changes.py): its seed's two, five integers, floats.
-FIRST_INT, FIRST_FLOAT = 2, 7
+# A slot's record in words (worker/slot_changes.py): its seed's two, six integers, floats.
+FIRST_INT, FIRST_FLOAT = 2, 8
 FEW_PAGES = 16  # as aligned as those of usual context windows
 # Of which a program reads or writes one number: whether they are aligned makes no other variant.
 GATHERED_SCALARS = [
@@ -25,8 +25,8 @@ GATHERED_SCALARS = [
     "next_positions_ptr",
 ]  # fmt: skip
 FILLED_SCALARS = [
-    "slots_ptr", "last_tokens_ptr", "positions_ptr", "prompt_lens_ptr", "token_ids_ptr",
-    "token_positions_ptr", "token_prompt_lens_ptr", "write_slots_ptr", "row_positions_ptr",
+    "slots_ptr", "last_tokens_ptr", "positions_ptr", "token_ids_ptr",
+    "token_positions_ptr", "token_slots_ptr", "write_slots_ptr", "row_positions_ptr",
 ]  # fmt: skip
 
 
@@ -38,7 +38,7 @@ class TokenRows(Protocol):
     @property
     def positions(self) -> torch.Tensor: ...
     @property
-    def prompt_lens(self) -> torch.Tensor: ...
+    def slots(self) -> torch.Tensor: ...
     @property
     def write_slots(self) -> torch.Tensor: ...
 
@@ -89,8 +89,8 @@ def gather_slots_triton(state: SlotState, slots: torch.Tensor) -> SlotRows:
     do_not_specialize_on_alignment=FILLED_SCALARS,
 )
 def _fill_decodes(
-    slots_ptr, last_tokens_ptr, positions_ptr, prompt_lens_ptr, tables_ptr,
-    token_ids_ptr, token_positions_ptr, token_prompt_lens_ptr, write_slots_ptr,
+    slots_ptr, last_tokens_ptr, positions_ptr, tables_ptr,
+    token_ids_ptr, token_positions_ptr, token_slots_ptr, write_slots_ptr,
     row_positions_ptr, row_tables_ptr, write_slots_stride,
     num_slots, num_pages, vocab_size, penalties, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _fill_decodes(
         count_input(slot, token, vocab_size, penalties)
         tl.store(token_ids_ptr + row, token, is_valid)
         tl.store(token_positions_ptr + row, position, is_valid)
-        tl.store(token_prompt_lens_ptr + row, tl.load(prompt_lens_ptr + slot), is_valid)
+        tl.store(token_slots_ptr + row, slot, is_valid)
         tl.store(row_positions_ptr + row, tl.where(is_valid, position, -1))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (column < num_pages) & is_valid
@@ -128,8 +128,8 @@ def fill_decodes_triton(
         slots.new_empty((num_groups, len(slots), num_pages)),
     )
     _fill_decodes[(len(slots), triton.cdiv(num_pages, TABLE_BLOCK), num_groups)](
-        slots, state.last_tokens, state.positions, state.prompt_lens, state.block_tables,
-        tokens.token_ids, tokens.positions, tokens.prompt_lens, tokens.write_slots,
+        slots, state.last_tokens, state.positions, state.block_tables,
+        tokens.token_ids, tokens.positions, tokens.slots, tokens.write_slots,
         positions, tables, tokens.write_slots.stride(0), num_slots, num_pages,
         state.output_counts.shape[1], state.penalties,
         BLOCK_SIZE=block_size, BLOCK=TABLE_BLOCK,
@@ -143,7 +143,7 @@ def fill_decodes_triton(
 )
 def _write_slots(
     records_ptr, entries_ptr, last_tokens_ptr, positions_ptr, prompt_lens_ptr, top_ks_ptr,
-    seeds_ptr, floats_ptr, tables_ptr, num_records, num_entries, num_slots, num_pages,
+    adapters_ptr, seeds_ptr, floats_ptr, tables_ptr, num_records, num_entries, num_slots, num_pages,
     WORDS: tl.constexpr, FIRST_INT: tl.constexpr, FIRST_FLOAT: tl.constexpr,
     NUM_FLOATS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -165,6 +165,7 @@ def _write_slots(
         tl.store(positions_ptr + slot, tl.load(ints_ptr + 2, inside, other=0), inside)
         tl.store(prompt_lens_ptr + slot, tl.load(ints_ptr + 3, inside, other=0), inside)
         tl.store(top_ks_ptr + slot, tl.load(ints_ptr + 4, inside, other=0), inside)
+        tl.store(adapters_ptr + slot, tl.load(ints_ptr + 5, inside, other=0), inside)
         tl.store(seeds_ptr + slot, (high.to(tl.int64) << 32) | low.to(tl.int64), inside)
         for i in tl.static_range(NUM_FLOATS):
             bits = tl.load(record_ptr + FIRST_FLOAT + i, inside, other=0)
@@ -184,8 +185,8 @@ def write_slots_triton(state: SlotState, records: torch.Tensor, entries: torch.T
     assert records.shape[1] == words
     _write_slots[(triton.cdiv(max(num_records, num_entries), CHANGES_BLOCK), 2)](
         records, entries, state.last_tokens, state.positions, state.prompt_lens, state.top_ks,
-        state.seeds, state.float_params, state.block_tables, num_records, num_entries,
-        state.float_params.shape[1], state.block_tables.shape[-1], WORDS=words,
+        state.adapters, state.seeds, state.float_params, state.block_tables, num_records,
+        num_entries, state.float_params.shape[1], state.block_tables.shape[-1], WORDS=words,
         FIRST_INT=FIRST_INT, FIRST_FLOAT=FIRST_FLOAT, NUM_FLOATS=len(state.float_params),
         BLOCK=CHANGES_BLOCK,
     )  # fmt: skip
@@ -200,7 +201,7 @@ def prewarm(start: Start) -> Iterator[Callable[[], object]]:
     def fill() -> None:
         row = start.zeros(1)
         tokens = SimpleNamespace(
-            token_ids=row, positions=row, prompt_lens=row, write_slots=row.long()[None]
+            token_ids=row, positions=row, slots=row, write_slots=row.long()[None]
         )
         fill_decodes_triton(state(), row, tokens, start.block_size)
 

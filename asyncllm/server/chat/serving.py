@@ -80,7 +80,7 @@ def _stream_consumer(
 
 def chat_call(request: ChatRequest, service: Service) -> Call:
     """Raises `ApiError`, `InvalidRequestError` for what the client got wrong."""
-    service.check_model(request.model)
+    adapter = service.check_model(request.model)
     given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
     tools = tool_use(request, service.args.exclude_tools_when_tool_choice_none)
@@ -89,7 +89,8 @@ def chat_call(request: ChatRequest, service: Service) -> Call:
     params = chat_params(request, given, service.engine.input_processor, output)
     return Call(
         id=new_id("chatcmpl"),
-        model=service.model_names[0],
+        model=service.reported_name(adapter),
+        adapter=adapter,
         prompts=[prompt],
         params=params,
         priority=request.priority or 0,

@@ -11,6 +11,7 @@ from typing import Any
 from asyncllm import __version__
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.formats.events import AnswerParser
+from asyncllm.lora import LoRARequest
 from asyncllm.outputs import RequestOutput
 from asyncllm.sampling_params import SamplingParams
 
@@ -34,6 +35,7 @@ class Call:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    adapter: LoRARequest | None = None
     new_parser: Callable[[], AnswerParser] | None = None
     return_token_ids: bool = False
     wants_outputs: bool = False

@@ -130,7 +130,9 @@ class Metrics:
         )
         if self._exposition is None:
             self._exposition = self._make_exposition(source)
-        return self._exposition.render(source).encode() + generate_latest(self._process)
+        adapters = self._adapters(source) if engine.config.enable_lora else ""
+        ours = self._exposition.render(source) + adapters
+        return ours.encode() + generate_latest(self._process)
 
     def _make_exposition(self, source: Source) -> Exposition:
         exposition = Exposition(self._prefix, self._labels)
@@ -145,6 +147,20 @@ class Metrics:
             (_cache_labels(self._engine, source.stats), lambda s: 1),
         )
         return exposition
+
+    def _adapters(self, source: Source) -> str:
+        """One sample, with vLLM's labels: names change, so it is made anew for each scrape."""
+        running, waiting = map(",".join, self._engine.lora_activity())
+        labels = {
+            **self._labels,
+            "max_lora": str(self._engine.config.max_loras),
+            "running_lora_adapters": running,
+            "waiting_lora_adapters": waiting,
+        }
+        exposition = Exposition(self._prefix, {})
+        exposition.add("gauge", "lora_requests_info", "LoRA adapters in use, and waited for.",
+                       (labels, lambda s: time.time()))  # fmt: skip
+        return exposition.render(source)
 
 
 def _add_scheduler(to: Exposition) -> None:
@@ -263,12 +279,12 @@ def _aborted(cause: str) -> Read:
 
 
 def _ran(kind: str, mode: str) -> Read:
-    return lambda s: s.work.steps[kind, mode]  # type: ignore[index]
+    return lambda s: s.work.steps[kind, mode]
 
 
 def _cache_labels(engine: AsyncLLMEngine, stats: SchedulerStats) -> Labels:
     config = engine.config
-    num_tokens = stats.num_pages * config.block_size
+    num_tokens = stats.num_pages // stats.num_groups * config.block_size
     return {
         "kv_cache_size_tokens": str(num_tokens),
         "kv_cache_max_concurrency": f"{num_tokens / engine.max_model_len:.2f}",

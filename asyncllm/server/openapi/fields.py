@@ -250,6 +250,10 @@ FIELD_DOCS: dict[str, FieldDoc] = {
         type=list[types.Message] | None,
     ),
     "return_token_strs": FieldDoc("The text of each token too."),
+    "lora_name": FieldDoc("The adapter's name, which is a model name in requests."),
+    "lora_path": FieldDoc("Its folder on the server, below one of --lora-root."),
+    "load_inplace": FieldDoc("In place of an adapter that has this name already."),
+    "lora_int_id": _ignored("vLLM's: names tell adapters apart."),
     "tokens": FieldDoc("Ids to decode, special ones included."),
     # --- many of a kind ---
     **dict.fromkeys(_IGNORED, _ignored()),

@@ -95,6 +95,7 @@ class Generation:
                     text_sink=None if call.wants_outputs else self._text_sink(index),
                     priority=call.priority,
                     cache_salt=call.cache_salt,
+                    lora_request=call.adapter,
                 )
             except InvalidRequestError as error:
                 if (error.param or "").startswith(PARAM):  # others are named by who catches them

@@ -1,0 +1,245 @@
+"""Which LoRA adapters there are, and which of the model's slots each request's adapter has.
+
+    registered      by name; its files are read when it is added, or first used
+    in host memory  one of `num_places`; the least recently used gives way
+    in a slot       of the model, as long as requests use it, and until another needs the slot
+
+A request has its adapter in a slot before it is queued, and keeps it until its last output: the
+scheduler knows no adapters. Where all slots are in use it waits here, first come, first served.
+An adapter that is removed serves the requests that have it to their end. All of it is the loop's;
+files are read in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncllm.engine.output_state import Sink
+from asyncllm.errors import LoRALoadError
+from asyncllm.lora import LoRARequest
+from asyncllm.outputs import RequestOutput
+from asyncllm.types import NO_ADAPTER
+from asyncllm.worker.adapters import AdapterStore
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One adapter's files, as they were when they were read."""
+
+    request: LoRARequest
+    place: int  # in host memory
+    content: bytes  # equal for equal files only: part of the prefix cache's key
+    rank: int
+    slot: int = NO_ADAPTER
+    num_users: int = 0  # requests, queued or running
+    pinned: bool = False
+    copying: asyncio.Task[None] | None = None  # to its slot
+
+    @property
+    def is_copied(self) -> bool:
+        """Its place is being read and its slot written."""
+        return self.copying is not None and not self.copying.done()
+
+
+@dataclass(slots=True)
+class _Registered:
+    request: LoRARequest
+    adapter: Adapter | None = None  # what its files were; None: to be read
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class AdapterManager:
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+        self._registered: dict[str, _Registered] = {}
+        # Of the adapters in host memory, the least recently used first.
+        self._held: OrderedDict[Adapter, None] = OrderedDict()
+        self._free_places = deque(range(store.num_places))
+        self._free_slots = deque(range(NO_ADAPTER + 1, NO_ADAPTER + 1 + store.num_slots))
+        self._asking: Counter[str] = Counter()  # requests in `acquire`, by name
+        self._waiting: deque[asyncio.Future[None]] = deque()  # for a place or a slot
+
+    # --- names -------------------------------------------------------------------------------
+
+    async def add(self, request: LoRARequest) -> Adapter:
+        """Register an adapter and read its files; under a name that is there, read them again
+        where the path is another. Raises `LoRALoadError`, and then nothing has changed."""
+        if not request.lora_name or not str(request.lora_path):
+            raise LoRALoadError("an adapter needs a lora_name and a lora_path")
+        known = self._registered.get(request.lora_name)
+        if known is not None and known.request.lora_path == request.lora_path:
+            return await self._read(known)
+        fresh = _Registered(request)
+        adapter = await self._read(fresh)
+        self._registered[request.lora_name] = fresh
+        if known is not None and known.adapter is not None:
+            self._drop_if_unused(known.adapter)
+        return adapter
+
+    def remove(self, name: str) -> bool:
+        """Forget a name: requests that have the adapter go on. Whether it was there."""
+        known = self._registered.pop(name, None)
+        if known is not None and known.adapter is not None:
+            known.adapter.pinned = False
+            self._drop_if_unused(known.adapter)
+        return known is not None
+
+    def pin(self, name: str) -> None:
+        """Keep an adapter in host memory, and in its slot once it has one."""
+        adapter = self._registered[name].adapter if name in self._registered else None
+        if adapter is None:
+            raise LoRALoadError(f"the adapter {name!r} is not loaded")
+        adapter.pinned = True
+
+    def find(self, name: str) -> LoRARequest | None:
+        known = self._registered.get(name)
+        return None if known is None else known.request
+
+    @property
+    def requests(self) -> list[LoRARequest]:
+        return [known.request for known in self._registered.values()]
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the adapters that requests have."""
+        return [each.request.lora_name for each in self._held if each.num_users]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of those that requests wait for."""
+        return list(+self._asking)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    async def acquire(self, request: LoRARequest) -> Adapter:
+        """The adapter, in a slot, for one request, until `release`. Raises `LoRALoadError`."""
+        self._asking[request.lora_name] += 1
+        try:
+            return await self._acquire(request)
+        finally:
+            self._asking[request.lora_name] -= 1
+
+    async def _acquire(self, request: LoRARequest) -> Adapter:
+        adapter = await self.add(request)
+        adapter.num_users += 1
+        try:
+            while adapter.copying is None:
+                if (slot := self._take_slot()) is None:
+                    await self._room()
+                    continue
+                adapter.slot = slot
+                copy = self._store.load(adapter.place, slot)
+                adapter.copying = asyncio.create_task(copy, name="asyncllm adapter")
+            await asyncio.shield(adapter.copying)
+        except BaseException:
+            self.release(adapter)
+            raise
+        self._held.move_to_end(adapter)
+        return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        adapter.num_users -= 1
+        assert adapter.num_users >= 0, f"{adapter.request.lora_name} is released twice"
+        if not adapter.num_users:
+            self._drop_if_unused(adapter)
+            self._wake()
+
+    def releasing(self, adapter: Adapter, sink: Sink) -> Sink:
+        """The sink of a request with this adapter, which it gives back with its last output."""
+        is_held = True
+
+        def receive(output: RequestOutput) -> None:
+            nonlocal is_held
+            if output.finished and is_held:  # a sink that raises gets the error as well
+                is_held = False
+                self.release(adapter)
+            sink(output)
+
+        return receive
+
+    # --- places and slots --------------------------------------------------------------------
+
+    async def _read(self, known: _Registered) -> Adapter:
+        async with known.reading:
+            if known.adapter is not None and known.adapter in self._held:
+                return known.adapter
+            while (place := self._take_place()) is None:
+                await self._room()
+            path = Path(known.request.lora_path)
+            try:
+                info = await asyncio.to_thread(self._store.read, path, place)
+            except BaseException:
+                self._free_places.append(place)
+                self._wake()
+                raise
+            known.adapter = Adapter(known.request, place, info.content, info.rank)
+            self._held[known.adapter] = None
+            return known.adapter
+
+    def _take_place(self) -> int | None:
+        if not self._free_places and (idle := self._idle()):
+            self._drop(idle[0])
+        return self._free_places.popleft() if self._free_places else None
+
+    def _take_slot(self) -> int | None:
+        if not self._free_slots and (idle := [each for each in self._idle() if each.slot]):
+            self._free_slot(idle[0])
+        return self._free_slots.popleft() if self._free_slots else None
+
+    def _idle(self) -> list[Adapter]:
+        """That nobody uses, copies or pinned, the least recently used first."""
+        return [
+            each for each in self._held if not (each.num_users or each.pinned or each.is_copied)
+        ]
+
+    def _drop_if_unused(self, adapter: Adapter) -> None:
+        """An adapter that no name stands for any more."""
+        known = self._registered.get(adapter.request.lora_name)
+        if (known is None or known.adapter is not adapter) and not adapter.num_users:
+            self._drop(adapter)
+
+    def _drop(self, adapter: Adapter) -> None:
+        if adapter not in self._held:
+            return
+        if adapter.is_copied:  # for a request that was cancelled
+            assert adapter.copying is not None
+            adapter.copying.add_done_callback(lambda _: self._drop_if_unused(adapter))
+            return
+        del self._held[adapter]
+        self._free_slot(adapter)
+        self._free_places.append(adapter.place)
+        self._wake()
+
+    def _free_slot(self, adapter: Adapter) -> None:
+        if adapter.slot != NO_ADAPTER:
+            self._free_slots.append(adapter.slot)
+            adapter.slot, adapter.copying = NO_ADAPTER, None
+
+    async def _room(self) -> None:
+        """Until something was given back."""
+        room = asyncio.get_running_loop().create_future()
+        self._waiting.append(room)
+        try:
+            await room
+        except asyncio.CancelledError:
+            if room.done() and not room.cancelled():
+                self._wake()  # what was meant for this one is the next one's
+            raise
+
+    def _wake(self) -> None:
+        while self._waiting:
+            room = self._waiting.popleft()
+            if not room.done():
+                room.set_result(None)
+                return
+
+    def check_integrity(self) -> None:
+        """Assert that each place and each slot is somebody's or free."""
+        places = [*self._free_places, *(each.place for each in self._held)]
+        slots = [*self._free_slots, *(each.slot for each in self._held if each.slot)]
+        assert len(places) == len(set(places)), f"places {places}"
+        assert sorted(slots) == list(range(1, 1 + self._store.num_slots)), f"slots {slots}"
+        assert all(each.slot for each in self._held if each.copying is not None)

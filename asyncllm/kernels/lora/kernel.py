@@ -1,0 +1,134 @@
+"""LoRA's two small products in Triton, for tokens of different adapters: shrink, then expand.
+
+    shrink  partial[k, t, p] = a[slot of t, part p][:, k] @ x[t, k]      k: a piece of the features
+    expand  product[t, part p] += b[slot of t, part p] @ sum over k of partial[k, t, p]
+
+A program works for one slot on a tile of tokens and ends at once where none of them has it: tokens
+need no order, nothing is planned, and a captured graph replays as it is. A token's sum is added up
+in one order, whatever its neighbours are. Of the adapters only those that tokens have are read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.records import LoRAWeights
+
+MIN_DOT = 16  # the least side of a tensor-core product
+MAX_TOKENS = 64  # of a tile
+SHRINK_COLUMNS = 128  # of x, at a time
+MAX_PIECES = 16  # of x's columns, a program each
+EXPAND_COLUMNS = 128  # of the product, to a program
+
+
+@triton.jit
+def _shrink(
+    x_ptr, a_ptr, slots_ptr, partial_ptr, num_tokens, in_features, a_stride, piece_columns,
+    PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A piece of x's columns, for one part and slot. partial: float32 [pieces, T, PARTS, RANK]."""
+    if PDL:
+        start_next()
+    piece, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    slot = tl.program_id(2) + 1
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_own = tl.load(slots_ptr + token, token < num_tokens, other=0) == slot
+    if tl.sum(is_own.to(tl.int32), axis=0) == 0:
+        return
+    if PDL:
+        after = wait_previous()
+        x_ptr += after
+        partial_ptr += after
+    rank = tl.arange(0, RANK)
+    a_ptr += slot.to(tl.int64) * a_stride + (part * RANK + rank)[None, :] * in_features
+    x_ptr += token.to(tl.int64)[:, None] * in_features
+    sums = tl.zeros((TOKENS, RANK), tl.float32)
+    end = tl.minimum((piece + 1) * piece_columns, in_features)
+    for start in range(piece * piece_columns, end, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < end
+        x = tl.load(x_ptr + column[None, :], is_own[:, None] & inside[None, :], other=0.0)
+        a = tl.load(a_ptr + column[:, None], inside[:, None], other=0.0)  # [COLUMNS, RANK]
+        sums = tl.dot(x, a, sums, input_precision="ieee")
+    place = ((piece * num_tokens + token).to(tl.int64) * PARTS + part) * RANK
+    tl.store(partial_ptr + place[:, None] + rank[None, :], sums, is_own[:, None])
+
+
+@triton.jit
+def _expand(
+    partial_ptr, b_ptr, slots_ptr, product_ptr, num_tokens, out_features, b_stride, num_pieces,
+    first_end, second_end, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A piece of the product's columns, for one slot. Parts end at first_end, second_end and
+    out_features; programs of a part begin at its first column."""
+    if PDL:
+        start_next()
+    slot = tl.program_id(2) + 1
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_own = tl.load(slots_ptr + token, token < num_tokens, other=0) == slot
+    if tl.sum(is_own.to(tl.int32), axis=0) == 0:
+        return
+    block = tl.program_id(0)
+    second_block = tl.cdiv(first_end, COLUMNS)
+    third_block = second_block + tl.cdiv(second_end - first_end, COLUMNS)
+    in_second, in_third = block >= second_block, block >= third_block
+    part = in_second.to(tl.int32) + in_third.to(tl.int32)
+    first = tl.where(in_third, second_end, tl.where(in_second, first_end, 0))
+    end = tl.where(in_third, out_features, tl.where(in_second, second_end, first_end))
+    block -= tl.where(in_third, third_block, tl.where(in_second, second_block, 0))
+    column = first + block * COLUMNS + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, RANK)
+    b_ptr += slot.to(tl.int64) * b_stride
+    b = tl.load(b_ptr + column[None, :] * RANK + rank[:, None], (column < end)[None, :], other=0.0)
+    if PDL:
+        after = wait_previous()
+        partial_ptr += after
+        product_ptr += after
+    place = (token.to(tl.int64) * PARTS + part) * RANK
+    partial_ptr += place[:, None] + rank[None, :]
+    sums = tl.zeros((TOKENS, RANK), tl.float32)
+    for piece in range(num_pieces):
+        offset = (piece + tl.zeros((), tl.int64)) * num_tokens * (PARTS * RANK)
+        sums += tl.load(partial_ptr + offset, is_own[:, None], other=0.0)
+    delta = tl.dot(sums.to(b.dtype), b, input_precision="ieee")
+    product_ptr += token.to(tl.int64)[:, None] * out_features + column[None, :]
+    inside = is_own[:, None] & (column < end)[None, :]
+    total = tl.load(product_ptr, inside, other=0.0).to(tl.float32) + delta
+    tl.store(product_ptr, total.to(product_ptr.dtype.element_ty), inside)
+
+
+def add_lora_triton(
+    product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
+) -> None:
+    """`AddLoRA` in two kernels. product, x: contiguous."""
+    num_tokens, in_features = x.shape
+    num_slots, out_features, rank = weights.b.shape
+    sizes = weights.sizes
+    assert 1 <= len(sizes) <= 3 and product.is_contiguous() and x.is_contiguous()
+    tokens = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), MAX_TOKENS)
+    tiles = triton.cdiv(num_tokens, tokens)
+    piece_columns, num_pieces = _pieces(in_features, tiles)
+    partial = x.new_empty((num_pieces, num_tokens, len(sizes), rank), dtype=torch.float32)
+    shared = {"PARTS": len(sizes), "RANK": rank, "TOKENS": tokens, **launch_flags(x.device)}
+    _shrink[(num_pieces * len(sizes), tiles, num_slots - 1)](
+        x, weights.a, slots, partial, num_tokens, in_features, weights.a.stride(0), piece_columns,
+        COLUMNS=SHRINK_COLUMNS, **shared,
+    )  # fmt: skip
+    num_blocks = sum(triton.cdiv(size, EXPAND_COLUMNS) for size in sizes)
+    _expand[(num_blocks, tiles, num_slots - 1)](
+        partial, weights.b, slots, product, num_tokens, out_features, weights.b.stride(0),
+        num_pieces, sizes[0], sum(sizes[:2]), COLUMNS=EXPAND_COLUMNS, **shared,
+    )  # fmt: skip
+
+
+def _pieces(in_features: int, tiles: int) -> tuple[int, int]:
+    """Columns of each piece of x, and how many pieces: many where there are few tokens."""
+    blocks = triton.cdiv(in_features, SHRINK_COLUMNS)
+    num_pieces = max(1, min(MAX_PIECES // tiles, blocks // 2))
+    columns = triton.cdiv(blocks, num_pieces) * SHRINK_COLUMNS
+    return columns, triton.cdiv(in_features, columns)

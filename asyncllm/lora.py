@@ -1,0 +1,20 @@
+"""`LoRARequest`, by which an application names an adapter. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter, under vLLM's name and in its order of fields.
+
+    `lora_name` is what tells adapters apart; `lora_int_id` is taken for vLLM's sake and means
+    nothing here. `lora_path`: a folder with adapter_config.json and adapter_model.safetensors.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str | Path = ""
+    base_model_name: str | None = None

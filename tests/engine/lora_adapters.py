@@ -1,0 +1,58 @@
+"""Random adapters, written by peft, and the answers of transformers with them merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tests.models.tiny_checkpoints import random_reference
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Answer = tuple[list[int], list[float]]  # tokens, their log-probabilities
+
+
+@torch.no_grad()
+def write_base(config: PretrainedConfig, folder: Path) -> PreTrainedModel:
+    model = random_reference(config)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def write_adapter(
+    config: PretrainedConfig, folder: Path, seed: int, **settings: Any
+) -> torch.nn.Module:
+    """Save a random adapter of the random model of `config`; returns the model with it merged."""
+    lora = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL, **settings})
+    model = get_peft_model(random_reference(config), lora)
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for weights in (*module.lora_A.values(), *module.lora_B.values()):
+                weights.weight.normal_(0, 0.15, generator=generator)
+    model.save_pretrained(str(folder))
+    return model.merge_and_unload()
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> Answer:
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    tokens = output.sequences[0, len(prompt) :].tolist()
+    scores = [
+        score[0].log_softmax(0)[token].item()
+        for score, token in zip(output.scores, tokens, strict=True)
+    ]
+    return tokens, scores

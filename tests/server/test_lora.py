@@ -1,0 +1,343 @@
+"""Adapters over HTTP: vLLM's ten tests of its endpoints, as behaviours, and what bad input gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from safetensors.torch import load_file, save_file
+
+from asyncllm import AsyncLLMEngine
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.lora import load_modules
+from tests.engine.adapter_files import write_tiny_adapter
+from tests.server.http_harness import COMPLETIONS, Server, run, serving
+from tests.server.process import MODEL
+
+ENGINE = {"num_gpu_blocks_override": 400, "swap_space": 0, "max_model_len": 512, "device": "cpu"}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PROMPT = {"prompt": "What is 12 + 30?", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def adapters_served(
+    folder: Path, modules: list[str] | None = None, **engine_args: Any
+) -> AsyncIterator[Server]:
+    """Runtime updates from `folder`."""
+    engine: Any = AsyncLLMEngine(MODEL, enable_lora=True, **{**ENGINE, **engine_args})
+    args = {"allow_runtime_lora_updating": True, "lora_root": [str(folder)]}
+    async with serving(engine, **args) as server:
+        await load_modules(engine, ServerArgs(lora_modules=modules))
+        yield server
+
+
+async def post_text(server: Server, path: str, body: Any) -> tuple[int, str]:
+    async with server.session.post(server.url + path, json=body) as response:
+        return response.status, await response.text()
+
+
+async def text_of(server: Server, model: str) -> str:
+    status, body = await server.post(COMPLETIONS, PROMPT | {"model": model})
+    assert status == 200, body
+    assert body["model"] == model
+    return str(body["choices"][0]["text"])
+
+
+def test_static_lora_lineage(tmp_path: Path) -> None:
+    one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
+
+    async def test() -> None:
+        modules = [f"one={one}", f'{{"name": "two", "path": "{two}"}}']
+        async with adapters_served(tmp_path, modules) as server:
+            _, body = await server.get("/v1/models")
+            base, first, second = body["data"]
+            assert (base["id"], base["root"], base["parent"]) == (MODEL, MODEL, None)
+            assert (first["id"], first["root"], first["parent"]) == ("one", str(one), MODEL)
+            assert (second["id"], second["root"], second["parent"]) == ("two", str(two), MODEL)
+            status, card = await server.get("/v1/models/two")
+            assert status == 200 and card == second
+
+    run(test())
+
+
+def test_dynamic_lora_lineage(tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it")
+
+    async def test() -> None:
+        async with adapters_served(tmp_path) as server:
+            loaded = await post_text(server, LOAD, {"lora_name": "it", "lora_path": str(adapter)})
+            assert loaded == (200, "Success: LoRA adapter 'it' added successfully.")
+            _, body = await server.get("/v1/models")
+            card = body["data"][-1]
+            assert (card["id"], card["root"], card["parent"]) == ("it", str(adapter), MODEL)
+
+    run(test())
+
+
+def test_answers_are_the_adapters(tmp_path: Path) -> None:
+    one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"one={one}", f"two={two}"]) as server:
+            names = [MODEL, "one", "two"]
+            alone = [await text_of(server, name) for name in names]
+            assert len(set(alone)) == 3
+            together = await asyncio.gather(*(text_of(server, name) for name in names * 3))
+            assert list(together) == alone * 3  # of the prefix cache too, each its own
+
+    run(test())
+
+
+def test_dynamic_lora_not_found(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with adapters_served(tmp_path) as server:
+            body = {"lora_name": "it", "lora_path": str(tmp_path / "nothing")}
+            status, error = await server.post(LOAD, body)
+            assert status == 404 and error["error"]["param"] == "lora_path"
+
+    run(test())
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "adapter_config.json").unlink()
+
+
+def _cut_config(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("this is no JSON {{{")
+
+
+def _cut_weights(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def _misshapen(folder: Path) -> None:
+    _change(folder, "layers.0.self_attn.q_proj.lora_A", lambda t: t[:, :-1].contiguous())
+
+
+def _not_a_number(folder: Path) -> None:
+    _change(folder, "layers.0.self_attn.q_proj.lora_B", lambda t: t.fill_(float("nan")))
+
+
+def _half_a_pair(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if name.endswith("lora_B.weight"))]
+    save_file(tensors, file)
+
+
+def _unknown_target(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file(
+        {name.replace("q_proj", "z_proj"): tensor for name, tensor in load_file(file).items()}, file
+    )
+
+
+def _change(folder: Path, part: str, change: Any) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if part in name)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_no_config, "adapter_config.json: No such file"),
+        (_cut_config, "adapter_config.json: JSON is malformed"),
+        (_cut_weights, "adapter_model.safetensors"),
+        (_pickled, "only adapter_model.bin, and pickled weights are never read"),
+        (_misshapen, "q_proj.lora_A.weight has shape"),
+        (_not_a_number, "q_proj.lora_B.weight holds NaN"),
+        (_half_a_pair, "has no lora_B"),
+        (_unknown_target, "the model has no linear layer model.layers.0.self_attn.z_proj"),
+    ],
+)
+def test_dynamic_lora_invalid_files(tmp_path: Path, spoil: Any, words: str) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it")
+    spoil(adapter)
+
+    async def test() -> None:
+        async with adapters_served(tmp_path) as server:
+            status, error = await server.post(LOAD, {"lora_name": "it", "lora_path": str(adapter)})
+            assert status == 400 and words in error["error"]["message"]
+            status, _ = await server.post(COMPLETIONS, PROMPT | {"model": "it"})
+            assert status == 404
+            assert await text_of(server, MODEL)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3")],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it", **{setting: value})
+
+    async def test() -> None:
+        async with adapters_served(tmp_path) as server:
+            status, error = await server.post(LOAD, {"lora_name": "it", "lora_path": str(adapter)})
+            assert status == 400 and f"{setting} {value!r}" in error["error"]["message"]
+
+    run(test())
+
+
+def test_dynamic_lora_invalid_lora_rank(tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it", rank=64)
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, max_lora_rank=16) as server:
+            status, error = await server.post(LOAD, {"lora_name": "it", "lora_path": str(adapter)})
+            assert status == 400
+            assert "rank 64 is over max_lora_rank 16" in error["error"]["message"]
+
+    run(test())
+
+
+def test_multiple_lora_adapters(tmp_path: Path) -> None:
+    """Many more than there are slots and places, each asked while the others are."""
+    names = [f"adapter{i}" for i in range(12)]
+    for seed, name in enumerate(names):
+        write_tiny_adapter(tmp_path / name, seed)
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, max_loras=2, max_cpu_loras=3) as server:
+            for name in names:
+                path = str(tmp_path / name)
+                status, _ = await post_text(server, LOAD, {"lora_name": name, "lora_path": path})
+                assert status == 200
+            first = await asyncio.gather(*(text_of(server, name) for name in names))
+            assert len(set(first)) == len(names)
+            again = await asyncio.gather(*(text_of(server, name) for name in reversed(names)))
+            assert list(reversed(again)) == list(first)
+
+    run(test())
+
+
+def test_loading_invalid_adapters_does_not_break_others(tmp_path: Path) -> None:
+    good, bad = (write_tiny_adapter(tmp_path / name) for name in ("good", "bad"))
+    _no_config(bad)
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"good={good}"]) as server:
+            wanted = await text_of(server, "good")
+
+            async def load_bad() -> int:
+                body = {"lora_name": "bad", "lora_path": str(bad)}
+                return (await server.post(LOAD, body))[0]
+
+            asked = [text_of(server, "good") if i % 2 else load_bad() for i in range(20)]
+            assert set(await asyncio.gather(*asked)) == {400, wanted}
+
+    run(test())
+
+
+def test_beam_search_with_lora_adapters(tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it")
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"it={adapter}"]) as server:
+            body = PROMPT | {"use_beam_search": True, "n": 2, "max_tokens": 6}
+            answers = [
+                (await server.post(COMPLETIONS, body | {"model": name}))[1]["choices"]
+                for name in (MODEL, "it")
+            ]
+            assert [len(choices) for choices in answers] == [2, 2]
+            assert answers[0][0]["text"] != answers[1][0]["text"]
+
+    run(test())
+
+
+def test_load_lora_adapter_with_same_name_replaces_inplace(tmp_path: Path) -> None:
+    one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"it={one}", f"two={two}"]) as server:
+            before = await text_of(server, "it")
+            body = {"lora_name": "it", "lora_path": str(two), "load_inplace": True}
+            assert (await post_text(server, LOAD, body))[0] == 200
+            after = await text_of(server, "it")
+            assert after != before and after == await text_of(server, "two")
+
+    run(test())
+
+
+def test_load_lora_adapter_with_load_inplace_false_errors(tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it")
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"it={adapter}"]) as server:
+            body = {"lora_name": "it", "lora_path": str(adapter)}
+            status, error = await server.post(LOAD, body)
+            assert status == 400
+            assert "has already been loaded" in error["error"]["message"]
+
+    run(test())
+
+
+def test_unload(tmp_path: Path) -> None:
+    """Who streams goes on; who comes gets 404; another adapter of the name is another."""
+    adapter = write_tiny_adapter(tmp_path / "it")
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"it={adapter}"]) as server:
+            wanted = await text_of(server, "it")
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+                stream = await api.completions.create(
+                    model="it", prompt=PROMPT["prompt"], max_tokens=12, temperature=0, stream=True,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                said = [(await anext(aiter(stream))).choices[0].text]
+                removed = await post_text(server, UNLOAD, {"lora_name": "it"})
+                assert removed == (200, "Success: LoRA adapter 'it' removed successfully.")
+                with pytest.raises(openai.NotFoundError, match="does not exist"):
+                    await api.completions.create(model="it", prompt="Hi")
+                said += [chunk.choices[0].text async for chunk in stream if chunk.choices]
+                assert "".join(said) == wanted
+            status, _ = await server.post(UNLOAD, {"lora_name": "it"})
+            assert status == 404
+            write_tiny_adapter(adapter, seed=5)
+            body = {"lora_name": "it", "lora_path": str(adapter)}
+            assert (await post_text(server, LOAD, body))[0] == 200
+            assert await text_of(server, "it") != wanted
+
+    run(test())
+
+
+def test_paths_outside_the_roots(tmp_path: Path) -> None:
+    outside = write_tiny_adapter(tmp_path / "outside")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "link").symlink_to(outside)
+
+    async def test() -> None:
+        async with adapters_served(inside) as server:
+            for path in (str(outside), str(inside / ".." / "outside"), str(inside / "link")):
+                status, error = await server.post(LOAD, {"lora_name": "it", "lora_path": path})
+                assert (status, error["error"]["param"]) == (403, "lora_path")
+            for body in ({"lora_name": "it"}, {"lora_path": str(outside)}, {}, {"lora_name": ""}):
+                assert (await server.post(LOAD, body))[0] == 400
+            status, _ = await server.post(LOAD, {"lora_name": "it", "lora_path": "\0"})
+            assert status == 400
+
+    run(test())
+
+
+def test_updates_are_off_by_default() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert (await server.post(LOAD, {"lora_name": "a", "lora_path": "/"}))[0] == 404
+
+    run(test())
