@@ -6,12 +6,16 @@ They run on a GPU, or without one under Triton's interpreter (TRITON_INTERPRET=1
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from asyncllm.models.quantization.scheme import Scheme, dequantize, quantize
+from tests.models.dense_sequence import DenseSequence
+from tests.models.quantized_files import FORMATS, write_checkpoint
+from tests.models.tiny_checkpoints import load
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -115,3 +119,26 @@ def test_rows_in_8_bits(dtype: torch.dtype) -> None:
         step = 1 / 6 if INTERPRETED else 1 / 16  # the interpreter does not round to the nearest
     assert (made - x.float()).abs().max() <= x.abs().max() * step
     assert scales[3] == 1 and not values[3].float().any()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in float32: what CUDA has in 16 bits")
+@pytest.mark.parametrize("name", ["gptq-order", "ct-w8a16-fp8", "bnb-nf4", "gptq-v2-8"])
+def test_a_model_by_these_kernels_is_that_of_torch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill of several rows, then one row at a time, with all that ends their products."""
+    from asyncllm.models.quantization import select
+    from asyncllm.models.quantization.cuda_kernel import CudaKernel
+
+    token_ids = torch.arange(9)
+
+    def logits() -> torch.Tensor:
+        sequence = DenseSequence(load(tmp_path), num_prompt_tokens=6)
+        return torch.cat([sequence.logits(ids) for ids in (token_ids[:6], *token_ids[6:].split(1))])
+
+    with torch.inference_mode():
+        write_checkpoint(FORMATS[name], tmp_path)
+        expected = logits()
+        monkeypatch.setattr(select, "select_kernel", CudaKernel)
+        found = logits()
+    assert error(found, expected) < TOLERANCE
