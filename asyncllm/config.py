@@ -168,7 +168,7 @@ class EngineArgs:
     prefill_graph_sizes: list[int] | None = flag(
         None, "tokens per step with prefills to capture; 0 for none"
     )
-    max_logprobs: int = flag(20, "most logprobs a request may ask for", least=0)
+    max_logprobs: int = flag(20, "most logprobs a request may ask for; -1: all", least=-1)
     enable_lora: bool = flag(False, "serve LoRA adapters beside the model")
     max_loras: int = flag(8, "adapters that requests may use at once", least=1)
     max_lora_rank: int = flag(16, "largest rank of an adapter; all take memory for it", least=1)

@@ -49,10 +49,8 @@ class LoRALoadError(ValueError):
     """An adapter that cannot be served; the message names the file, the tensor and the value."""
 
 
-def output_failed(request_id: str, error: Exception) -> RequestFailedError:
-    """The error of a request whose own text, scores or sink raised."""
-    what = f"{type(error).__name__}: {error}"
-    return RequestFailedError(f"request {request_id}: output failed: {what}")
+class UnsupportedModelError(ModelLoadError):
+    """What a native family would not compute exactly, though transformers' own code may."""
 
 
 def one_line(error: BaseException) -> str:

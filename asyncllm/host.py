@@ -1,13 +1,17 @@
-"""The machine that this process runs on: how many cores it may use, and where it may keep files."""
+"""The process and its machine: its cores, threads that end, and where it may keep files."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")
 QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # cgroups v2, v1
 
@@ -47,3 +51,19 @@ def replaced(path: Path) -> Iterator[Path]:
         made = Path(folder) / path.name
         yield made
         made.replace(path)
+
+
+async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
+    """Call what blocks, off the loop, in a thread that ends with it. Returns or raises as `work`.
+
+    The loop's default executor keeps its threads for ever, and the loop is the application's.
+    Cancelled, the call goes on, and its result is dropped.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm")
+    try:
+        result = await asyncio.get_running_loop().run_in_executor(thread, work, *args)
+    except BaseException:
+        thread.shutdown(wait=False)  # cancelled: the work ends by itself, the loop does not wait
+        raise
+    thread.shutdown()  # at once: its work is done
+    return result

@@ -29,7 +29,27 @@ BUILTIN_MODELS = {
     "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
 }
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 Quantization = Literal["fp8", "int8", "int4"]
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
@@ -67,12 +87,14 @@ class ModelConfig:
     max_position_embeddings: int
     context_window: int  # as far as the RoPE variant stretches it
     num_layers: int
-    num_kv_heads: int  # by transformers' models known when they are built
+    num_kv_heads: int  # of the pages, by some models known when they are built
     head_dim: int  # the same
     dtype_name: str
     eos_token_ids: tuple[int, ...]
     implementation: Literal["asyncllm", "transformers"] = "asyncllm"
     quantization: Quantization | None = None  # of a checkpoint in 16 bits, while it is loaded
+    asked_implementation: ModelImplementation = "auto"
+    fallback: str = ""  # why ours is not the implementation, of an architecture that we have
 
     @classmethod
     def from_folder(cls, path: Path, implementation: ModelImplementation = "auto") -> ModelConfig:
@@ -108,6 +130,7 @@ class ModelConfig:
             dtype_name=str(hf.dtype or "float32").removeprefix("torch."),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             implementation=chosen,
+            asked_implementation=implementation,
         )
 
 
@@ -263,37 +286,24 @@ def read_generation_defaults(
 
     Raises `ModelLoadError`, and `ValueError` for what cannot be overridden.
     """
-    defaults = _read_defaults(wanted, model)
+    is_folder = wanted not in ("auto", "vllm")
+    file = (Path(wanted).expanduser() if is_folder else model) / GENERATION_FILE
+    values = read_json_object(file) if is_folder or file.is_file() else {}
+    own = {name: values[k] for k, name in SAMPLING_KEYS.items() if values.get(k) is not None}
+    eos_token_ids = _eos_ids(values.get("eos_token_id"), file)
     if unknown := sorted(set(override or ()) - SAMPLING_KEYS.keys()):
         known = ", ".join(SAMPLING_KEYS)
         raise ValueError(f"override_generation_config: {unknown[0]!r} is none of {known}")
     changes = {SAMPLING_KEYS[key]: value for key, value in (override or {}).items()}
-    sampling = {k: v for k, v in (defaults.sampling | changes).items() if v is not None}
-    try:
-        SamplingParams(**sampling)
-    except InvalidRequestError as error:
-        raise ValueError(f"override_generation_config: {error}") from error
-    return GenerationDefaults(sampling, defaults.eos_token_ids)
-
-
-def _read_defaults(wanted: str, model: Path) -> GenerationDefaults:
-    if wanted in ("auto", "vllm"):
-        file = model / GENERATION_FILE
-        if not file.is_file():
-            return GenerationDefaults()
-    else:
-        file = Path(wanted).expanduser() / GENERATION_FILE
-    values = read_json_object(file)
-    sampling = {
-        name: values[key] for key, name in SAMPLING_KEYS.items() if values.get(key) is not None
-    }
-    try:
-        SamplingParams(**sampling)
-    except InvalidRequestError as error:
-        raise ModelLoadError(f"{file}: {error}") from error
-    return GenerationDefaults(
-        {} if wanted == "vllm" else sampling, _eos_ids(values.get("eos_token_id"), file)
-    )
+    changed = {} if wanted == "vllm" else own
+    changed = {name: v for name, v in (changed | changes).items() if v is not None}
+    for source, sampling in ((file, own), ("override_generation_config", changed)):
+        try:
+            SamplingParams(**sampling)
+        except InvalidRequestError as error:
+            error_type = ModelLoadError if source is file else ValueError
+            raise error_type(f"{source}: {error}") from error
+    return GenerationDefaults(changed, eos_token_ids)
 
 
 def _eos_ids(value: object, file: Path) -> tuple[int, ...]:

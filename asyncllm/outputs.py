@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReasonText = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
-    finish_reason: FinishReasonText | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or string that ended it
 
     def finished(self) -> bool:
@@ -78,7 +78,7 @@ class BeamSearchSequence:
     text: str
     cum_logprob: float
     score: float  # cum_logprob / number of new tokens ** length_penalty
-    finish_reason: FinishReasonText | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 

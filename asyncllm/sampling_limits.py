@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
@@ -53,24 +54,23 @@ def require_int(param: str, value: object, name: str = "") -> None:
     require(is_int and abs(value) <= MAX_SEED + 1, param, value, "a 64-bit integer", name)  # type: ignore[arg-type]
 
 
-def require_bool(param: str, value: object) -> None:
-    require(isinstance(value, bool), param, value, "a bool")
-
-
 def require_finite(param: str, value: object) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(number and abs(value) < float("inf"), param, value, "a finite number")  # type: ignore[arg-type]
 
 
-def check_strings(param: str, texts: list[str], most: int, most_chars: int) -> None:
+def _check_strings(
+    param: str, texts: Any, most: int, most_chars: int, wanted: str = "a list"
+) -> None:
+    require(isinstance(texts, list), param, texts, wanted)
     require(len(texts) <= most, param, len(texts), f"at most {most} strings")
     for text in texts:
         is_good = isinstance(text, str) and 0 < len(text) <= most_chars
         require(is_good, param, text, f"strings of 1 to {most_chars} characters")
 
 
-def check_token_ids(param: str, ids: list[int] | None, most: int) -> None:
-    ids = ids or []
+def _check_token_ids(param: str, ids: Any, most: int, may_be_empty: bool = False) -> None:
+    require(isinstance(ids, list), param, ids, "a list")
     require(len(ids) <= most, param, len(ids), f"at most {most} ids")
     if set(map(type, ids)) - {int}:  # a list may be as long as a vocabulary: no loop over the good
         for token_id in ids:
@@ -78,6 +78,8 @@ def check_token_ids(param: str, ids: list[int] | None, most: int) -> None:
     least, greatest = min(ids, default=0), max(ids, default=0)
     require(least >= 0, param, least, "token ids of at least 0")
     require_int(param, greatest)
+    if not (ids or may_be_empty):
+        raise InvalidRequestError(f"{param} must not be empty", param)
 
 
 def token_id_of_key(key: object) -> int:
@@ -127,38 +129,6 @@ def num_positional(function: Callable[..., Any]) -> int | None:
     return sum(parameter.kind in kinds for parameter in parameters)
 
 
-def _words(most: int, most_chars: int, wanted: str = "a list") -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        require(isinstance(value, list), name, value, wanted)
-        check_strings(name, value, most, most_chars)
-
-    return check
-
-
-def _token_ids(most: int, *, may_be_empty: bool) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        require(isinstance(value, list), name, value, "a list")
-        check_token_ids(name, value, most)
-        if value == [] and not may_be_empty:
-            raise InvalidRequestError(f"{name} must not be empty", name)
-
-    return check
-
-
-def _check_structured_outputs(name: str, value: object) -> None:
-    wanted = StructuredOutputsParams
-    require(isinstance(value, wanted), name, value, wanted.__name__)
-
-
-def _check_early_stopping(name: str, value: object) -> None:
-    is_known = isinstance(value, bool) or value == "never"
-    require(is_known, name, value, 'true, false or "never"')
-
-
-def _check_truncation_side(name: str, value: object) -> None:
-    require(value in ("left", "right"), name, value, '"left" or "right"')
-
-
 def _check_logits_processors(name: str, value: Any) -> None:
     processors = value or []
     require(isinstance(processors, list), name, processors, "a list of callables")
@@ -173,19 +143,21 @@ def _check_logits_processors(name: str, value: Any) -> None:
 
 _CHECK_OF_TYPE: dict[str, Callable[[str, Any], None]] = {
     "int": require_int,
-    "bool": require_bool,
+    "bool": lambda name, value: require(isinstance(value, bool), name, value, "a bool"),
     "float": require_finite,
 }
 # field -> of its own, in place of its type's
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "stop": _words(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS, "a string or a list"),
-    "bad_words": _words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
-    "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS, may_be_empty=True),
-    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),
-    "logprob_token_ids": _token_ids(MAX_LOGPROB_TOKEN_IDS, may_be_empty=False),
-    "structured_outputs": _check_structured_outputs,
-    "early_stopping": _check_early_stopping,
-    "truncation_side": _check_truncation_side,
+    "stop": partial(
+        _check_strings,
+        most=MAX_STOP_STRINGS,
+        most_chars=MAX_STOP_STRING_CHARS,
+        wanted="a string or a list",
+    ),
+    "bad_words": partial(_check_strings, most=MAX_BAD_WORDS, most_chars=MAX_BAD_WORD_CHARS),
+    "stop_token_ids": partial(_check_token_ids, most=MAX_STOP_TOKEN_IDS, may_be_empty=True),
+    "allowed_token_ids": partial(_check_token_ids, most=MAX_ALLOWED_TOKEN_IDS),
+    "logprob_token_ids": partial(_check_token_ids, most=MAX_LOGPROB_TOKEN_IDS),
     "logits_processors": _check_logits_processors,
 }
 # field -> whether a value of its type is good, and how to say it
@@ -202,14 +174,21 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"between {MIN_REPETITION_PENALTY} and {MAX_REPETITION_PENALTY}",
     ),
     "temperature": (lambda t: 0 <= t <= 100, "between 0 and 100"),
+    "structured_outputs": (
+        lambda value: isinstance(value, StructuredOutputsParams), StructuredOutputsParams.__name__
+    ),
+    "early_stopping": (
+        lambda value: isinstance(value, bool) or value == "never", 'true, false or "never"'
+    ),
+    "truncation_side": (lambda side: side in ("left", "right"), '"left" or "right"'),
     "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1"),
     "top_k": (lambda k: k >= -1, "-1 or 0 (off) or at least 1"),
     "min_p": (lambda p: 0 <= p <= 1, "between 0 and 1"),
     "seed": (lambda seed: -MAX_SEED - 1 <= seed <= MAX_SEED, "a 64-bit integer"),
     "max_tokens": (lambda number: number >= 1, "at least 1"),
     "min_tokens": (lambda number: number >= 0, "at least 0"),
-    "logprobs": (lambda number: number >= 0, "at least 0"),
-    "prompt_logprobs": (lambda number: number >= 0, "at least 0"),
+    "logprobs": (lambda number: number >= -1, "-1 (the whole vocabulary) or at least 0"),
+    "prompt_logprobs": (lambda number: number >= -1, "-1 (the whole vocabulary) or at least 0"),
     "thinking_token_budget": (lambda budget: budget >= -1, "-1 (no limit) or at least 0"),
     "truncate_prompt_tokens": (
         lambda number: number >= 1 or number == -1, "-1 (the context window) or at least 1"

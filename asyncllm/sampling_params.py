@@ -8,7 +8,7 @@ window are checked by the input processor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from itertools import compress
 from operator import attrgetter, is_not
@@ -86,9 +86,9 @@ class SamplingParams:
     `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off.
     `max_tokens=None` means up to the end of the context window. `logprobs=k` returns the k most
     likely tokens and the sampled one, as natural logarithms of the raw distribution (before
-    temperature, penalties and filters); `logprob_token_ids` returns those of these tokens instead
-    of the most likely. A `seed` makes a request's tokens independent of what else is in its batch;
-    -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
+    temperature, penalties and filters), -1 all; `logprob_token_ids` returns those of these tokens
+    instead of the most likely. A `seed` makes a request's tokens independent of what else is in its
+    batch; -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
     `repetition_detection` may be a dict of its fields. Source: vllm.SamplingParams.
 
     `best_of` answers are made and the `n` with the highest mean log-probability returned, at the
@@ -238,16 +238,8 @@ class BeamSearchParams:
         require_int("beam_width", self.beam_width)
         require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width,
                  f"between 1 and {MAX_N}")  # fmt: skip
-        return SamplingParams(
-            n=self.beam_width,
-            use_beam_search=True,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            early_stopping=self.early_stopping,
-        )
+        given = asdict(self)
+        return SamplingParams(n=given.pop("beam_width"), use_beam_search=True, **given)
 
 
 def checked_repetition(given: Any) -> RepetitionDetectionParams | None:

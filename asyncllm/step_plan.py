@@ -8,7 +8,6 @@ them must not cost 256 objects; prefills, which are few, are objects.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import compress
@@ -19,15 +18,16 @@ import numpy as np
 from asyncllm.types import Sequence
 
 
-class StepKind(enum.Enum):
+class StepKind(enum.StrEnum):
     DECODE = "decode"  # one token for each of its rows
     PREFILL = "prefill"  # prompts alone
     MIXED = "mixed"  # prompts, and decodes before them
+    SWAP = "swap"  # neither
 
     @classmethod
     def of(cls, num_decodes: int, num_prefill_tokens: int) -> StepKind:
         if not num_prefill_tokens:
-            return cls.DECODE
+            return cls.DECODE if num_decodes else cls.SWAP
         return cls.MIXED if num_decodes else cls.PREFILL
 
 
@@ -75,19 +75,12 @@ class PrefillRow:
     samples: tuple[Sequence, ...]
 
 
-class DecodeRow(NamedTuple):
-    """One token at `position`; its id is in the slot on the device. It always samples."""
-
-    seq: Sequence
-    slot: int
-    position: int
-
-
 @dataclass(slots=True, frozen=True, eq=False)
 class DecodeBatch:
-    """A step's decodes as columns; iterating gives each as a `DecodeRow`.
+    """A step's decodes as columns: one token each, at `positions`, whose id is in the slot.
 
-    While the same sequences decode, `seqs` and `slots` are the same objects from step to step.
+    All of them sample. While the same sequences decode, `seqs` and `slots` are the same objects
+    from step to step.
     """
 
     seqs: tuple[Sequence, ...]
@@ -144,26 +137,15 @@ class DecodeBatch:
             self.adapters or more.adapters,
         )
 
-    def at_block_start(self, block_size: int) -> list[Sequence]:
-        """Whose token is the first of a block."""
+    def at_block(self, block_size: int, place: int) -> list[Sequence]:
+        """Whose token is at this place of a block: 0 is its first, block_size - 1 its last."""
         if not self.seqs:
             return []
-        rows = np.flatnonzero(self.positions % block_size == 0).tolist()
-        return [self.seqs[i] for i in rows]
-
-    def at_block_end(self, block_size: int) -> list[Sequence]:
-        """Whose token is the last of a block."""
-        if not self.seqs:
-            return []
-        rows = np.flatnonzero((self.positions + 1) % block_size == 0).tolist()
+        rows = np.flatnonzero(self.positions % block_size == place).tolist()
         return [self.seqs[i] for i in rows]
 
     def __len__(self) -> int:
         return len(self.seqs)
-
-    def __iter__(self) -> Iterator[DecodeRow]:
-        columns = self.seqs, self.slots.tolist(), self.positions.tolist()
-        return map(DecodeRow, *columns)
 
 
 NO_DECODES = DecodeBatch.of(())

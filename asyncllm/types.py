@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from asyncllm.outputs import RequestMetrics
+from asyncllm.outputs import FinishReason, RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 
 PADDING_SLOT = 0
@@ -40,13 +41,6 @@ class SequenceStatus(enum.Enum):
     SWAPPED = enum.auto()  # its pages are in CPU memory
     RUNNING = enum.auto()  # owns a slot and pages
     FINISHED = enum.auto()
-
-
-class FinishReason(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 class TokenConstraint(Protocol):
@@ -75,12 +69,9 @@ class TokenConstraint(Protocol):
         ...
 
 
-class TokenForcer(Protocol):
-    """Decides some of one sequence's tokens instead of the model. Not thread-safe."""
-
-    def next_token(self, token_ids: list[int]) -> int | None:
-        """The token that must follow all these; None where the model decides."""
-        ...
+# Decides some of one sequence's tokens instead of the model: from all its tokens the one that must
+# follow, or None where the model decides. Not thread-safe.
+TokenForcer = Callable[[list[int]], int | None]
 
 
 @dataclass(slots=True, eq=False)

@@ -47,9 +47,13 @@ def _padded_q(layer: AttentionLayer, heads: RotatedHeads) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor."""
+    """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor.
+
+    A weight of x's dtype multiplies what was rounded, one in float32 what is rounded then.
+    """
     x32 = x.float()
-    return (x32 * inverse_rms(x32, eps)).to(x.dtype).mul_(weight)
+    normed = x32 * inverse_rms(x32, eps)
+    return normed.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

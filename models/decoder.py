@@ -1,4 +1,4 @@
-"""The dense pre-norm decoder that the Llama-like families share.
+"""The decoder that most families share: attention and a feed-forward, each around a residual.
 
 A family states its differences in a `DecoderSpec`; nothing here asks which family it is.
 
@@ -7,149 +7,204 @@ norm of the sum, because on a GPU both end one kernel. So a layer's input norm r
 the layer before it, and the final norm at the end of the last:
 
     residual = embed    x = norm0(residual)
-    layer i:            x = attention.add(x, residual, post_norm)
-                        x = mlp.add(x, residual, norm[i+1])
+    layer i:            x = attention.add(x, end = (residual, norm before feed_forward))
+                        x = feed_forward.add(x, end = (residual, norm before layer i + 1))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from asyncllm.attention.base import AttentionLayer, Mixer
-from asyncllm.errors import ModelLoadError
+from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load, TokenInputs
-from asyncllm.models.checkpoint import num_stored_layers
-from asyncllm.models.layers.attention import Attention
+from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
+from asyncllm.models.layers.latent_attention import LatentSpec
 from asyncllm.models.layers.linear import Linear
-from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
-from asyncllm.models.layers.rotary import build_rotary
+from asyncllm.models.layers.mlp import MLP, MLPSpec
+from asyncllm.models.layers.norm import RMSNorm
+from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed
+from asyncllm.models.layers.rotary import Rotary, build_rotary
+from asyncllm.models.supported import activation_of, check_decoder, draft_names
 
-SWIGLU = SwiGLU()
+
+class FeedForward(Protocol):
+    """`MLP` or `Experts`."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]: ...
+
+    def add(self, x: Normed, end: AddRMSNorm) -> Normed: ...
+
+    def loads(self) -> Iterator[Load]: ...
+
+    def finish_loading(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The norms of a layer, by their names in the checkpoint; None: there is none.
+
+    Those before a sublayer take the residual, those after it what is added to the residual.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+
+PLAIN_ATTENTION, PLAIN_MLP, PRE_NORMS = AttentionSpec(), MLPSpec(), NormNames()
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The differences between families. `windows`: tokens each layer sees, None for all."""
+    """The differences between families.
 
-    windows: tuple[int | None, ...]
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-
-
-class RMSNorm:
-    """A norm of the residual stream, with its name in a checkpoint.
-
-    `constants` are for the matrix products that end or begin with it.
+    windows: tokens each layer sees, None for all. rotaries: of each layer; empty: one for all, as
+    the configuration has it. feed_forward: (layer, name) -> what it has in place of an `MLP`.
+    norm_offset: as of `RMSNorm`. residual_scale: of what each sublayer adds.
     """
 
-    def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
-        self._name = f"{name}.weight"
-        self._ops = build.ops
-        self.constants = Norm(build.empty(size), eps)
+    windows: tuple[int | None, ...]
+    rotaries: tuple[Rotary, ...] = ()
+    attention: AttentionSpec | LatentSpec = PLAIN_ATTENTION
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    soft_cap: float | None = None  # of attention's scores
+    mlp: MLPSpec = PLAIN_MLP
+    feed_forward: Callable[[int, str], FeedForward] | None = None
+    norms: NormNames = PRE_NORMS
+    norm_offset: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] -> the same shape, a new tensor."""
-        return self._ops.rms_norm(x, self.constants)
-
-    def loads(self) -> Iterator[Load]:
-        yield Load(self._name, self.constants.weight)
-
-
-class MLP:
-    """The SwiGLU feed-forward: down(silu(gate(x)) * up(x)), gate and up in one matrix product."""
-
-    def __init__(
-        self, name: str, hidden_size: int, intermediate_size: int, bias: bool, build: Build
-    ) -> None:
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(name, parts, hidden_size, bias, build)
-        self.down_proj = Linear(name, {"down_proj": hidden_size}, intermediate_size, bias, build)
-
-    def add(self, x: Normed, residual: torch.Tensor, next_norm: Norm) -> Normed:
-        """In place: residual [T, hidden_size] += the feed-forward of x. Returns the next norm's."""
-        gated = Normed(self.gate_up_proj.with_epilogue(x, SWIGLU))
-        return self.down_proj.with_epilogue(gated, AddRMSNorm(residual, next_norm))
-
-    def loads(self) -> Iterator[Load]:
-        yield from self.gate_up_proj.loads()
-        yield from self.down_proj.loads()
+    @property
+    def is_plain(self) -> bool:
+        """Only windows, biases and norms of heads differ from Llama: what `persistent_decode`
+        takes for granted."""
+        if not isinstance(self.attention, AttentionSpec) or self.attention.qk_norm == "all":
+            return False
+        attention = replace(self.attention, qkv_bias=False, output_bias=False, qk_norm=None)
+        mlp = replace(self.mlp, bias=False)
+        rest = replace(self, windows=(), attention=attention, mlp=mlp)
+        return rest == DecoderSpec(windows=())
 
 
 class DecoderLayer:
     def __init__(self, index: int, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
         hf = config.hf_config
         name = f"model.layers.{index}"
-        window = spec.windows[index]
-        layer = AttentionLayer(
-            index=index,
-            num_heads=hf.num_attention_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            # A window that holds the whole context hides nothing; kernels are faster without.
-            window=window if window is not None and window < build.max_model_len else None,
-        )
-        self.input_norm = RMSNorm(f"{name}.input_layernorm", hf.hidden_size, hf.rms_norm_eps, build)
-        self.attention = Attention(
-            f"{name}.self_attn",
-            layer,
-            hf.hidden_size,
-            qkv_bias=spec.qkv_bias,
-            output_bias=spec.output_bias,
-            qk_norm_eps=hf.rms_norm_eps if spec.qk_norm else None,
-            build=build,
-        )
-        self.post_attention_norm = RMSNorm(
-            f"{name}.post_attention_layernorm", hf.hidden_size, hf.rms_norm_eps, build
-        )
-        self.mlp = MLP(f"{name}.mlp", hf.hidden_size, hf.intermediate_size, spec.mlp_bias, build)
+        eps = hf.rms_norm_eps
+        layer = attention_layer(index, config, spec, build)
+        make = spec.attention.make
+        self.attention = make(f"{name}.self_attn", layer, hf.hidden_size, eps, build)
+
+        def norm(part: str | None) -> RMSNorm | None:
+            if part is None:
+                return None
+            return RMSNorm(f"{name}.{part}", hf.hidden_size, eps, build, spec.norm_offset)
+
+        names = spec.norms
+        self.before_attention = norm(names.before_attention)
+        self.after_attention = norm(names.after_attention)
+        self.before_feed_forward = norm(names.before_feed_forward)
+        self.after_feed_forward = norm(names.after_feed_forward)
+        if spec.feed_forward is not None:
+            self.feed_forward = spec.feed_forward(index, f"{name}.mlp")
+        else:
+            size = hf.intermediate_size
+            self.feed_forward = MLP(f"{name}.mlp", hf.hidden_size, size, spec.mlp, build)
+        self._scale = spec.residual_scale
+
+    def __call__(
+        self,
+        x: Normed,
+        residual: torch.Tensor,
+        next_norm: RMSNorm | None,
+        rotation: Rotation,
+        mixer: Mixer,
+    ) -> Normed:
+        """In place: residual [T, hidden_size] += what both sublayers make of x, its first norm.
+        Returns the next layer's first norm."""
+        middle, after = _constants(self.before_feed_forward), _constants(self.after_attention)
+        end = AddRMSNorm(residual, middle, after, self._scale)
+        x = self.attention.add(x, rotation, mixer, end)
+        after = _constants(self.after_feed_forward)
+        end = AddRMSNorm(residual, _constants(next_norm), after, self._scale)
+        return self.feed_forward.add(x, end)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """In the order of their use."""
-        attention, mlp = self.attention, self.mlp
-        return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+        return *self.attention.linears, *self.feed_forward.linears
 
     def loads(self) -> Iterator[Load]:
-        for child in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
-            yield from child.loads()
+        norms = (
+            self.before_attention,
+            self.after_attention,
+            self.before_feed_forward,
+            self.after_feed_forward,
+        )
+        yield from self.attention.loads()
+        yield from self.feed_forward.loads()
+        for norm in filter(None, norms):
+            yield from norm.loads()
+
+    def finish_loading(self) -> None:
+        for linear in self.attention.linears:
+            linear.finish_loading()
+        self.feed_forward.finish_loading()
 
 
 class DenseDecoder:
     """A `CausalLM`; see there for shapes."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
-        _check_supported(config)
+        check_decoder(config)
         hf = config.hf_config
-        self.embed_tokens = Embedding("model.embed_tokens", hf.vocab_size, hf.hidden_size, build)
+        spec = replace(spec, mlp=replace(spec.mlp, activation=activation_of(config)))
+        self.is_plain = spec.is_plain
+        self.embed_tokens = Embedding(
+            "model.embed_tokens", hf.vocab_size, hf.hidden_size, build, spec.embedding_scale
+        )
         self.layers = [
             DecoderLayer(index, config, spec, build) for index in range(config.num_layers)
         ]
-        self.norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, build)
-        self.lm_head = LMHead("lm_head", self.embed_tokens, hf.tie_word_embeddings, build)
-        self.rotary = build_rotary(config, build)
-        self._input_norms = [*(layer.input_norm for layer in self.layers), self.norm]
+        self.norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, build, spec.norm_offset)
+        self.lm_head = LMHead(
+            "lm_head",
+            self.embed_tokens,
+            hf.tie_word_embeddings,
+            build,
+            spec.logit_scale,
+            spec.logit_soft_cap,
+        )
+        rotaries = spec.rotaries or (build_rotary(config, build),) * config.num_layers
+        self.rotaries = list(dict.fromkeys(rotaries))  # each once
+        self._rotary_of = [self.rotaries.index(rotary) for rotary in rotaries]
+        self._input_norms = [*(layer.before_attention for layer in self.layers), self.norm]
         self.attention_layers = [layer.attention.layer for layer in self.layers]
-        self.uses_prompt_lens = self.rotary.uses_prompt_lens
-        self.aliases = self.lm_head.aliases
+        self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in self.rotaries)
+        self.aliases = {**self.lm_head.aliases, **draft_names(config)}
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         # Before the embedding, the last ordinary launch: layers' kernels read it before their wait.
-        rotation = self.rotary.rotation(inputs.positions, inputs.prompt_lens)
+        rotations = [one.rotation(inputs.positions, inputs.prompt_lens) for one in self.rotaries]
         residual = self.embed_tokens(inputs.ids)  # [T, hidden_size]
-        x = Normed(self._input_norms[0](residual))
-        for layer, next_norm in zip(self.layers, self._input_norms[1:], strict=True):
-            post_norm = layer.post_attention_norm.constants
-            x = layer.attention.add(x, residual, post_norm, rotation, mixer)
-            x = layer.mlp.add(x, residual, next_norm.constants)
+        first = self._input_norms[0]
+        x = Normed(residual if first is None else first(residual))
+        for layer, rotary, next_norm in zip(
+            self.layers, self._rotary_of, self._input_norms[1:], strict=True
+        ):
+            x = layer(x, residual, next_norm, rotations[rotary], mixer)
         return x.values if x.squares is None else self.norm(residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -164,29 +219,25 @@ class DenseDecoder:
 
     def finish_loading(self) -> None:
         for layer in self.layers:
-            for linear in layer.linears:
-                linear.finish_loading()
+            layer.finish_loading()
 
 
-def unsupported(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
-    """The error for one key of config.json; `reason` continues after its value."""
-    value = getattr(config.hf_config, key, None)
-    return ModelLoadError(f"{config.path / 'config.json'}: {key} {value!r} {reason}")
+def attention_layer(
+    index: int, config: ModelConfig, spec: DecoderSpec, build: Build
+) -> AttentionLayer:
+    window = spec.windows[index]
+    scale = spec.attention_scale
+    return AttentionLayer(
+        index=index,
+        num_heads=config.hf_config.num_attention_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5 if scale is None else scale,
+        # A window that holds the whole context hides nothing; kernels are faster without.
+        window=window if window is not None and window < build.max_model_len else None,
+        soft_cap=spec.soft_cap,
+    )
 
 
-def _check_supported(config: ModelConfig) -> None:
-    """All that the families of the dense decoder take for granted. Raises `ModelLoadError`."""
-    hf = config.hf_config
-    if hf.hidden_act != "silu":
-        raise unsupported(config, "hidden_act", "is not supported, only 'silu'")
-    if hf.num_attention_heads % config.num_kv_heads:
-        raise unsupported(
-            config,
-            "num_attention_heads",
-            f"is no multiple of {config.num_kv_heads} key-value heads",
-        )
-    num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
-    if num_stored and config.num_layers > num_stored:
-        raise unsupported(
-            config, "num_hidden_layers", f"is more than the {num_stored} of the checkpoint"
-        )
+def _constants(norm: RMSNorm | None) -> Norm | None:
+    return None if norm is None else norm.constants

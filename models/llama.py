@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DecoderSpec, DenseDecoder
+from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.mlp import MLPSpec
 
 
 def build_llama(config: ModelConfig, build: Build) -> DenseDecoder:
     hf = config.hf_config
     spec = DecoderSpec(
         windows=(None,) * config.num_layers,
-        qkv_bias=hf.attention_bias,
-        output_bias=hf.attention_bias,
-        mlp_bias=hf.mlp_bias,
+        attention=AttentionSpec(qkv_bias=hf.attention_bias, output_bias=hf.attention_bias),
+        mlp=MLPSpec(bias=hf.mlp_bias),
     )
     return DenseDecoder(config, spec, build)

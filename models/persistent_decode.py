@@ -57,7 +57,7 @@ class PersistentDecode:
         where a block waited in vain for another.
         """
         embeddings = self._model.embed_tokens(token_ids)
-        rotation = self._model.rotary.rotation(rows.positions, prompt_lens)
+        rotation = self._model.rotaries[0].rotation(rows.positions, prompt_lens)
         num_rows, (block_tables,) = len(embeddings), rows.block_tables
         assert num_rows <= MAX_ROWS
         for indices in (rows.positions, block_tables, rotation.rows):
@@ -113,9 +113,8 @@ def _layer_table(model: DenseDecoder, pages: Sequence[torch.Tensor]) -> torch.Te
 
 
 def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
-    first, second = (
-        norm.constants.weight for norm in (layer.input_norm, layer.post_attention_norm)
-    )
+    norms = layer.before_attention, layer.before_feed_forward
+    first, second = (None if norm is None else norm.constants.weight for norm in norms)
     norm = layer.attention.layer.head_norm
     q_norm, k_norm = _addresses([None, None] if norm is None else [norm.q_weight, norm.k_weight])
     return Layer(

@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from asyncllm.errors import ModelLoadError
+from asyncllm.attention.registry import resolve_backend
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
+from asyncllm.models.deepseek import build_deepseek_v2, build_deepseek_v3
+from asyncllm.models.gemma import build_gemma
+from asyncllm.models.glm4 import build_glm4, build_glm4_moe
+from asyncllm.models.gpt_oss import build_gpt_oss
+from asyncllm.models.granite import build_granite
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.llama import build_llama
 from asyncllm.models.mistral import build_mistral
+from asyncllm.models.mixtral import build_mixtral
+from asyncllm.models.olmo import build_olmo2, build_olmo3
+from asyncllm.models.olmoe import build_olmoe
+from asyncllm.models.phi3 import build_phi3
 from asyncllm.models.quantization.select import linear_methods
 from asyncllm.models.qwen2 import build_qwen2
+from asyncllm.models.qwen2_moe import build_qwen2_moe
 from asyncllm.models.qwen3 import build_qwen3
+from asyncllm.models.qwen3_moe import build_qwen3_moe
+
+logger = logging.getLogger("asyncllm")
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, Build], CausalLM]] = {
+    "DeepseekV2ForCausalLM": build_deepseek_v2,
+    "DeepseekV3ForCausalLM": build_deepseek_v3,
+    "Gemma2ForCausalLM": build_gemma,
+    "Gemma3ForCausalLM": build_gemma,
+    "Glm4ForCausalLM": build_glm4,
+    "Glm4MoeForCausalLM": build_glm4_moe,
+    "GptOssForCausalLM": build_gpt_oss,
+    "GraniteForCausalLM": build_granite,
     "LlamaForCausalLM": build_llama,
     "MistralForCausalLM": build_mistral,
+    "MixtralForCausalLM": build_mixtral,
+    "Olmo2ForCausalLM": build_olmo2,
+    "Olmo3ForCausalLM": build_olmo3,
+    "OlmoeForCausalLM": build_olmoe,
+    "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
+    "Qwen2MoeForCausalLM": build_qwen2_moe,
     "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3MoeForCausalLM": build_qwen3_moe,
 }
 
 
@@ -34,30 +66,65 @@ def build_model(
     ops: Ops,
     max_model_len: int,
     lora: LoRALayers | None = None,
+    keeps_latents: bool = False,
 ) -> CausalLM:
     """The model with its weights allocated and uninitialised: `load_weights` fills them.
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
     methods = linear_methods(model_config, dtype, device, ops)
-    build = Build(dtype, device, ops, methods, max_model_len, lora)
+    build = Build(dtype, device, ops, methods, max_model_len, lora, keeps_latents)
     if model_config.implementation == "transformers":
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
 
         return TransformersModel(model_config, build)
+    file, architecture = model_config.path / "config.json", model_config.architecture
     try:
-        return ARCHITECTURES[model_config.architecture](model_config, build)
+        return ARCHITECTURES[architecture](model_config, build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs
         model_type = model_config.hf_config.model_type
         raise ModelLoadError(
-            f"{model_config.path / 'config.json'}: model_type {model_type!r} does not fit "
-            f"{model_config.architecture}: {error}"
+            f"{file}: model_type {model_type!r} does not fit {architecture}: {error}"
         ) from error
+    except NotImplementedError as error:  # of a method of a layer's weights
+        raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
+
+
+def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
+    """With the implementation that serves its model exactly; and that model without memory.
+
+    What a native family does not serve is left to transformers, unless ours was asked for. Raises
+    as `build_model`.
+    """
+    dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
+    model_len = config.max_model_len or config.model.context_window
+    try:
+        return config, model_without_memory(config.model, dtype, model_len, latents)
+    except UnsupportedModelError as error:
+        if config.model.asked_implementation != "auto":
+            raise
+        logger.info("falling back to transformers' model: %s", error)
+        other = ModelConfig.from_folder(config.model.path, "transformers")
+        config = replace(config, model=replace(other, fallback=str(error)))
+    return config, model_without_memory(config.model, dtype, model_len)
+
+
+def keeps_latents(config: EngineConfig) -> bool:
+    """Whether attention takes latents: torch's does, where it is what was asked for. With adapters
+    keys and values are made, as an adapter may change how."""
+    backend = resolve_backend(config.attention_backend, torch.device(config.device))
+    return backend == "torch" and not config.enable_lora
 
 
 def model_without_memory(
-    model_config: ModelConfig, dtype: torch.dtype, max_model_len: int
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    keeps_latents: bool = False,
 ) -> CausalLM:
     """For what is to be known before there are weights. Raises as `build_model`."""
-    return build_model(model_config, dtype, torch.device("meta"), TorchOps(), max_model_len)
+    meta = torch.device("meta")
+    return build_model(
+        model_config, dtype, meta, TorchOps(), max_model_len, keeps_latents=keeps_latents
+    )

@@ -67,7 +67,7 @@ class JsonStreams:
         while len(ids) < ANSWER_TOKENS:
             near = text[done : done + 40]
             more = constraint.forced_tokens()[:1] or tokenizer.encode(near, False)[:1]
-            constraint.accept(more[0])
+            constraint.accept_many([constraint], [more])
             ids += more
             done += len(tokenizer.decode(more))
         return ids

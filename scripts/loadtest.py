@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--api-key", help="sent as bearer token, never printed")
     add("--json", type=Path, metavar="FILE", help="for the JSON line too")
     add("--html", type=Path, metavar="FILE", help="a report with plots (extra: bench)")
-    add("--num-seeds", type=above(0), default=1, help="runs, for confidence intervals (1)")
+    add("--num-seeds", type=above(0), help="runs, for confidence intervals (1; with --ab-url 5)")
     add("--ab-url", help="a second server, run in turn with the first; prints the ratios")
     add("--find-knee", action="store_true", help="the highest rate that meets --slo")
     add("--probe-s", type=above(0, float), default=20.0, help="of one rate of it (20)")
@@ -67,12 +67,18 @@ def pick(given: dict[str, Any], kind: type) -> dict[str, Any]:
 def carry_out(given: dict[str, Any], settings: Settings) -> tuple[dict[str, Any], list[Run]]:
     """The report, and the runs behind it for the page."""
 
+    vocab_sizes: dict[str, int | None] = {}  # by server, where the first run had to find it
+
     def run(asked: Settings) -> Run:
+        if (known := vocab_sizes.get(asked.base_url)) is not None:
+            asked = replace(asked, vocab_size=known)
         rate = f", {asked.request_rate:.3g} requests/s" if asked.request_rate < 1e9 else ""
         with live_table(f"{asked.base_url}, seed {asked.seed}{rate}") as watch:
-            return run_once(asked, given.get("api_key"), watch)
+            done = run_once(asked, given.get("api_key"), watch)
+        vocab_sizes[asked.base_url] = done.report["conditions"]["vocab_size"]
+        return done
 
-    num = given["num_seeds"]
+    num = given.get("num_seeds", 5 if "ab_url" in given else 1)
     if given.get("ceiling"):
         return find_ceiling(settings, MockSettings(**pick(given, MockSettings)), run), []
     if given.get("find_knee"):

@@ -27,9 +27,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from asyncllm import LLM, SamplingParams
 from asyncllm.attention.cache_spec import CacheLayout
+from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_config import ARCHITECTURES, ModelConfig
-from asyncllm.models.registry import model_without_memory
+from asyncllm.model_config import ARCHITECTURES
+from asyncllm.models.registry import settle
 
 VOCAB_SIZE = 97
 NUM_TOKENS = 12
@@ -166,8 +167,11 @@ def serve(
 
 def num_groups(folder: Path) -> int:
     """The model's cache groups."""
-    config = ModelConfig.from_folder(folder)
-    model = model_without_memory(config, torch.float32, REGIME["max_model_len"])
+    model_len = REGIME["max_model_len"]
+    args = EngineArgs(
+        str(folder), dtype="float32", max_model_len=model_len, skip_tokenizer_init=True
+    )
+    _, model = settle(args.create_engine_config())
     return CacheLayout(model.attention_layers, REGIME["block_size"], torch.float32).num_groups
 
 

@@ -25,10 +25,10 @@ from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.step_clock import StepClock, kind_of
+from asyncllm.engine.step_clock import StepClock
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.step_plan import StepPlan
+from asyncllm.step_plan import StepKind, StepPlan
 from asyncllm.types import Request, Sequence, SequenceStatus, StepResult
 from asyncllm.worker.executor import DeviceTimes
 
@@ -171,7 +171,7 @@ class Simulation:
         started, num_prefill = self._now, sum(len(row.token_ids) for row in plan.prefills)
         self.num_prefilled += num_prefill
         begins = max(self._free_at, started + PLAN_S)
-        kind = kind_of(plan)
+        kind = StepKind.of(len(plan.decodes), num_prefill)
         self._now = started + PLAN_S + LAUNCH_S.get(kind, 0.0)
         self._free_at = max(begins + self._device.step_s(plan), self._now)
         step = SimulatedStep(DeviceTimes(begins, self._free_at))

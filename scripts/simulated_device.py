@@ -27,7 +27,7 @@ class Device:
     attention_flops_per_s: float = 557e12
 
     def step_s(self, plan: StepPlan) -> float:
-        context = sum(row.position + 1 for row in plan.decodes)
+        context = int((plan.decodes.positions + 1).sum())
         num_tokens = plan.num_tokens
         place = bisect_left(PREFILL_GRAPH_SIZES, num_tokens)
         if plan.prefills and place < len(PREFILL_GRAPH_SIZES):

@@ -214,19 +214,25 @@ def _device(properties: Any, index: int) -> Finding:
 def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
+    from asyncllm.models.registry import settle
+
     try:
         # Dummy weights: what is on the hub is judged by its small files, before all of it is here.
-        config = replace(engine_args, load_format="dummy").create_engine_config()
+        asked = replace(engine_args, load_format="dummy").create_engine_config()
+        config, model = settle(asked)
         name = Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
-        found = [*_files(engine_args, config.model.path), *_needs(config)]
+        found = [*_files(engine_args, config.model.path), *_needs(config, model)]
     except (ModelLoadError, ValueError) as error:  # which may come late: one line in any case
         yield Finding("model", "name", str(error), "MISSING", "another folder, or another flag")
         return
-    yield from (name, Finding("model", "implementation", config.model.implementation), *found)
+    fallback = config.model.fallback
+    state: State = "note" if fallback else "ok"
+    implementation = config.model.implementation
+    yield from (name, Finding("model", "implementation", implementation, state, fallback), *found)
     if kernels.nothing_to_build(config) is None:
         modules = kernels.modules_of(config)
         absent = [module.name for module in modules if not module.is_built]
-        state: State = "note" if absent else "ok"
+        state = "note" if absent else "ok"
         advice = "asyncllm kernels build MODEL: else the first start compiles them"
         built = f"{len(modules) - len(absent)} of {len(modules)} FlashInfer modules built"
         yield Finding("model", "kernels", built, state, advice if absent else "")
@@ -248,18 +254,15 @@ def _files(engine_args: EngineArgs, folder: Path) -> Iterator[Finding]:
         yield Finding("model", "files", f"no {' and '.join(missing)}", "MISSING", advice)
 
 
-def _needs(config: Any) -> Iterator[Finding]:
-    """Weights, KV bytes per token, and how many tokens fit beside the weights."""
+def _needs(config: Any, model: Any) -> Iterator[Finding]:
+    """Weights, KV bytes per token, and how many tokens fit beside the weights. `model`: without
+    memory."""
     import torch
 
     from asyncllm.attention.cache_spec import CacheLayout
     from asyncllm.cache_group import num_blocks_that_fit
-    from asyncllm.models.registry import model_without_memory
     from asyncllm.worker.memory import CPU_KV_SHARE, GRAPH_RESERVE_BYTES
 
-    dtype = getattr(torch, config.dtype)
-    model_len = config.max_model_len or config.model.context_window
-    model = model_without_memory(config.model, dtype, model_len)
     weights = sum(load.num_bytes for load in model.loads())
     kv_dtype = getattr(torch, config.kv_cache_dtype)
     layout = CacheLayout(model.attention_layers, config.block_size, kv_dtype)

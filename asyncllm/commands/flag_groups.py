@@ -18,6 +18,10 @@ GROUPS: dict[str, tuple[str, str]] = {
         structured_outputs_config stream_interval enable_force_include_usage
         enable_prompt_tokens_details return_tokens_as_token_ids
         """),
+    "adapters": ("LoRA", """
+        enable_lora lora_modules max_loras max_lora_rank max_cpu_loras
+        allow_runtime_lora_updating lora_root
+        """),
     "memory": ("the device's memory and the KV cache", """
         gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override block_size
         enable_prefix_caching swap_space kv_cache_dtype calculate_kv_scales

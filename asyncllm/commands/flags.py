@@ -141,8 +141,32 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """`--max_num_seqs=8` -> `--max-num-seqs=8`; values are left alone."""
-    return [_hyphens(word) for word in argv]
+    """`--max_num_seqs=8` -> `--max-num-seqs=8`; values are left alone.
+
+    vLLM's way to spell an object, a flag for each member, becomes one: `--name.key value`.
+    """
+    words: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        flag, dot, path = name.partition(".")
+        if not (dot and path and flag.startswith("--")):
+            words.append(_hyphens(word))
+            continue
+        *outer, key = path.split(".")
+        inner = objects.setdefault(_hyphens(flag), {})
+        for step in outer:
+            inner = inner.setdefault(step, {})
+        inner[key] = _json_or_text(value if equals else next(rest, ""))
+    return words + [word for flag, given in objects.items() for word in (flag, json.dumps(given))]
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def field_names(record: type) -> set[str]:

@@ -64,8 +64,10 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
 
     from asyncllm.attention.flashinfer.modules import modules_for
     from asyncllm.kernels.registry import libraries
+    from asyncllm.models.registry import settle
     from asyncllm.worker.kernel_prewarm import early_start
 
+    config, _ = settle(config)
     start = early_start(config, torch.device("cuda"))
     capability = torch.cuda.get_device_capability()
     modules = modules_for(list(start.layers), start.dtype, config.block_size, capability)

@@ -11,27 +11,22 @@ import itertools
 import time
 from collections.abc import Iterable
 from functools import partial
-from itertools import islice
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.engine.arrivals import Arrival, Arrivals, RequestAbortedError
-from asyncllm.engine.beam_client import BeamSearchClient
 from asyncllm.engine.engine_core import CoreLoader, EngineCore
-from asyncllm.engine.generation import Generation
+from asyncllm.engine.generation import Arrival, Arrivals, Generation
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
-from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.lora import LoRARequest
 from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
-from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -48,15 +43,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, model: str = "tiny", **engine_args: Any) -> None:
-        self._setup(EngineArgs(model=model, **engine_args))
-
-    @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> Self:
-        engine = cls.__new__(cls)
-        engine._setup(args)
-        return engine
-
-    def _setup(self, args: EngineArgs) -> None:
+        args = EngineArgs(model=model, **engine_args)
         self.config: EngineConfig = args.create_engine_config()
         self.recorder = Recorder()
         self.stat_loggers: list[StatLogger] = []
@@ -69,6 +56,10 @@ class AsyncLLMEngine:
         self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        return cls(**vars(args))
 
     # --- life --------------------------------------------------------------------------------
 
@@ -138,30 +129,11 @@ class AsyncLLMEngine:
             sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
-        submitted = False
-
-        async def start_and_queue(sink: Sink) -> None:
-            nonlocal submitted
-            await self.start()
-            params = sampling_params or self.input_processor.default_params({})
-            await self._queue(
-                arrival, name, prompt, params, sink, None,
-                priority=priority, cache_salt=cache_salt, lora_request=lora_request,
-            )  # fmt: skip
-            submitted = True
-
-        async def submit(sink: Sink) -> None:
-            try:
-                await arrival.run(start_and_queue(sink))
-            except RequestAbortedError:
-                sink(_aborted_output(name, prompt, sampling_params or SamplingParams()))
-
-        def abort() -> None:
-            if submitted:
-                self.abort(name)
-
+        submit = partial(
+            self._submit, arrival, prompt, sampling_params, True, priority, cache_salt, lora_request
+        )
         kind = (sampling_params or SamplingParams()).output_kind
-        return Generation(submit, abort, kind)
+        return Generation(submit, partial(self.abort, name), kind)
 
     def beam_search(
         self,
@@ -204,62 +176,48 @@ class AsyncLLMEngine:
         Raises as `generate`; a refused request owns nothing.
         """
         arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
-        try:
-            await arrival.run(
-                self._queue(
-                    arrival, request_id, prompt, params, sink, text_sink,
-                    priority=priority, cache_salt=cache_salt, lora_request=lora_request,
-                )
-            )  # fmt: skip
-        except RequestAbortedError:
-            sink(_aborted_output(request_id, prompt, params))
+        await self._submit(
+            arrival, prompt, params, False, priority, cache_salt, lora_request, sink, text_sink
+        )
 
-    async def _queue(
+    async def _submit(
         self,
         arrival: Arrival,
-        request_id: str,
         prompt: PromptInput,
-        params: SamplingParams,
-        sink: Sink,
-        text_sink: TextSink | None,
-        *,
+        params: SamplingParams | None,  # None: the model's defaults, known once it is loaded
+        starts: bool,
         priority: int,
         cache_salt: str | None,
         lora_request: LoRARequest | None,
+        sink: Sink,
+        text_sink: TextSink | None = None,
     ) -> None:
-        core = self._open(request_id)
-        request = await core.input_processor.process(
-            request_id, prompt, params, time.monotonic(), priority, cache_salt
-        )
-        adapter = None
-        if lora_request is not None:
-            adapter = await core.acquire_adapter(lora_request)
-            request.use_adapter(adapter.slot, adapter.content)
-            sink = core.lora.releasing(adapter, sink)
-        try:
-            if arrival.is_aborted:
-                raise RequestAbortedError
-            self._add(request, sink, text_sink)
-        except BaseException:
-            if adapter is not None:
-                core.lora.release(adapter)
-            raise
+        request_id = arrival.request_id
 
-    def _add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
-        params = request.sampling_params
-        # Things may have changed while a long prompt was tokenised.
-        core = self._open(request.request_id, len(request.prompt_token_ids))
-        if self.config.logits_processors:
-            request.batch_processors = core.processors_for(params)
-        if params.use_beam_search:
-            seq_ids = list(islice(core.input_processor.seq_ids, params.num_sequences))
-            record = partial(core.steps.record, None)
-            search = BeamSearchClient(request, seq_ids, core.live, sink, record)
-            core.live.add(request, search.receive, None)
-            search.ask()
-        else:
-            core.live.add(request, sink, text_sink)
-        core.steps.wake()
+        async def queue() -> None:
+            if starts:
+                await self.start()
+            core = self._open(request_id)
+            given = params or core.input_processor.default_params({})
+            request = await core.input_processor.process(
+                request_id, prompt, given, time.monotonic(), priority, cache_salt
+            )
+            adapter, receive, is_added = None, sink, False
+            if lora_request is not None:
+                adapter = await core.acquire_adapter(lora_request)
+                request.use_adapter(adapter.slot, adapter.content)
+                receive = core.lora.releasing(adapter, sink)
+            try:
+                if not arrival.is_aborted:  # and what may have changed while this was prepared
+                    core = self._open(request_id, len(request.prompt_token_ids))
+                    core.add(request, receive, text_sink)
+                    is_added = True
+            finally:
+                if adapter is not None and not is_added:
+                    core.lora.release(adapter)
+
+        if not await arrival.run(queue()):
+            sink(_aborted_output(request_id, prompt, params or SamplingParams()))
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
@@ -269,10 +227,6 @@ class AsyncLLMEngine:
                 self.recorder.aborts[cause] += 1
             if self._core is not None and self._core.live.abort(name, cause):
                 self._core.steps.record(None)
-
-    async def encode(self, prompt: PromptInput) -> NoReturn:
-        """Reserved, under vLLM's name, for pooling models (embeddings, scores); not served yet."""
-        raise NotImplementedError("encode: pooling models are not served yet")
 
     # --- adapters ----------------------------------------------------------------------------
 
@@ -367,11 +321,6 @@ class AsyncLLMEngine:
         return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
 
     @property
-    def host_seconds(self) -> HostSeconds:
-        """The loop's time in each verb of a step, running totals."""
-        return self._running().steps.clock.host
-
-    @property
     def work(self) -> WorkCounts:
         """How the steps were run, running totals."""
         return self._running().worker.work
@@ -400,7 +349,7 @@ class AsyncLLMEngine:
             )
         if core.dead is not None:
             raise EngineDeadError(core.dead)
-        core.live.admission.check_room(request_id, num_tokens)
+        core.live.check_room(request_id, num_tokens)
         return core
 
     def _running(self) -> EngineCore:

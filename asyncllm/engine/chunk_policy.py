@@ -93,7 +93,9 @@ class ChunkPolicy:
         num_tokens, to_end = self._beside(num_decodes, chunk, num_startable), 0
         if self.step_sizes:
             if begun and begun[0] > num_tokens and num_waiting >= BACKLOG_CHUNKS * chunk:
-                num_tokens = max(num_tokens, self._backlog_size(chunk) - num_decodes)
+                # Half more: fewer steps read the weights and the contexts of the decodes.
+                size = self._nearest_size(min(chunk + chunk // 2, self.step_sizes[-1]), 0)
+                num_tokens = max(num_tokens, size - num_decodes)
             # The last few tokens of a prompt take no step because of the decodes alone.
             most = min(chunk + chunk // END_SHARE, self.step_sizes[-1])
             to_end = max(0, most - num_decodes - num_tokens)
@@ -107,10 +109,6 @@ class ChunkPolicy:
         num_tokens = max(num_tokens, num_decodes + num_startable // DRAIN_STEPS)
         least = min(num_tokens, num_decodes + chunk // 2)
         return max(1, self._nearest_size(num_tokens, least) - num_decodes)
-
-    def _backlog_size(self, chunk: int) -> int:
-        """Half more: fewer steps read the weights and the contexts of the decodes."""
-        return self._nearest_size(min(chunk + chunk // 2, self.step_sizes[-1]), 0)
 
     def _nearest_size(self, num_tokens: int, least: int) -> int:
         """`least`: where few sizes are captured, the nearest may leave prompts next to nothing."""

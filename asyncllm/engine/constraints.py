@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -39,21 +38,16 @@ class Constrained:
     seconds: float  # that it took
 
 
-class MaskBuffer(Protocol):
-    def host(self) -> np.ndarray:
-        """int32 [rows or more, ceil(V / 32)], to be overwritten."""
-        ...
-
-
 def constrain(
     plan: StepPlan,
-    buffer: MaskBuffer,
+    buffer: Callable[[], np.ndarray],
     sample: Callable[[TokenMasks], None],
     filling: Callable[[], object],
 ) -> Constrained:
     """For a step that is about to be sampled, all tokens before it known; `sample` launches it.
 
-    `filling` is called when masks begin to be filled, which is where it lets go of the GIL.
+    `buffer` gives int32 [rows or more, ceil(V / 32)], to be overwritten. `filling` is called when
+    masks begin to be filled, which is where it lets go of the GIL.
     """
     start = time.monotonic()
     rows = [
@@ -65,7 +59,7 @@ def constrain(
         sample(NO_MASKS)
         return Constrained([], [], time.monotonic() - start)
     seqs = [seq for _, seq in rows]
-    bits = buffer.host()[: len(rows)]
+    bits = buffer()[: len(rows)]
     failures = _advance(seqs, bits, filling)
     sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
     forced, unanswered = _forced_tokens(seqs, bits, len(plan.sampled))
@@ -105,7 +99,8 @@ def _forced_tokens(
         if may_jump_forward(seq):
             assert seq.constraint is not None
             try:
-                forced = seq.constraint.forced_tokens()[: _num_tokens_left(seq)]
+                num_left = seq.request.max_tokens - seq.num_output_tokens
+                forced = seq.constraint.forced_tokens()[:num_left]
             except Exception as error:  # as in `constrain`; its sampling is launched, for nobody
                 failures.append((seq, error))
                 continue
@@ -127,7 +122,3 @@ def may_jump_forward(seq: Sequence) -> bool:
     wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
     processed = params.logits_processors or seq.request.batch_processors
     return not (wants_logprobs or processed)
-
-
-def _num_tokens_left(seq: Sequence) -> int:
-    return seq.request.max_tokens - seq.num_output_tokens

@@ -14,16 +14,17 @@ import logging
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import Adapter, AdapterManager
-from asyncllm.engine.admission import Admission
+from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
-from asyncllm.engine.own_thread import in_own_thread
+from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
@@ -31,8 +32,10 @@ from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import InvalidRequestError, LoRALoadError
+from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.types import Request
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -57,11 +60,11 @@ class EngineCore:
         )
         self.live = LiveRequests(
             self._new_scheduler(SchedulerStats()),
-            Admission(
-                config.max_queued_requests, config.max_queued_tokens, config.max_queue_seconds
-            ),
             input_processor.tokenizer,
             recorder.aborts,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            max_queue_seconds=config.max_queue_seconds,
         )
         self.watchdog = Watchdog(
             config.watchdog_timeout,
@@ -83,7 +86,22 @@ class EngineCore:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
+    def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
+        """Raises `InvalidRequestError`, also for the id of one that is live."""
+        params = request.sampling_params
+        if self._config.logits_processors:
+            request.batch_processors = self._processors_for(params)
+        if params.use_beam_search:
+            seq_ids = list(islice(self.input_processor.seq_ids, params.num_sequences))
+            record = partial(self.steps.record, None)
+            search = BeamSearchClient(request, seq_ids, self.live, sink, record)
+            self.live.add(request, search.receive, None)
+            search.ask()
+        else:
+            self.live.add(request, sink, text_sink)
+        self.steps.wake()
+
+    def _processors_for(self, params: SamplingParams) -> tuple[int, ...]:
         """Raises `InvalidRequestError` where one of the engine's refuses the request."""
         try:
             found = self.worker.processors_for(params)

@@ -18,12 +18,12 @@ from functools import partial
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.non_finite import end_without_token
-from asyncllm.engine.own_thread import in_own_thread
 from asyncllm.engine.pipeline import Launched
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger, StepRecord
 from asyncllm.engine.step_clock import LoopLag, StepClock
 from asyncllm.engine.watchdog import Watchdog
+from asyncllm.host import in_own_thread
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import HostStep
@@ -56,6 +56,7 @@ class EngineSteps:
         self._live = live
         self._watchdog = watchdog
         self._recorder = recorder
+        self._host_seconds = recorder.host_seconds
         self._stat_loggers = stat_loggers
         self._later = deque(later)
         self._lag = LoopLag(recorder.loop_lag.observe)
@@ -103,7 +104,7 @@ class EngineSteps:
         self.is_planning = False
         if plan is not None:
             self._live.planned(plan)
-        self.clock.host.plan += time.monotonic() - start
+        self._host_seconds["plan"] += time.monotonic() - start
         return plan
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -111,7 +112,7 @@ class EngineSteps:
         launched = self._worker.launch(plan)
         now = time.monotonic()
         self.clock.launched(launched, now - self._plan_started)
-        self.clock.host.launch += now - start
+        self._host_seconds["launch"] += now - start
         self._live.scheduler.publish_planned()  # now that the device is at work
         return launched
 
@@ -123,7 +124,10 @@ class EngineSteps:
         """
         assert isinstance(launched, HostStep)
         loop, filling = asyncio.get_running_loop(), asyncio.Event()
-        masks, begun = self._worker.token_masks, partial(loop.call_soon_threadsafe, filling.set)
+        masks, begun = (
+            self._worker.token_masks.host,
+            partial(loop.call_soon_threadsafe, filling.set),
+        )
         work = loop.run_in_executor(
             self._constrain_thread, partial(constrain, plan, masks, launched.sample, begun)
         )
@@ -137,8 +141,8 @@ class EngineSteps:
         for seq, error in constrained.failures:
             self._live.fail_sequence(seq, "its grammar failed", error)
         self._live.jump_forward(constrained.forced)
-        self.clock.host.finish += time.monotonic() - start
-        self.clock.host.constrain += constrained.seconds
+        self._host_seconds["finish"] += time.monotonic() - start
+        self._host_seconds["constrain"] += constrained.seconds
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         start = time.monotonic()
@@ -148,7 +152,7 @@ class EngineSteps:
         for row, error in result.failures.items():
             self._live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self._live.take(plan, result)
-        self.clock.host.finish += time.monotonic() - start
+        self._host_seconds["finish"] += time.monotonic() - start
 
     def emit(self) -> None:
         """Give clients the tokens of the step that was finished, if they have not got them yet.
@@ -161,7 +165,7 @@ class EngineSteps:
             self._pending_observe.append(self._pending_emit)
             self._pending_emit = None
             asyncio.get_running_loop().call_soon(self.observe)
-        self.clock.host.finish += time.monotonic() - start
+        self._host_seconds["finish"] += time.monotonic() - start
 
     def observe(self) -> None:
         """Record now the steps that would be recorded in the loop's next turn."""
@@ -171,7 +175,7 @@ class EngineSteps:
         while self._pending_observe:
             self.record(self._timed(self._pending_observe.popleft()))
         self._lag.watch()
-        self.clock.host.finish += time.monotonic() - start
+        self._host_seconds["finish"] += time.monotonic() - start
 
     def _timed(self, plan: StepPlan) -> StepRecord | None:
         """None where its times cannot be read: if the device is lost, the next step will say so."""

@@ -15,19 +15,23 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.request_limits import RequestLimits
+from asyncllm.engine.logprobs import (
+    check_output_logprobs,
+    check_prompt_logprobs,
+    most_output_tokens,
+)
 from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput, parse_prompt
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 from asyncllm.engine.thinking import ThinkingBudget, reasoning_tokens
-from asyncllm.errors import InvalidRequestError
+from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.outputs import RequestMetrics
-from asyncllm.sampling_limits import MAX_SEED
+from asyncllm.sampling_limits import MAX_SEED, require
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, Sequence
 
@@ -47,9 +51,11 @@ class InputProcessor:
         self._defaults = config.generation_defaults
         self._known_params = lru_cache(MAX_KNOWN_PARAMS, typed=True)(self._make_params)
         self._encoder = PromptEncoder(tokenizer, config.model.vocab_size, max_model_len)
-        self._limits = RequestLimits(config, self._encoder, max_model_len)
+        most = config.max_logprobs
+        self._max_logprobs = config.model.vocab_size if most == -1 else most
+        self._default_max_tokens = config.generation_defaults.max_tokens
         self._vocab_size = config.model.vocab_size
-        self._rope_window = _dynamic_rope_window(config)
+        self._rope_window = _rope_window(config)
         self._eos_token_ids = end_of_text_ids(config, tokenizer)
         self.grammars = GrammarCompiler(
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
@@ -76,7 +82,13 @@ class InputProcessor:
         for name, value in overrides.items():
             if value is not None or (name == "max_tokens" and name not in values):
                 values[name] = value
-        return SamplingParams(**values)
+        return self.with_counts(SamplingParams(**values))
+
+    def with_counts(self, params: SamplingParams) -> SamplingParams:
+        """With the number of log-probabilities that -1, the whole vocabulary, stands for."""
+        names = ("logprobs", "prompt_logprobs")
+        whole: dict[str, Any] = {n: self._vocab_size for n in names if getattr(params, n) == -1}
+        return replace(params, **whole) if whole else params
 
     async def process(
         self,
@@ -92,13 +104,15 @@ class InputProcessor:
         Large texts and grammars are for threads: the libraries drop the GIL.
         """
         parsed = parse_prompt(prompt)
+        if params.logprobs == -1 or params.prompt_logprobs == -1:
+            params = self.with_counts(params)
         text, ids, bad_words = await self._encode(parsed, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else await self.grammars.compile_async(wanted)
         if type(priority) is not int or abs(priority) >= 2**63:
             raise InvalidRequestError("priority must be a 64-bit integer", "priority")
-        max_tokens = self._limits.max_tokens(len(ids), params, parsed)
-        self._limits.check(params, len(ids), max_tokens)
+        max_tokens = self._max_tokens(len(ids), params, parsed)
+        self._check_limits(params, len(ids), max_tokens)
         stop_token_ids = self._stop_token_ids(params)
         salt = parsed.cache_salt if cache_salt is None else cache_salt
         request = Request(
@@ -166,24 +180,67 @@ class InputProcessor:
         ids = request.prompt_token_ids
         num_open = self._reasoning.num_open(ids)
         for seq in request.sequences:
-            seq.forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)
+            forcer = ThinkingBudget(self._reasoning, budget, len(ids), num_open)
+            seq.forcer = forcer.next_token
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
         """The key that requests must have in common, beside tokens, to share KV; b"" for most.
 
-        With dynamic RoPE the KV of a prompt longer than the window depends on its whole length.
+        With dynamic RoPE the KV of a prompt longer than the window depends on its whole length,
+        with longrope on that it is longer.
         """
         if salt is not None and not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
             raise InvalidRequestError(
                 f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt"
             )
-        is_beyond = self._rope_window is not None and num_prompt > self._rope_window
-        if salt is None and not is_beyond:
+        window = self._rope_window
+        beyond = None
+        if window is not None and num_prompt > window.num_tokens:
+            beyond = num_prompt if window.has_lengths else "beyond"
+        if salt is None and beyond is None:
             return b""
-        key = repr((salt, num_prompt if is_beyond else None))
+        key = repr((salt, beyond))
         return hashlib.sha256(key.encode()).digest()
 
     # --- parameters that depend on the model -------------------------------------------------
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams, parsed: ParsedPrompt) -> int:
+        """`max_tokens` as a number. Raises `ContextLengthError` where prompt and it do not fit."""
+        asked, room = params.max_tokens, self.max_model_len - num_prompt
+        most = most_output_tokens(params)
+        if asked is not None and asked == self._default_max_tokens:
+            asked = max(min(asked, room, most), 1)  # the model's wish, not the client's: it yields
+        needed = asked or 1
+        if needed <= room:
+            if needed > most:
+                check_output_logprobs(params, needed)  # raises
+            return asked or min(room, most)
+        raise ContextLengthError(
+            f"This model's maximum context length is {self.max_model_len} tokens. "
+            f"However, you requested {num_prompt + needed} tokens ({num_prompt} in the "
+            f"{parsed.noun}, {needed} in the completion). "
+            f"Please reduce the length of the {parsed.noun} or completion.",
+            "max_tokens" if asked is not None and room > 0 else parsed.param,
+        )
+
+    def _check_limits(self, params: SamplingParams, num_prompt: int, max_tokens: int) -> None:
+        """Raises `InvalidRequestError`. max_tokens: as a number."""
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most {max_tokens}, what fits after this prompt, "
+                f"got {params.min_tokens}",
+                "min_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name)) is not None:
+                require(asked <= self._max_logprobs, name, asked, f"at most {self._max_logprobs}")
+        if params.prompt_logprobs is not None:
+            check_prompt_logprobs(params.prompt_logprobs, num_prompt)
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            if ids := getattr(params, name):
+                self._encoder.check_ids(ids, name)
+        if params.detokenize:
+            self._encoder.tokenizer_for("detokenize")  # raises where there is none
 
     def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
         """With the log-probabilities that the choice among several answers needs."""
@@ -218,8 +275,18 @@ def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozen
     return frozenset(i for i in ids if 0 <= i < config.model.vocab_size)
 
 
-def _dynamic_rope_window(config: EngineConfig) -> int | None:
-    """Where rotations begin to depend on the prompt's length; None where they never do."""
+class _RopeWindow(NamedTuple):
+    """Beyond so many tokens of prompt rotations depend on that, or (has_lengths) on how many."""
+
+    num_tokens: int
+    has_lengths: bool
+
+
+def _rope_window(config: EngineConfig) -> _RopeWindow | None:
+    """None where rotations never depend on the prompt's length."""
     rope = getattr(config.model.hf_config, "rope_parameters", None) or {}
-    is_dynamic = rope.get("rope_type") == "dynamic"
-    return config.model.max_position_embeddings if is_dynamic else None
+    if rope.get("rope_type") == "dynamic":
+        return _RopeWindow(config.model.max_position_embeddings, has_lengths=True)
+    if rope.get("rope_type") == "longrope":
+        return _RopeWindow(rope["original_max_position_embeddings"], has_lengths=False)
+    return None

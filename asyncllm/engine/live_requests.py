@@ -1,4 +1,4 @@
-"""The live requests, in all the places that know them: admission, scheduler and outputs.
+"""The live requests, in both places that know them: scheduler and outputs; and how many may wait.
 
     begins   add
     ends     by its tokens or its text               take, then emit; jump_forward
@@ -8,8 +8,10 @@
 
 Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither,
 but that the outputs have what ended in `take` until `emit`, and that a beam search is in the
-outputs alone: its beams have requests of their own. Admission knows those that wait for their first
-step. A request that has ended has had its last output. It runs no step and knows no device.
+outputs alone: its beams have requests of their own. A request that has ended has had its last
+output. Those that have not had their first step yet are counted, with their tokens: the answer to
+overload. A preempted request waits too, but it has been admitted: it counts no more, and no
+deadline ends it. It runs no step and knows no device.
 """
 
 from __future__ import annotations
@@ -18,57 +20,71 @@ import logging
 import time
 from collections import Counter
 
-from asyncllm.engine.admission import Admission
-from asyncllm.engine.output_collector import BestAnswers
+from asyncllm.engine.generation import BestAnswers
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.errors import (
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
-)
+from asyncllm.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import (
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceStatus,
-    StepResult,
-    TokenLogprobs,
-    TokenUpdate,
-)
+from asyncllm.types import Request, Sequence, SequenceStatus, StepResult, TokenLogprobs, TokenUpdate
 
 logger = logging.getLogger("asyncllm")
 
+EXPIRY_CHECK_SECONDS = 1.0
+
 
 class LiveRequests:
-    """`aborts`: where those of clients are counted, by their cause."""
+    """`aborts`: where those of clients are counted, by their cause. `max_queue_seconds` may be
+    infinite."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        admission: Admission,
         tokenizer: Tokenizer | None,
         aborts: Counter[AbortCause],
+        *,
+        max_queued_requests: int,
+        max_queued_tokens: int,
+        max_queue_seconds: float,
     ) -> None:
         self.scheduler = scheduler  # another one after `restart`
-        self.admission = admission
         self.outputs = OutputProcessor(tokenizer)
         self._aborts = aborts
+        self._max_queued_requests = max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
+        self._max_queue_seconds = max_queue_seconds
+        self._num_queued = self._num_queued_tokens = 0  # of clients, before their first step
+        self._next_expiry_check = 0.0
         self._updates: tuple[list[TokenUpdate], dict[int, list[TokenLogprobs]]] | None = None
         self._is_emitting = False  # sinks are being called: what they abort waits until they were
         self._deferred: list[tuple[str, AbortCause]] = []
 
+    def check_room(self, request_id: str, num_tokens: int = 0) -> None:
+        """Raises `QueueFullError` where a request of `num_tokens` (0: not known yet) cannot wait.
+
+        A prompt longer than the whole limit may wait alone.
+        """
+        if self._num_queued >= self._max_queued_requests:
+            raise QueueFullError(
+                f"request {request_id}: {self._num_queued} requests wait already, "
+                f"max_queued_requests is {self._max_queued_requests}"
+            )
+        if self._num_queued and self._num_queued_tokens + num_tokens > self._max_queued_tokens:
+            raise QueueFullError(
+                f"request {request_id}: {self._num_queued_tokens} prompt tokens wait already, with "
+                f"its {num_tokens} they are over max_queued_tokens ({self._max_queued_tokens})"
+            )
+
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
         """Raises `InvalidRequestError` for the id of one that is live."""
         name = request.request_id
-        if self.outputs.has_request(name):
+        if name in self.outputs.requests:
             raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
         if request.parent is None:
-            self.admission.enter(request)
+            self._num_queued += 1
+            self._num_queued_tokens += len(request.prompt_token_ids)
         params = request.sampling_params
         if len(request.sequences) > params.n and not params.use_beam_search:
             sink, text_sink = BestAnswers(request, sink).receive, None
@@ -80,9 +96,15 @@ class LiveRequests:
         """Those whose first step this is wait no more."""
         for init in plan.slot_inits:
             request = init.seq.request.parent or init.seq.request
-            if request.metrics.first_scheduled_time is None:
+            if _is_queued(request):
+                self._leave_queue(request)
                 request.metrics.first_scheduled_time = time.monotonic()
-                self.admission.leave(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        """At its first step, or at its end before that."""
+        if request.parent is None and _is_queued(request):
+            self._num_queued -= 1
+            self._num_queued_tokens -= len(request.prompt_token_ids)
 
     # --- what a step brings ------------------------------------------------------------------
 
@@ -99,8 +121,8 @@ class LiveRequests:
 
     def emit_whole(self, updates: list[TokenUpdate], now: float) -> None:
         """Give a client tokens that were complete before, and that no scheduler knows."""
-        self.outputs.process_whole(updates, now)
-        self._forget_ended()
+        self.outputs.process(updates, {}, now, were_complete=True)
+        self.outputs.forget_ended()
 
     def jump_forward(self, forced: list[tuple[Sequence, list[int]]]) -> None:
         """Append tokens that must come, unsampled; not to a sequence that ended meanwhile."""
@@ -118,9 +140,9 @@ class LiveRequests:
         stops = self.outputs.process(updates, prompt_logprobs, time.monotonic())
         self._is_emitting = False
         for stop in stops:
-            self.scheduler.finish(stop.seq, stop.reason, stop.stop_reason)
+            self.scheduler.finish(*stop)
         self._abort_deferred()
-        self._forget_ended()
+        self.outputs.forget_ended()
 
     # --- what ends a request from outside ----------------------------------------------------
 
@@ -129,15 +151,10 @@ class LiveRequests:
         if self._is_emitting:
             self._deferred.append((request_id, cause))
             return False
-        self.scheduler.abort(request_id)
-        request = self.outputs.end(request_id, time.monotonic())
-        if request is None:
-            return False
-        self.admission.leave(request)
-        if request.parent is None:
+        request = self.end(request_id)
+        if request is not None and request.parent is None:
             self._aborts[cause] += 1
-        self._forget_ended()
-        return True
+        return request is not None
 
     def _abort_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
@@ -145,23 +162,32 @@ class LiveRequests:
             self.abort(request_id, cause)
 
     def expire(self, now: float) -> None:
-        """End those that have waited too long. `now`: monotonic seconds."""
-        limit = f"max_queue_seconds ({self.admission.max_seconds:g})"
-        for request in self.admission.late(now):
-            self.end(request, QueueFullError(f"request {request.request_id}: waited over {limit}"))
+        """End those that have waited too long. Looks once a second. `now`: monotonic seconds."""
+        if now < self._next_expiry_check:
+            return
+        self._next_expiry_check = now + EXPIRY_CHECK_SECONDS
+        limit = f"max_queue_seconds ({self._max_queue_seconds:g})"
+        for request in self._requests():
+            if now - request.metrics.arrival_time < self._max_queue_seconds:
+                break
+            if request.parent is None and _is_queued(request):
+                error = QueueFullError(f"request {request.request_id}: waited over {limit}")
+                self.end(request.request_id, error)
 
     def fail(self, requests: list[Request], message: str) -> None:
         """End those that are live with an error of the engine's."""
         for request in requests:
             name = (request.parent or request).request_id
-            self.end(request, RequestFailedError(f"request {name}: {message}"))
+            self.end(request.request_id, RequestFailedError(f"request {name}: {message}"))
 
-    def end(self, request: Request, error: Exception) -> None:
-        """End a request with this error; nothing where it is not live."""
-        self.scheduler.abort(request.request_id, FinishReason.ERROR)
-        self.admission.leave(request)
-        self.outputs.end(request.request_id, time.monotonic(), error)
-        self._forget_ended()
+    def end(self, request_id: str, error: Exception | None = None) -> Request | None:
+        """End a request with this error, or as aborted; None where it is not live."""
+        self.scheduler.abort(request_id, "abort" if error is None else "error")
+        request = self.outputs.end(request_id, time.monotonic(), error)
+        if request is not None:
+            self._leave_queue(request)
+            self.outputs.forget_ended()
+        return request
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
         """End the request of `seq`, if it is live, for what it brought with it raised."""
@@ -169,13 +195,13 @@ class LiveRequests:
         if seq.status is SequenceStatus.FINISHED:
             return
         if isinstance(error, InvalidRequestError):  # it asked for what cannot be: nothing is broken
-            self.end(request, error.with_traceback(None))
+            self.end(request.request_id, error.with_traceback(None))
         else:
             logger.error("request %s: %s", request.request_id, what, exc_info=error)
             self.fail([request], f"{what}: {type(error).__name__}: {error}")
 
     def fail_all(self, message: str) -> None:
-        self.fail(self.outputs.requests(), message)
+        self.fail(self._requests(), message)
 
     def restart(self, scheduler: Scheduler, message: str, *, keep_queued: bool) -> None:
         """Begin anew with an empty `scheduler`, after a step that may have left anything.
@@ -185,8 +211,8 @@ class LiveRequests:
         """
         self._is_emitting, self._updates = False, None
         self.scheduler = scheduler
-        for request in self.outputs.requests():
-            if keep_queued and self.admission.holds(request.parent or request):
+        for request in self._requests():
+            if keep_queued and _is_queued(request.parent or request):
                 if not request.sampling_params.use_beam_search:
                     scheduler.add(request)
             else:
@@ -195,13 +221,16 @@ class LiveRequests:
 
     # --- books -------------------------------------------------------------------------------
 
-    def _forget_ended(self) -> None:
-        """Part them from their sequences, which point back: only the collector would free both."""
-        for request in self.outputs.take_ended():
-            request.sequences.clear()
+    def _requests(self) -> list[Request]:
+        return [owner.request for owner in self.outputs.requests.values()]
 
     def check_empty(self) -> None:
         """Assert that nothing is left of any request."""
         self.scheduler.check_empty()
         self.outputs.check_empty()
-        self.admission.check_empty()
+        assert not (self._num_queued or self._num_queued_tokens), "the queue is miscounted"
+
+
+def _is_queued(request: Request) -> bool:
+    """Whether it still waits for its first step."""
+    return request.metrics.first_scheduled_time is None

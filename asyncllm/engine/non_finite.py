@@ -18,8 +18,8 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     NO_TOKEN_LEFT,
     NON_FINITE_TOKEN,
-    FinishReason,
     Request,
+    Sequence,
     SequenceStatus,
     StepResult,
 )
@@ -34,36 +34,22 @@ def end_without_token(
     """Each with the reason. Cheap where every row has a token."""
     if min(result.token_ids, default=0) >= 0:
         return
-    if bad := _requests_with(NON_FINITE_TOKEN, plan, result):
+    rows = list(zip(plan.sampled, result.token_ids, strict=True))
+    broken = [seq for seq, token_id in rows if token_id == NON_FINITE_TOKEN]
+    if bad := _live_requests(broken):
         worker.command(ClearPages(_evict(live.scheduler, bad)))
         live.fail(bad, "its logits are not finite")
-    if _left_unseen(plan, result):
+    if any(seq.finish_reason != "error" for seq in broken):  # ended before, unseen
         live.scheduler.blocks.reset_prefix_cache()
         worker.command(ClearPages(live.scheduler.blocks.device.free_pages()))
-    for request in _requests_with(NO_TOKEN_LEFT, plan, result):
-        live.end(request, _no_token_left(request))
+    for request in _live_requests([seq for seq, token_id in rows if token_id == NO_TOKEN_LEFT]):
+        live.end(request.request_id, _no_token_left(request))
 
 
-def _requests_with(token_id: int, plan: StepPlan, result: StepResult) -> list[Request]:
-    """Live requests of which a row came back as `token_id`."""
-    rows = zip(plan.sampled, result.token_ids, strict=True)
-    found = {
-        seq.request.request_id: seq.request
-        for seq, token in rows
-        if token == token_id and seq.status is not SequenceStatus.FINISHED
-    }
-    return list(found.values())
-
-
-def _left_unseen(plan: StepPlan, result: StepResult) -> bool:
-    """Whether a sequence ended, and not here, before its logits were known not to be finite."""
-    rows = zip(plan.sampled, result.token_ids, strict=True)
-    return any(
-        token == NON_FINITE_TOKEN
-        and seq.status is SequenceStatus.FINISHED
-        and seq.finish_reason is not FinishReason.ERROR
-        for seq, token in rows
-    )
+def _live_requests(seqs: list[Sequence]) -> list[Request]:
+    """Those of sequences that have not ended, each once."""
+    live = (seq.request for seq in seqs if seq.status is not SequenceStatus.FINISHED)
+    return list({request.request_id: request for request in live}.values())
 
 
 def _no_token_left(request: Request) -> Exception:
@@ -86,7 +72,7 @@ def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
         for page in chain(*blocks.pages_of(seq))
     }
     for request in requests:
-        scheduler.abort(request.request_id, FinishReason.ERROR)
+        scheduler.abort(request.request_id, "error")
     blocks.reset_prefix_cache()
     if blocks.has_windows:  # which have left pages behind
         return blocks.device.free_pages()

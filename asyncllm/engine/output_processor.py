@@ -12,39 +12,28 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import NamedTuple
 
 from asyncllm.engine.output_state import (
+    REPETITION_STOP_REASON,
     RequestState,
     SequenceState,
     Sink,
     TextSink,
     new_states,
 )
-from asyncllm.engine.repetition import REPETITION_STOP_REASON
 from asyncllm.engine.stats import IterationStats
 from asyncllm.engine.text.sequence_text import hides_last_token
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.errors import output_failed
-from asyncllm.outputs import CompletionOutput, FinishReasonText
-from asyncllm.types import (
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceStatus,
-    TokenLogprobs,
-    TokenUpdate,
-)
+from asyncllm.errors import RequestFailedError
+from asyncllm.outputs import CompletionOutput, FinishReason
+from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs, TokenUpdate
 
 logger = logging.getLogger(__name__)
 
 
-class Stop(NamedTuple):
-    """A sequence that ended here: by its text or its repetition, or by an error of its own."""
-
-    seq: Sequence
-    stop_reason: str | None  # the stop string, "repetition_detected", or None for an error
-    reason: FinishReason = FinishReason.STOP
+# A sequence that ended here: by a stop string or its repetition, which is the last part, or by an
+# error of its own.
+Stop = tuple[Sequence, FinishReason, str | None]
 
 
 class OutputProcessor:
@@ -52,19 +41,11 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}  # whose last output is not out, oldest first
         self._sequences: dict[int, SequenceState] = {}  # those that go on, by seq_id
         self._iteration = IterationStats()
         self._ended: list[Request] = []
         self._step_time = -math.inf  # of the last step's tokens
-
-    def requests(self) -> list[Request]:
-        """Those whose last output is not out yet, oldest first; a copy."""
-        return [owner.request for owner in self._requests.values()]
-
-    def has_request(self, request_id: str) -> bool:
-        """Whether its last output is not out yet."""
-        return request_id in self._requests
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None = None) -> None:
         """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
@@ -72,54 +53,64 @@ class OutputProcessor:
         `text_sink` gets the text of steps between the first token's and the last's, if the request
         has one sequence, no logprobs, no stop strings and no repetition to watch for.
         """
-        assert request.request_id not in self._requests, f"request {request.request_id} twice"
+        assert request.request_id not in self.requests, f"request {request.request_id} twice"
         owner, states = new_states(request, sink, text_sink, self._tokenizer)
         for state in states:
             self._sequences[state.seq.seq_id] = state
-        self._requests[request.request_id] = owner
+        self.requests[request.request_id] = owner
 
     def process(
         self,
         updates: list[TokenUpdate],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
         now: float,
+        *,
+        were_complete: bool = False,
     ) -> list[Stop]:
         """Take a step's tokens and emit what they bring. now: monotonic seconds.
 
+        were_complete: the tokens were all there before, so no time passed between them.
         Returns the sequences that ended here and that the scheduler still has; their last output is
         out already.
         """
         for seq_id, chunk in prompt_logprobs.items():
-            self._keep_prompt_logprobs(seq_id, chunk)
+            state = self._sequences.get(seq_id)
+            # Until the first token; a sibling that computes the prompt too reports nothing new.
+            if (
+                state is not None
+                and state.seq.index == 0
+                and state.owner.prompt_logprobs is not None
+            ):
+                state.owner.prompt_logprobs += chunk
         stops: list[Stop] = []
+        latencies = self._iteration.inter_token_latencies
+        num_known = len(latencies)
         with_text, touched = self._take_all(updates, now, stops)
+        if were_complete:
+            del latencies[num_known:]
         self._emit_all(with_text, touched, now, stops)
         self._iteration.num_generation_tokens += len(updates)
         return stops
-
-    def process_whole(self, updates: list[TokenUpdate], now: float) -> None:
-        """As `process`, for tokens that were complete before: no time passed between them."""
-        latencies = self._iteration.inter_token_latencies
-        num_known = len(latencies)
-        self.process(updates, {}, now)
-        del latencies[num_known:]
 
     def end(self, request_id: str, now: float, error: Exception | None = None) -> Request | None:
         """End a request from outside, its last output out: with "error", or with "abort".
 
         None where it is not live.
         """
-        owner = self._requests.get(request_id)
+        owner = self.requests.get(request_id)
         if owner is None:
             return None
         owner.error = error or owner.error
         self._end(owner, "abort" if error is None else "error", now)
         return owner.request
 
-    def take_ended(self) -> list[Request]:
-        """Those whose last output went out since the last call."""
-        taken, self._ended = self._ended, []
-        return taken
+    def forget_ended(self) -> None:
+        """Part requests from their sequences, which point back: only the collector would free both.
+
+        Those whose last output is out; the scheduler must have done with them.
+        """
+        while self._ended:
+            self._ended.pop().sequences.clear()
 
     def take_iteration_stats(self) -> IterationStats:
         """The stats since the last call."""
@@ -128,7 +119,7 @@ class OutputProcessor:
 
     def check_empty(self) -> None:
         """Assert what must hold with no live request."""
-        assert not self._requests, f"requests left: {list(self._requests)}"
+        assert not self.requests, f"requests left: {list(self.requests)}"
         assert not self._sequences, f"sequences left: {list(self._sequences)}"
 
     # --- one token ---------------------------------------------------------------------------
@@ -210,19 +201,17 @@ class OutputProcessor:
             delta.finish_reason, delta.stop_reason = "stop", stop_reason
             self._finish(state, delta)
             if not finished:
-                stops.append(Stop(seq, stop_reason))
+                stops.append((seq, "stop", stop_reason))
         elif is_last:
             assert seq.finish_reason is not None, f"sequence {seq.seq_id} ended for no reason"
-            delta.finish_reason, delta.stop_reason = seq.finish_reason.value, seq.stop_reason
+            delta.finish_reason, delta.stop_reason = seq.finish_reason, seq.stop_reason
             self._finish(state, delta)
 
     def _fail(self, state: SequenceState, error: Exception, stops: list[Stop]) -> None:
-        seq = state.seq
-        logger.error("request %s: output failed", seq.request.request_id, exc_info=error)
-        state.owner.error = output_failed(seq.request.request_id, error)
-        self._finish(state, state.add_end("", "error"))
-        if seq.status is not SequenceStatus.FINISHED:
-            stops.append(Stop(seq, None, FinishReason.ERROR))
+        state.owner.error = _failed(state.owner, "output", error)
+        self._end_sequence(state, "", "error")
+        if state.seq.status is not SequenceStatus.FINISHED:
+            stops.append((state.seq, "error", None))
 
     # --- the end of a sequence, the end of a request ------------------------------------------
 
@@ -238,12 +227,18 @@ class OutputProcessor:
             assert delta.finish_reason is not None
             owner.first_reason, owner.num_first_generated = delta.finish_reason, state.num_tokens
 
-    def _end(self, owner: RequestState, reason: FinishReasonText, now: float) -> None:
+    def _end_sequence(self, state: SequenceState, text: str, reason: FinishReason) -> None:
+        """End a sequence without a token."""
+        delta = state.add_text(text)
+        delta.finish_reason = reason
+        self._finish(state, delta)
+
+    def _end(self, owner: RequestState, reason: FinishReason, now: float) -> None:
         """End what still goes on in a request."""
         for seq in owner.request.sequences:
             state = self._sequences.get(seq.seq_id)
             if state is not None:
-                self._finish(state, state.add_end(_held_text(state), reason))
+                self._end_sequence(state, _held_text(state), reason)
         try:
             self._emit(owner, now)
         except Exception:  # who ends this one may have others to end
@@ -273,11 +268,11 @@ class OutputProcessor:
 
     def _lose(self, owner: RequestState, error: Exception, now: float, stops: list[Stop]) -> None:
         """End a request whose sink failed."""
-        logger.error("request %s: its sink failed", owner.request.request_id, exc_info=error)
-        if owner.request.request_id in self._requests:  # else it was its last output
+        failed = _failed(owner, "its sink", error)
+        if owner.request.request_id in self.requests:  # else it was its last output
             live = [seq for seq in owner.request.sequences if seq.seq_id in self._sequences]
-            stops += [Stop(seq, None, FinishReason.ERROR) for seq in live]
-            owner.error = output_failed(owner.request.request_id, error)
+            stops += [(seq, "error", None) for seq in live]
+            owner.error = failed
             self._end(owner, "error", now)
 
     def _emit(self, owner: RequestState, now: float) -> None:
@@ -285,7 +280,7 @@ class OutputProcessor:
             owner.request.metrics.last_token_time = now
         output = owner.take_output(now)
         if output.finished:
-            del self._requests[output.request_id]
+            del self.requests[output.request_id]
             if owner.request.parent is None:
                 self._iteration.finished.append(owner.stats())
             self._ended.append(owner.request)
@@ -294,11 +289,11 @@ class OutputProcessor:
             self._sequences[seq.seq_id].text_sink = owner.text_sink
         owner.sink(output)
 
-    def _keep_prompt_logprobs(self, seq_id: int, chunk: list[TokenLogprobs]) -> None:
-        """Until the first token; a sibling that computes the prompt too reports nothing new."""
-        state = self._sequences.get(seq_id)
-        if state is not None and state.seq.index == 0 and state.owner.owes_prompt_logprobs:
-            state.owner.prompt_logprobs += chunk
+
+def _failed(owner: RequestState, what: str, error: Exception) -> RequestFailedError:
+    name = owner.request.request_id
+    logger.error("request %s: %s failed", name, what, exc_info=error)
+    return RequestFailedError(f"request {name}: output failed: {type(error).__name__}: {error}")
 
 
 def _held_text(state: SequenceState) -> str:

@@ -8,28 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncllm.engine.output_logprobs import (
-    LazyPromptLogprobs,
-    TokenText,
-    logprob_dict,
-    token_text,
-)
-from asyncllm.engine.repetition import RepetitionDetector
+import numpy as np
+
+from asyncllm.engine.logprobs import LazyPromptLogprobs, TokenText, logprob_dict, no_text
 from asyncllm.engine.stats import FinishedRequestStats
 from asyncllm.engine.text.sequence_text import SequenceText, sequence_text
 from asyncllm.engine.text.stop_checker import NO_STOP_STRINGS, StopStrings
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import (
     CompletionOutput,
-    FinishReasonText,
+    FinishReason,
     PromptLogprobs,
     RequestOutput,
     SampleLogprobs,
 )
+from asyncllm.sampling_params import RepetitionDetectionParams
 from asyncllm.types import Request, Sequence, TokenLogprobs, TokenUpdate
 
 Sink = Callable[[RequestOutput], None]
 TextSink = Callable[[str, int], None]  # text, and how many tokens it is of
+REPETITION_STOP_REASON = "repetition_detected"  # vLLM's word
+NO_TOKEN = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +40,11 @@ class RequestState:
     text_sink: TextSink | None  # None: every delta is an output
     text_of: TokenText
     num_live: int  # sequences that go on
-    owes_prompt_logprobs: bool
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as they came
+    prompt_logprobs: list[TokenLogprobs] | None  # as they came; None: not wanted, or given
     deltas: list[CompletionOutput] = field(default_factory=list)
     num_generated: int = 0  # by sequences that ended
     num_first_generated: int = 0  # by sequence 0
-    first_reason: FinishReasonText = "abort"  # of sequence 0
+    first_reason: FinishReason = "abort"  # of sequence 0
     error: Exception | None = None
 
     def take_output(self, now: float) -> RequestOutput:
@@ -60,7 +58,7 @@ class RequestState:
             request.request_id,
             request.prompt,
             request.prompt_token_ids,
-            self._take_prompt_logprobs() if self.owes_prompt_logprobs else None,
+            self._take_prompt_logprobs(),
             deltas,
             finished,
             request.metrics,
@@ -70,23 +68,20 @@ class RequestState:
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         """All of them, with the first token: the step that samples it has seen the whole prompt."""
-        num_top = self.request.sampling_params.prompt_logprobs
-        if num_top is None or self.request.metrics.first_token_time is None:
+        known, request = self.prompt_logprobs, self.request
+        if known is None or request.metrics.first_token_time is None:
             return None
-        self.owes_prompt_logprobs = False
-        known, self.prompt_logprobs = self.prompt_logprobs, []
-        return LazyPromptLogprobs(self.request.prompt_token_ids, known, num_top, self.text_of)
+        self.prompt_logprobs, num_top = None, request.sampling_params.prompt_logprobs or 0
+        return LazyPromptLogprobs(request.prompt_token_ids, known, num_top, self.text_of)
 
     def stats(self) -> FinishedRequestStats:
         """The request at its end."""
         request, metrics = self.request, self.request.metrics
-        arrival, scheduled = metrics.arrival_time, metrics.first_scheduled_time
-        first, last, end = (
-            metrics.first_token_time, metrics.last_token_time, metrics.finished_time,
-        )  # fmt: skip
-        assert end is not None, "the last output sets it"
-        decode_time = _difference(last, first)
-        num_after_first = self.num_first_generated - 1
+        arrival, first = metrics.arrival_time, metrics.first_token_time
+        assert metrics.finished_time is not None, "the last output sets it"
+        decode_time, time_per_token = _difference(metrics.last_token_time, first), None
+        if decode_time is not None and self.num_first_generated > 1:
+            time_per_token = decode_time / (self.num_first_generated - 1)
         return FinishedRequestStats(
             request_id=request.request_id,
             finish_reason=self.first_reason,
@@ -96,21 +91,55 @@ class RequestState:
             num_cached_tokens=request.sequences[0].num_cached_tokens,
             max_tokens=request.max_tokens,
             n=len(request.sequences),
-            e2e_time=end - arrival,
-            queue_time=_difference(scheduled, arrival),
-            prefill_time=_difference(first, scheduled),
+            e2e_time=metrics.finished_time - arrival,
+            queue_time=_difference(metrics.first_scheduled_time, arrival),
+            prefill_time=_difference(first, metrics.first_scheduled_time),
             decode_time=decode_time,
             time_to_first_token=_difference(first, arrival),
-            time_per_output_token=(
-                decode_time / num_after_first
-                if decode_time is not None and num_after_first > 0
-                else None
-            ),
+            time_per_output_token=time_per_token,
         )
 
 
 def _difference(end: float | None, start: float | None) -> float | None:
     return None if end is None or start is None else end - start
+
+
+class RepetitionDetector:
+    """Whether one sequence's last tokens are a pattern, again and again: `push` each output token.
+
+    For each pattern size p it counts how many of the last tokens equal the one p places before; the
+    tail is `min_count` copies of a pattern once that reaches p * (min_count - 1). So a token costs
+    one pass over the sizes, in numpy, whatever the answer's length and the count asked for.
+    A repetition counts only when a token after the first `min_tokens` completes it.
+    """
+
+    __slots__ = ("_first", "_latest", "_num_tokens_left", "_runs", "_size", "_wanted", "_window")
+
+    def __init__(self, params: RepetitionDetectionParams, min_tokens: int = 0) -> None:
+        assert params.max_pattern_size > 0, "detection is off"
+        least = max(params.min_pattern_size, 1)
+        sizes = np.arange(least, params.max_pattern_size + 1, dtype=np.int32)
+        self._first = least - 1
+        self._size = params.max_pattern_size
+        self._wanted = sizes * (params.min_count - 1)
+        self._runs = np.zeros_like(sizes)  # per size: how long the tail has repeated
+        # The latest tokens, newest first, from `_latest` on; what comes before is room for more.
+        self._window = np.full(2 * self._size, NO_TOKEN, np.int64)
+        self._latest = self._size
+        self._num_tokens_left = min_tokens
+
+    def push(self, token_id: int) -> bool:
+        """Take one token: whether the answer repeats itself now."""
+        window, latest = self._window, self._latest
+        before = window[latest + self._first : latest + self._size]
+        self._runs = np.where(before == token_id, self._runs + 1, 0)
+        if latest == 0:
+            window[self._size :] = window[: self._size]
+            latest = self._size
+        self._latest = latest - 1
+        window[latest - 1] = token_id
+        self._num_tokens_left -= 1
+        return self._num_tokens_left < 0 and bool((self._runs >= self._wanted).any())
 
 
 @dataclass(slots=True, eq=False)
@@ -133,44 +162,31 @@ class SequenceState:
     def add_token(self, text: str, update: TokenUpdate) -> CompletionOutput:
         """Add one token to this sequence's part of its request's delta."""
         _, token_id, reported = update
-        logprobs = None
+        logprobs: SampleLogprobs = []
         if self.num_logprobs is not None:
             assert reported is not None, f"sequence {self.seq.seq_id}: no logprobs, but it asked"
-            assert self.cumulative_logprob is not None
-            self.cumulative_logprob += reported.logprob
-            logprobs = [
-                logprob_dict(
-                    token_id,
-                    reported,
-                    self.num_logprobs,
-                    self.owner.text_of,
-                    are_ranked=not self.owner.request.sampling_params.logprob_token_ids,
-                )
-            ]
-        delta = self._own_delta()
-        delta.text += text
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + reported.logprob
+            is_ranked = not self.owner.request.sampling_params.logprob_token_ids
+            logprobs.append(
+                logprob_dict(token_id, reported, self.num_logprobs, self.owner.text_of, is_ranked)
+            )
+        delta = self.add_text(text)
         delta.token_ids.append(token_id)
-        delta.cumulative_logprob = self.cumulative_logprob
-        if logprobs is not None and delta.logprobs is not None:
+        if delta.logprobs is not None:
+            delta.cumulative_logprob = self.cumulative_logprob
             delta.logprobs += logprobs
         return delta
 
-    def add_end(self, text: str, reason: FinishReasonText) -> CompletionOutput:
-        """End a sequence without a token: it was ended from outside."""
-        delta = self._own_delta()
-        delta.text += text
-        delta.finish_reason = reason
-        return delta
-
-    def _own_delta(self) -> CompletionOutput:
+    def add_text(self, text: str) -> CompletionOutput:
+        """Add text alone: what was held back of a sequence that was ended from outside."""
         index, deltas = self.seq.index, self.owner.deltas
         for delta in deltas:  # empty, but for n > 1 and for several tokens in one step
             if delta.index == index:
+                delta.text += text
                 return delta
         logprobs: SampleLogprobs | None = None if self.num_logprobs is None else []
-        delta = CompletionOutput(index, "", [], self.cumulative_logprob, logprobs)
-        deltas.append(delta)
-        return delta
+        deltas.append(CompletionOutput(index, text, [], self.cumulative_logprob, logprobs))
+        return deltas[-1]
 
 
 def new_states(
@@ -186,9 +202,9 @@ def new_states(
         request,
         sink,
         text_sink if is_plain else None,
-        token_text(params, tokenizer),
+        tokenizer.token_text if params.detokenize and tokenizer is not None else no_text,
         num_live=len(request.sequences),
-        owes_prompt_logprobs=params.prompt_logprobs is not None,
+        prompt_logprobs=None if params.prompt_logprobs is None else [],
     )
     stops = StopStrings(params.stop) if params.stop else NO_STOP_STRINGS
     states = []

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from asyncllm.engine.histogram import Counts, Histogram, latency_edges
+import numpy as np
+
 from asyncllm.engine.stats import (
     AbortCause,
     FinishedRequestStats,
     IterationStats,
     SchedulerStats,
-    StepKind,
     StepRecord,
 )
-from asyncllm.outputs import FinishReasonText
+from asyncllm.outputs import FinishReason
+from asyncllm.step_plan import StepKind
 
 WINDOW_S = 60.0
 MARK_EVERY_S = 1.0
@@ -49,9 +51,79 @@ LEAD = (0.0, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 
 LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
        5.0)  # fmt: skip
 
-FINISH_REASONS: tuple[FinishReasonText, ...] = get_args(FinishReasonText)
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 ABORT_CAUSES: tuple[AbortCause, ...] = get_args(AbortCause)
-STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+
+Counts = np.ndarray  # int64 [bins]
+MOST_UNBINNED = 1024  # values: to bin one costs a microsecond, to bin so many 30
+
+
+class Histogram:
+    """Takes many values at once, and gives Prometheus buckets or quantiles.
+
+    The bins are finer than the published buckets: the buckets' bounds are among the bins' edges, so
+    one binning serves both. Bin i holds edges[i-1] < value <= edges[i], as Prometheus' `le` wants
+    it; the last bin is open. A quantile is right to the width of a bin, 5 % for `latency_edges`.
+    Values are kept as they come, and binned when somebody looks or when there are many.
+    `bounds`: the published buckets, ascending. `edges`: more edges for finer quantiles.
+    """
+
+    def __init__(self, bounds: Sequence[float], edges: Sequence[float] = ()) -> None:
+        self.bounds = tuple(float(bound) for bound in bounds)
+        self._edges = np.unique(np.array([*self.bounds, *edges]))
+        self._edge_list: list[float] = self._edges.tolist()
+        self._last_bins = np.searchsorted(self._edges, self.bounds)  # of each bucket
+        self._counts: Counts = np.zeros(len(self._edges) + 1, np.int64)
+        self._total = 0.0
+        self._unbinned: list[float] = []
+
+    def observe(self, *values: float) -> None:
+        self._unbinned += values
+        if len(self._unbinned) >= MOST_UNBINNED:
+            self._bin()
+
+    def _bin(self) -> None:
+        values = np.array(self._unbinned, np.float64)
+        self._unbinned.clear()
+        bins = np.searchsorted(self._edges, values)
+        self._counts += np.bincount(bins, minlength=len(self._counts))
+        self._total += float(values.sum())
+
+    @property
+    def counts(self) -> Counts:
+        """The count of each bin; not to be changed."""
+        if self._unbinned:
+            self._bin()
+        return self._counts
+
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        if self._unbinned:
+            self._bin()
+        return self._total
+
+    def cumulative(self) -> list[int]:
+        """Values up to each of `bounds`, and at last all of them."""
+        sums = self.counts.cumsum()
+        return [*sums[self._last_bins].tolist(), int(sums[-1])]
+
+    def quantiles(self, shares: Sequence[float], counts: Counts) -> list[float]:
+        """The upper edge of the bin that holds each share of `counts`.
+
+        That is `self.counts`, or the difference of two copies. Raises `ValueError` if it is empty.
+        """
+        sums = counts.cumsum()
+        if not sums[-1]:
+            raise ValueError("quantiles of nothing")
+        bins = np.searchsorted(sums, np.asarray(shares) * sums[-1])
+        return [self._edge_list[min(b, len(self._edge_list) - 1)] for b in bins.tolist()]
+
+
+def latency_edges() -> list[float]:
+    """Seconds, from 20 us to ten minutes, each edge 5 % above the one before."""
+    first, last = 20e-6, 600.0
+    return np.geomspace(first, last, 1 + int(np.log(last / first) / np.log(1.05))).tolist()
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,7 +158,7 @@ class Recorder:
         self.computed_lengths = Histogram(TOKENS)  # prompt tokens not from the cache
         self.n = Histogram(N)
         self.iteration_tokens = Histogram(ITERATION_TOKENS)
-        self.step_time = {kind: Histogram(STEP_TIME) for kind in STEP_KINDS}
+        self.step_time = {kind: Histogram(STEP_TIME) for kind in StepKind}
         self.launch_lead = Histogram(LEAD)
         self.loop_lag = Histogram(LAG, fine)
         self.windowed = (
@@ -105,8 +177,10 @@ class Recorder:
         self.starved_seconds = 0.0
         self.swapped_out_pages = 0
         self.swapped_in_pages = 0
-        self.finished: Counter[FinishReasonText] = Counter()
+        self.finished: Counter[FinishReason] = Counter()
         self.aborts: Counter[AbortCause] = Counter()
+        # Wall time in each verb of a step: the loop's, but for `constrain`, a thread's.
+        self.host_seconds = dict.fromkeys(("plan", "launch", "finish", "constrain"), 0.0)
         self.timeline: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)
         self._marks: deque[Mark] = deque()
 
@@ -115,7 +189,9 @@ class Recorder:
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
         now = time.monotonic()
         if not self._marks or now - self._marks[-1].time >= MARK_EVERY_S:
-            self._mark(now)
+            self._marks.append(self.mark(now))
+            while self._marks[0].time < now - WINDOW_S:
+                self._marks.popleft()
         self.prompt_tokens += iteration.num_prompt_tokens
         self.cached_tokens += iteration.num_cached_tokens
         self.generation_tokens += iteration.num_generation_tokens
@@ -157,11 +233,6 @@ class Recorder:
             self.inference_time.observe(request.prefill_time + request.decode_time)
 
     # --- the last minute ---------------------------------------------------------------------
-
-    def _mark(self, now: float) -> None:
-        self._marks.append(self.mark(now))
-        while self._marks[0].time < now - WINDOW_S:
-            self._marks.popleft()
 
     def mark(self, now: float) -> Mark:
         """The totals as they are. Call it on the loop's thread: its CPU time is one of them."""

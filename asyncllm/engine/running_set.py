@@ -163,8 +163,8 @@ class RunningSet:
             assert list(self._batch.seqs) == members, "the batch is out of date"
             needs_host = any(seq.needs_host for seq in members)
             assert self._batch.needs_host == needs_host, "the batch knows its host rows wrongly"
-            for row in self._batch:
-                assert (row.slot, row.position) == (row.seq.slot, row.seq.num_computed)
+            assert self._batch.slots.tolist() == [seq.slot for seq in members]
+            assert self._batch.positions.tolist() == [seq.num_computed for seq in members]
             ends = [seq.num_to_compute for seq in members]
             assert self._batch.ends.tolist() == ends, "the batch knows its rows' ends wrongly"
 

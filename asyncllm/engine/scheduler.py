@@ -28,16 +28,9 @@ from asyncllm.engine.prefill_planner import PrefillPlanner, StepDraft
 from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.outputs import FinishReason
 from asyncllm.step_plan import PrefillRow, StepPlan
-from asyncllm.types import (
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceStatus,
-    StepResult,
-    SwapCost,
-    TokenUpdate,
-)
+from asyncllm.types import Request, Sequence, SequenceStatus, StepResult, SwapCost, TokenUpdate
 
 PUBLISHED_BLOCKS = 16  # of an answer at a time, and the rest at its end
 
@@ -95,7 +88,7 @@ class Scheduler:
             self.waiting.hold_back(siblings)
         self.waiting.add(first)
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
         """End a request at any point of its life; None where it is not live."""
         request = self._requests.get(request_id)
         if request is not None:
@@ -147,7 +140,7 @@ class Scheduler:
         """One token of each that decodes; the youngest are preempted while pages are short."""
         blocks, running, batch = self.blocks, self.running, self.running.next_batch()
         # A page is full, or (right after a fork) shared: the rest of the rows need no look.
-        seqs = batch.seqs if running.has_forks else batch.at_block_start(blocks.block_size)
+        seqs = batch.seqs if running.has_forks else batch.at_block(blocks.block_size, 0)
         # Of a prompt that goes on, what its windows leave behind is exchanged for what comes next.
         moving = running.prefilling() if blocks.has_windows else []
         if running.has_forks or running.forced or moving or not blocks.can_extend(len(seqs)):
@@ -219,7 +212,8 @@ class Scheduler:
 
         Rows of sequences that ended or got forced tokens while the step was in flight are dropped.
         """
-        for seq in plan.decodes.at_block_end(PUBLISHED_BLOCKS * self.blocks.block_size):
+        num_published = PUBLISHED_BLOCKS * self.blocks.block_size
+        for seq in plan.decodes.at_block(num_published, num_published - 1):
             if seq.status is SequenceStatus.RUNNING:
                 self.blocks.publish(seq)
         updates: list[TokenUpdate] = []
@@ -265,9 +259,9 @@ class Scheduler:
         may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None
         if may_stop and token_id in request.stop_token_ids:
             asked_for = token_id in (request.sampling_params.stop_token_ids or ())
-            self.finish(seq, FinishReason.STOP, token_id if asked_for else None)
+            self.finish(seq, "stop", token_id if asked_for else None)
         elif num_output >= request.max_tokens:
-            self.finish(seq, FinishReason.LENGTH)
+            self.finish(seq, "length")
 
     # --- books -------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.histogram import Counts, Histogram
-from asyncllm.engine.recorder import FINISH_REASONS, WINDOW_S, Mark, Recorder
+from asyncllm.engine.recorder import FINISH_REASONS, WINDOW_S, Counts, Histogram, Mark, Recorder
 from asyncllm.engine.stats import SchedulerStats, StepRecord
 
 RATE_WINDOW_S = 5.0
@@ -105,29 +104,25 @@ def take_snapshot(
     now = time.monotonic()
     totals = recorder.mark(now)
     first = max(len(recorder.timeline) - last_steps, 0)
+    every = max(-(-stats.num_pages // MAX_PAGE_CELLS), 1)
     return Snapshot(
         time=time.time(),
         monotonic=now,
         running=stats.num_running,
         waiting=stats.num_waiting,
         swapped=stats.num_swapped,
-        pages=_pages(stats, blocks),
+        pages=Pages(
+            num_pages=stats.num_pages,
+            num_used=stats.num_used_pages,
+            num_host_pages=stats.num_host_pages,
+            num_used_host=stats.num_used_host_pages,
+            pages_per_cell=every,
+            cells=blocks.device.picture(every),
+        ),
         rates=_rates(totals, recorder.mark_since(now - RATE_WINDOW_S)),
         latencies=_latencies(recorder, totals, recorder.mark_since(now - WINDOW_S)),
         totals=_totals(recorder, stats),
         steps=list(islice(recorder.timeline, first, None)),
-    )
-
-
-def _pages(stats: SchedulerStats, blocks: BlockManager) -> Pages:
-    every = max(-(-stats.num_pages // MAX_PAGE_CELLS), 1)
-    return Pages(
-        num_pages=stats.num_pages,
-        num_used=stats.num_used_pages,
-        num_host_pages=stats.num_host_pages,
-        num_used_host=stats.num_used_host_pages,
-        pages_per_cell=every,
-        cells=blocks.device.picture(every),
     )
 
 

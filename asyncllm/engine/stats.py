@@ -6,11 +6,13 @@ The records carry vLLM's meanings; `recorder.py` adds them up, /metrics publishe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from asyncllm.outputs import FinishReasonText
+from asyncllm.outputs import FinishReason
 
-StepKind = Literal["decode", "prefill", "mixed", "swap"]  # mixed: prefill chunks beside decodes
+if TYPE_CHECKING:  # numpy is behind it, and --help prints no step
+    from asyncllm.step_plan import StepKind
+
 AbortCause = Literal["application", "disconnect", "slow_reader", "shutdown", "server_error"]
 
 
@@ -41,7 +43,7 @@ class FinishedRequestStats:
     """One request at its end. Times in seconds; None where the stage was never reached."""
 
     request_id: str
-    finish_reason: FinishReasonText  # of its first sequence
+    finish_reason: FinishReason  # of its first sequence
     num_prompt_tokens: int
     num_generation_tokens: int  # all sequences
     max_num_generation_tokens: int  # of its longest sequence

@@ -27,10 +27,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from asyncllm.engine.stats import StepKind, StepRecord
-from asyncllm.step_plan import StepPlan
+from asyncllm.engine.stats import StepRecord
+from asyncllm.step_plan import StepKind, StepPlan
 from asyncllm.worker.executor import LaunchedStep
 
 LAG_INTERVAL_S = 0.05
@@ -41,19 +40,8 @@ WAKE_SECONDS = 0.4e-3  # the loop may be at work
 FORGET = 0.9  # per step, of the longest time that the host took to plan and launch
 
 
-@dataclass(slots=True)
-class HostSeconds:
-    """Wall time in each verb of a step, in all: the loop's, but for `constrain`, a thread's."""
-
-    plan: float = 0.0
-    launch: float = 0.0
-    finish: float = 0.0
-    constrain: float = 0.0
-
-
 class StepClock:
     def __init__(self) -> None:
-        self.host = HostSeconds()
         self._in_flight: deque[tuple[LaunchedStep, float]] = deque()  # (step, launched at)
         self._last_end: float | None = None  # on the device, of the step before
         self._decode_seconds: deque[float] = deque(maxlen=NUM_STEPS)
@@ -68,17 +56,17 @@ class StepClock:
         """The oldest step in flight, `plan`, is over."""
         step, launched_at = self._in_flight.popleft()
         times, before = step.device_times(), self._last_end
-        num_prefill = sum(len(row.token_ids) for row in plan.prefills)
-        self._last_end = times.ended
-        kind, duration = kind_of(plan), max(times.ended - times.started, 0.0)
-        if kind == "decode":
+        num_decodes, num_tokens = len(plan.decodes), plan.num_tokens
+        self._last_end, duration = times.ended, max(times.ended - times.started, 0.0)
+        kind = StepKind.of(num_decodes, num_tokens - num_decodes)
+        if kind is StepKind.DECODE:
             self._decode_seconds.append(duration)
         return StepRecord(
             step_id=plan.step_id,
             kind=kind,
-            rows=len(plan.decodes) + len(plan.prefills),
-            tokens=len(plan.decodes) + num_prefill,
-            prefill_tokens=num_prefill,
+            rows=num_decodes + len(plan.prefills),
+            tokens=num_tokens,
+            prefill_tokens=num_tokens - num_decodes,
             start=times.started,
             duration=duration,
             launch_lead=None if before is None else before - launched_at,
@@ -106,12 +94,6 @@ class StepClock:
         """Forget what is in flight: it failed."""
         self._in_flight.clear()
         self._last_end = None
-
-
-def kind_of(plan: StepPlan) -> StepKind:
-    if not plan.prefills:
-        return "decode" if plan.decodes else "swap"
-    return "mixed" if plan.decodes else "prefill"
 
 
 class LoopLag:

@@ -66,55 +66,43 @@ def reasoning_tokens(config: EngineConfig, tokenizer: Tokenizer | None) -> Reaso
 class ThinkingBudget:
     """Forces the end of reasoning in one sequence that has thought enough. Linear in its tokens."""
 
-    __slots__ = ("_end", "_is_open", "_num_left", "_num_matched", "_num_read", "_start")
+    __slots__ = ("_begin", "_is_open", "_num_left", "_num_read", "_tokens")
 
     def __init__(
         self, tokens: ReasoningTokens, budget: int, num_prompt: int, num_open: int | None
     ) -> None:
         """`num_open`: what `tokens` say of the prompt of `num_prompt` ids."""
-        self._start = _Marker(tokens.start)
-        self._end = _Marker(tokens.end)
+        self._tokens = tokens
         self._is_open = num_open is not None
         self._num_left = budget - (num_open or 0)
         self._num_read = num_prompt
-        self._num_matched = 0  # tokens of the end, or where it is not open of the start
+        self._begin = num_prompt  # of what the next marker may consist of: no token is of two
 
     def next_token(self, token_ids: list[int]) -> int | None:
         """The token that must follow `token_ids`, prompt and all; None where the model decides."""
-        for token_id in token_ids[self._num_read :]:
-            self._read(token_id)
-        self._num_read = len(token_ids)
-        if self._is_open and self._num_left <= 0:
-            return self._end.ids[self._num_matched]
-        return None
+        while self._num_read < len(token_ids):
+            self._num_read += 1
+            self._read(token_ids)
+        if not self._is_open or self._num_left > 0:
+            return None
+        end = self._tokens.end
+        num_there = next(n for n in reversed(range(len(end))) if self._has(token_ids, end[:n]))
+        return end[num_there]
 
-    def _read(self, token_id: int) -> None:
-        marker = self._end if self._is_open else self._start
+    def _read(self, token_ids: list[int]) -> None:
+        """Take the last of the first `_num_read` tokens."""
         self._num_left -= self._is_open
-        self._num_matched = marker.advance(self._num_matched, token_id)
-        if self._num_matched == len(marker.ids):
-            self._num_matched = 0
+        marker = self._tokens.end if self._is_open else self._tokens.start
+        if self._has(token_ids, marker):
+            self._begin = self._num_read
             if self._is_open:
-                self._num_left += len(marker.ids)  # the end itself is no reasoning
+                self._num_left += len(marker)  # the end itself is no reasoning
             self._is_open = not self._is_open
 
-
-class _Marker:
-    """A sequence of ids, found in a stream by one step of Knuth, Morris and Pratt per id."""
-
-    __slots__ = ("_borders", "ids")
-
-    def __init__(self, ids: tuple[int, ...]) -> None:
-        self.ids = ids
-        self._borders = [0, 0]  # for each number of ids matched, the next shorter match
-        for token_id in ids[1:]:
-            self._borders.append(self.advance(self._borders[-1], token_id))
-
-    def advance(self, num: int, token_id: int) -> int:
-        """How many of its ids the stream ends with after `token_id`; before, `num` but not all."""
-        while num and self.ids[num] != token_id:
-            num = self._borders[num]
-        return num + 1 if self.ids[num] == token_id else num
+    def _has(self, token_ids: list[int], marker: tuple[int, ...]) -> bool:
+        """Whether what was read since the last marker ends with this one."""
+        is_long_enough = self._num_read - self._begin >= len(marker)
+        return is_long_enough and _ends_with(token_ids, self._num_read, marker)
 
 
 def _ends_with(ids: list[int], after: int, marker: tuple[int, ...]) -> bool:

@@ -35,15 +35,14 @@ class Watchdog:
         self._num_live = num_live
         self._describe = describe
         self._loop = asyncio.get_running_loop()
-        self._num_steps = 0
-        self._seen_steps = 0
+        self._has_stepped = False  # since the last look
         self._progress_time = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="asyncllm-watchdog", daemon=True)
         self._thread.start()
 
     def step_done(self) -> None:
-        self._num_steps += 1
+        self._has_stepped = True
 
     def close(self) -> None:
         self._closed.set()
@@ -51,8 +50,8 @@ class Watchdog:
 
     def check(self, now: float) -> None:
         """Look once; `now` in seconds of a monotonic clock."""
-        if self._num_steps != self._seen_steps or not self._num_live():
-            self._seen_steps = self._num_steps
+        if self._has_stepped or not self._num_live():
+            self._has_stepped = False
             self._progress_time = now
             if self.stalled is not None:
                 logger.warning("steps finish again")

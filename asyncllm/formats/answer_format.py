@@ -107,6 +107,11 @@ class CallSyntax:
     at_start: bool = False
 
     @property
+    def is_marked(self) -> bool:
+        """Its beginning is of no other text."""
+        return not (self.at_start or (isinstance(self.body, JsonCall) and self.body.bare))
+
+    @property
     def beginnings(self) -> tuple[Markers, ...]:
         """Texts that may precede the first body; some models forget `begin`."""
         whole = self.begin + self.call_begin

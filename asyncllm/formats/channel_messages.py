@@ -66,7 +66,7 @@ class ChannelReader:
     def _read_message(self) -> Reading[str | None]:
         address = self._address.search(self._header)
         call = self._new_call()
-        if address and call.is_tool(address[1]):
+        if address and call.may_be(address[1]):
             return (yield from self._read_call(call, address[1]))
         kind = self._reasoning if self._syntax.reasoning in self._header else self._content
         kind.begin()

@@ -1,7 +1,7 @@
 """Calls whose arguments are written as JSON: they are passed on as the model writes them.
 
 Members may come in any order: arguments that come before the name are kept until it is known whose
-they are. An object whose name no tool has is no call.
+they are. An object whose name cannot be a tool's is no call.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _CallObject:
     def read_member(self, key: str) -> Reading[bool]:
         call = self._call
         if self._body.name_is_key and not call.begun:
-            return call.is_tool(key) and (yield from pass_arguments(call, key))
+            return call.may_be(key) and (yield from pass_arguments(call, key))
         if key in self._body.name_keys and self._name is None:
             self._name = yield from read_string(call.cursor)
-            if self._name is None or not call.is_tool(self._name):
+            if self._name is None or not call.may_be(self._name):
                 return False
             if self._early:
                 call.begin(self._name)
@@ -69,11 +69,12 @@ class _CallObject:
         return (yield from pass_value(call.cursor, _ignore))
 
     def finish(self) -> bool:
-        """A call without arguments is one, but not where any object could stand."""
-        if not self._call.begun and self._name is not None and not self._body.bare:
-            self._call.begin(self._name)
-            self._call.arguments("{}")
-        return self._call.begun
+        """A call of a tool without arguments is one, but not where any object could stand."""
+        call, name = self._call, self._name
+        if not call.begun and name is not None and call.is_tool(name) and not self._body.bare:
+            call.begin(name)
+            call.arguments("{}")
+        return call.begun
 
 
 def read_named_json(call: OpenCall, body: NamedJson) -> Reading[bool]:
@@ -82,7 +83,7 @@ def read_named_json(call: OpenCall, body: NamedJson) -> Reading[bool]:
     name = written.removeprefix(body.prefix)
     if body.numbered and not call.is_tool(name):
         name = _NUMBER.sub("", name)
-    if not call.is_tool(name):
+    if not call.may_be(name):
         return False
     call_id = written if body.numbered else None
     if body.id_begin and (yield from call.cursor.literals((body.id_begin,))):

@@ -38,7 +38,7 @@ def read_literal_call(call: OpenCall, body: LiteralArguments) -> Reading[bool]:
     """
     cursor = call.cursor
     name = yield from call.read_name()
-    if not call.is_tool(name) or not (yield from cursor.literal(body.open)):
+    if not call.may_be(name) or not (yield from cursor.literal(body.open)):
         return False
     call.begin(name)
     reader = _LiteralReader(cursor, body, call.arguments)

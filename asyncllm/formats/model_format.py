@@ -41,17 +41,23 @@ class ModelFormat:
         return self.format.reasoning
 
     def parser(
-        self, tools: Sequence[Tool] = (), prompt: str = "", prefix: str = ""
+        self,
+        tools: Sequence[Tool] = (),
+        prompt: str = "",
+        prefix: str = "",
+        only_these: bool = False,
     ) -> AnswerParser:
         """A parser for one choice.
 
         `tools`: those that may be called; without any, text that looks like a call is text.
-        `prompt`: as rendered, or its end. `prefix`: the part of it that
-        the model had written itself, where a final message is continued.
+        `only_these`: and so is a marked call of another name. `prompt`: as rendered, or its end.
+        `prefix`: the part of it that the model had written itself, where a final message is
+        continued.
         """
         schemas = {tool.name: tool.parameters for tool in tools}
         is_open = self.is_reasoning_open(prompt, prefix)
-        return FormatParser(self._plan if tools else self._plan_without_calls, schemas, is_open)
+        plan = self._plan if tools else self._plan_without_calls
+        return FormatParser(plan, schemas, is_open, takes_unknown=bool(tools) and not only_these)
 
     @cached_property
     def _plan(self) -> ReadingPlan:

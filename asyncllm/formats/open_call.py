@@ -20,34 +20,49 @@ _NAME = re.compile(r"[\w.\-:]+")
 
 
 class OpenCall:
-    """`tools`: the names that may be called, with their parameters' schemas."""
+    """`tools`: the names that may be called, with their parameters' schemas.
+
+    `takes_unknown`: a name that no tool has is called too, and the client is to know. That is so
+    behind a marker; without one it is more likely the JSON or the list that was asked for.
+    """
 
     def __init__(
-        self, cursor: Cursor, log: EventLog, tools: Mapping[str, Mapping[str, Any]]
+        self,
+        cursor: Cursor,
+        log: EventLog,
+        tools: Mapping[str, Mapping[str, Any]],
+        takes_unknown: bool,
     ) -> None:
         self.cursor = cursor
         self.arguments = log.arguments
         self.begun = False
         self._log = log
         self._tools = tools
+        self._takes_unknown = takes_unknown
 
     def read_name(self) -> Reading[str]:
         """Nothing where none is next. It may be no tool's."""
         yield from self.cursor.spaces()
         return (yield from self.cursor.run(_NAME, MAX_NAME_CHARS))
 
-    def is_tool(self, name: str | None) -> bool:
+    def is_tool(self, name: str) -> bool:
         return name in self._tools
+
+    def may_be(self, name: str | None) -> bool:
+        """Whether a call by this name is one."""
+        if name is None or name in self._tools:
+            return name is not None
+        return self._takes_unknown and bool(_NAME.fullmatch(name)) and len(name) <= MAX_NAME_CHARS
 
     def argument_types(self, name: str, key: str) -> frozenset[str]:
         """The tool's schema of an argument; empty where it has none."""
-        root = self._tools[name]
+        root = self._tools.get(name, {})
         properties = root.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return types_of(resolved(schema, root)) if isinstance(schema, dict) else frozenset()
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        assert self.is_tool(name) and not self.begun
+        assert self.may_be(name) and not self.begun
         self.cursor.let_go()
         self._log.begin_call(name, call_id)
         self.begun = True

@@ -1,9 +1,9 @@
 """The one parser: an answer's text, driven by the record of its family's format.
 
-Text is content until a marker. What begins like a call and is none, or calls a name
-that is no tool's, stays content as it was written; after a call's name is out, its arguments end
-where they stop making sense, and what follows is content again. White space beside a marker
-belongs to the marker.
+Text is content until a marker. What begins like a call and is none stays content as it was written,
+and so does what no marker announces and calls a name that is no tool's. After a call's name is out,
+its arguments end where they stop making sense, and what follows is content again. White space
+beside a marker belongs to the marker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from asyncllm.formats.text_markers import TextMarkers
 class FormatParser:
     """An `AnswerParser`. `tools`: the names that may be called, with their parameters' schemas.
 
-    `in_reasoning`: the prompt has opened the reasoning.
+    `in_reasoning`: the prompt has opened the reasoning. `takes_unknown`: a marked call is one,
+    whatever its name.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class FormatParser:
         plan: ReadingPlan,
         tools: Mapping[str, Mapping[str, Any]],
         in_reasoning: bool = False,
+        takes_unknown: bool = False,
     ) -> None:
         self._plan = plan
         self._tools = tools
         self._in_reasoning = in_reasoning
+        self._takes_unknown = takes_unknown
         self._cursor = Cursor()
         self._log = EventLog(plan.format.short_ids)
         self._strays: set[str] = set()  # ends of a call that broke off: removed where they come
@@ -186,7 +189,7 @@ class FormatParser:
 
     def _section(self, syntax: CallSyntax) -> Reading[bool]:
         """The first call and those that follow it. False if the first is none."""
-        call = self._new_call()
+        call = self._new_call(syntax.is_marked)
         is_whole = yield from self._read_call(call, syntax)
         if not call.begun:
             return False
@@ -214,11 +217,12 @@ class FormatParser:
         """False if there is none, or it breaks off."""
         if not (yield from self._cursor.literals(syntax.call_begin)):
             return False
-        call = self._new_call()
+        call = self._new_call(syntax.is_marked)
         return (yield from self._read_call(call, syntax)) and call.begun
 
-    def _new_call(self) -> OpenCall:
-        return OpenCall(self._cursor, self._log, self._tools)
+    def _new_call(self, is_marked: bool = True) -> OpenCall:
+        takes_unknown = is_marked and self._takes_unknown
+        return OpenCall(self._cursor, self._log, self._tools, takes_unknown)
 
     def _read_call(self, call: OpenCall, syntax: CallSyntax) -> Reading[bool]:
         match syntax.body:

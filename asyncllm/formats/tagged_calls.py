@@ -22,13 +22,15 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
     """
     cursor = call.cursor
     name = yield from call.read_name()
-    if not call.is_tool(name) or not (yield from cursor.literals(body.name_end)):
+    if not call.may_be(name) or not (yield from cursor.literals(body.name_end)):
         return False
-    call.begin(name)
+    if call.is_tool(name):  # of another name nothing is out before an argument, or the end
+        call.begin(name)
     value_end = text_markers(body.value_end)
     opener = "{"
     while True:
-        cursor.hold()
+        if call.begun:
+            cursor.hold()
         if not (yield from cursor.literals((body.key_begin,))):
             break
         key = (yield from cursor.run(_KEY, MAX_KEY_CHARS)).strip()
@@ -39,17 +41,24 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
             break
         elif body.string_key_end and types != STRING:
             types -= STRING  # the marker announces JSON: a text in it has quotes
-        cursor.let_go()
+        _let_go(call, name)
         before = f"{opener}{_quoted(key)}: "
         opener = ", "
         if not (yield from _pass_value(call, before, types, value_end, body.lines)):
             return False
     is_whole = yield from cursor.literals(body.end)
     if is_whole:
-        cursor.let_go()
-    if is_whole or not cursor.ended:
+        _let_go(call, name)
+    if call.begun and (is_whole or not cursor.ended):
         call.arguments("{}" if opener == "{" else "}")
     return is_whole
+
+
+def _let_go(call: OpenCall, name: str) -> None:
+    if call.begun:
+        call.cursor.let_go()
+    else:
+        call.begin(name)
 
 
 def _pass_value(

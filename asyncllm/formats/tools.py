@@ -36,10 +36,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`tools`: those that may be called, none of them if empty. `required`: one of them must."""
+    """`tools`: those that may be called, none of them if empty. `required`: one of them must.
+
+    `only_these`: no call of another name is one.
+    """
 
     tools: tuple[Tool, ...] = ()
     required: bool = False
+    only_these: bool = False
 
 
 def parse_tools(raw: object) -> tuple[Tool, ...]:
@@ -130,7 +134,8 @@ def _allowed(raw: object, tools: Sequence[Tool]) -> ToolChoice:
         raise InvalidRequestError(f"{where}.tools: at most {MAX_TOOLS}", f"{where}.tools")
     named = [_named(one, tools, f"{where}.tools[{i}]") for i, one in enumerate(raw["tools"])]
     names = {tool.name for tool in named}
-    return ToolChoice(tuple(tool for tool in tools if tool.name in names), mode == "required")
+    allowed = tuple(tool for tool in tools if tool.name in names)
+    return ToolChoice(allowed, mode == "required", only_these=True)
 
 
 def _named(raw: object, tools: Sequence[Tool], where: str) -> Tool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -114,7 +114,11 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """The constants of one RMSNorm. weight: [size]."""
+    """The constants of one RMSNorm. weight: [size].
+
+    In the model's dtype the weight multiplies what was rounded to it, as Llama's does; in float32
+    before the rounding, as that of Gemma (which holds 1 + weight here) and OLMo.
+    """
 
     weight: torch.Tensor
     eps: float
@@ -142,6 +146,58 @@ class Normed:
         return (self.values * (mean + self.eps).rsqrt()).to(self.values.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """activation(gate) * up. clamped: gate at most `limit` and up within +-`limit`, then
+    gate * sigmoid(alpha * gate) * (up + 1)."""
+
+    name: Literal["silu", "gelu_tanh", "clamped"]
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+SILU = Activation("silu")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's logits become experts and their gates.
+
+    score: of each expert, from its logit; "top_softmax" is the softmax over those taken alone.
+    renormalise: the gates' sum is 1, before `scale` multiplies them.
+    Of `num_groups` groups of experts only the best `top_groups` count: by the sum of their two best
+    scores, or the best one where `group_score` is "max".
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid", "top_softmax"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["two", "max"] = "two"
+    least_sum: float = 0.0  # added to the sum that renormalises
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """The experts of each token, all different, and what they count."""
+
+    ids: torch.Tensor  # int64 or int32 [T, k], below the number of experts
+    gates: torch.Tensor  # float32 [T, k]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """One layer's experts in the model's dtype: down(activation(gate(x)) * up(x)) each."""
+
+    gate_up: torch.Tensor  # [experts, 2 * size, hidden_size], the gates before the ups
+    down: torch.Tensor  # [experts, hidden_size, size]
+    gate_up_bias: torch.Tensor | None  # [experts, 2 * size]
+    down_bias: torch.Tensor | None  # [experts, hidden_size]
+    activation: Activation
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAWeights:
     """A linear layer's low-rank matrices, of all adapter slots; see models/layers/lora.py."""
@@ -149,16 +205,6 @@ class LoRAWeights:
     a: torch.Tensor  # [slots, parts * max_rank, in]
     b: torch.Tensor  # [slots, out, max_rank]
     sizes: tuple[int, ...]  # of each part, in output features
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRows:
-    """The state of a step's slots, one row each, as the step found it."""
-
-    last_tokens: torch.Tensor  # int32 [rows]
-    positions: torch.Tensor  # int32 [rows]
-    next_positions: torch.Tensor  # int32 [rows], of the tokens to be sampled
-    block_tables: tuple[torch.Tensor, ...]  # by cache group: int32 [rows, pages per sequence]
 
 
 @dataclass(frozen=True, slots=True)

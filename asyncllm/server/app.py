@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
-from asyncllm.engine.own_thread import in_own_thread
+from asyncllm.host import in_own_thread
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.completions import PARAMS_CACHE, ParamsCache
 from asyncllm.server.http.access import (
@@ -28,7 +28,8 @@ from asyncllm.server.messages import message as anthropic
 from asyncllm.server.observability.metrics import METRICS, Metrics
 from asyncllm.server.openapi.document import DOCUMENT, Document
 from asyncllm.server.page import DASHBOARD, Dashboard
-from asyncllm.server.responses.serving import RESPONSES
+from asyncllm.server.responses.background import Background
+from asyncllm.server.responses.serving import BACKGROUND, RESPONSES
 from asyncllm.server.responses.store import ResponseStore
 from asyncllm.server.routes import served_routes
 from asyncllm.server.service import SERVICE, Service
@@ -69,6 +70,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app[PARAMS_CACHE] = ParamsCache()
     app.on_cleanup.append(_close_threads)
     app[RESPONSES] = ResponseStore(args.responses_store_bytes)
+    app[BACKGROUND] = Background(args.responses_store_bytes)
+    app.on_shutdown.append(app[BACKGROUND].close)
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
     app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)

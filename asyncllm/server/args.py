@@ -22,7 +22,8 @@ _LEAST = {
 JSON_FORM = ("disable_any_whitespace", "disable_additional_properties")
 # vLLM's keys -> the values that can be kept here
 STRUCTURED_OUTPUTS_CONFIG: dict[str, tuple[Any, ...]] = {
-    "backend": ("auto", "guidance"),
+    # All ask for the same texts; llguidance makes them here, whichever is named.
+    "backend": ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"),
     "reasoning_parser": ("",),
     "reasoning_parser_plugin": ("",),
     "enable_in_reasoning": (False,),

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncllm.engine.request_limits import check_output_logprobs
+from asyncllm.engine.logprobs import check_output_logprobs
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from asyncllm.sampling_params import SamplingParams

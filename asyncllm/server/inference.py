@@ -108,7 +108,7 @@ def _call(request: GenerateRequest, service: Service) -> Call:
             raise bad_request(f"{name} is not supported", name)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
-    params = _params(request.sampling_params)
+    params = service.engine.input_processor.with_counts(_params(request.sampling_params))
     if request.stream and params.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs: not with stream=true", "prompt_logprobs")
     return Call(

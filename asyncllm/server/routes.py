@@ -100,6 +100,10 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "GET", "/v1/responses/{response_id}", show_response, "Responses", "One that is kept",
+        query={
+            "stream": {"type": "boolean", "description": "the events of one in the background"},
+            "starting_after": {"type": "integer", "description": "only events of higher numbers"},
+        },
         answer=responses.ResponseBody, errors=(400, 404, *READS),
     ),
     Route(
@@ -120,7 +124,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "POST", "/v1/responses/{response_id}/cancel", cancel_response, "Responses",
-        "Refused: none runs in the background",
+        "End one that runs in the background",
         answer=responses.ResponseBody, errors=(400, 404, *READS),
     ),
     Route(

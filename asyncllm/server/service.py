@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cached_property, partial
 from typing import Protocol, TypeVar
 
@@ -151,6 +151,26 @@ class Service:
         finally:
             self._end(generation)
 
+    async def collect_later(
+        self, call: Call, make_consumer: Callable[[], Consumer]
+    ) -> Callable[[], Awaitable[None]]:
+        """As `collect`, in two: return once its requests are queued. What is returned waits for
+        the end, and must be called."""
+        generation = self._begin(call, make_consumer)
+        try:
+            await generation.submit()
+        except BaseException:
+            self._end(generation)
+            raise
+
+        async def wait() -> None:
+            try:
+                await generation.wait()
+            finally:
+                self._end(generation)
+
+        return wait
+
     async def stream(
         self, sse: SSEStream, call: Call, make_consumer: Callable[[], Consumer]
     ) -> web.StreamResponse:
@@ -159,7 +179,7 @@ class Service:
         The consumer is made and the headers, a system call, are sent while the device is at work.
         """
         if self.args.stream_interval > 1:
-            make_consumer = self._streamed(call, make_consumer)
+            make_consumer = self.paced(call, make_consumer)
         generation = self._begin(call, make_consumer)
         try:
             await generation.submit()
@@ -179,9 +199,8 @@ class Service:
             self._end(generation)
         return sse.response
 
-    def _streamed(
-        self, call: Call, make_consumer: Callable[[], Consumer]
-    ) -> Callable[[], Consumer]:
+    def paced(self, call: Call, make_consumer: Callable[[], Consumer]) -> Callable[[], Consumer]:
+        """With --stream-interval tokens in each chunk."""
         interval = self.args.stream_interval
         return lambda: EveryNTokens(make_consumer(), interval, len(call.prompts))
 

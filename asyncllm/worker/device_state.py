@@ -29,7 +29,6 @@ import torch
 
 from asyncllm.attention.base import DecodeRows
 from asyncllm.graphs.token_buffers import TokenBuffers
-from asyncllm.kernels.records import SlotRows
 from asyncllm.worker.packed_step import SamplingExtras, SlotTokens
 
 FLOAT_PARAMS = (
@@ -120,16 +119,19 @@ def _set_true(table: torch.Tensor, lists: SlotTokens[torch.Tensor]) -> None:
     table.index_put_(places, torch.ones_like(lists.tokens, dtype=torch.bool))
 
 
-# (state, slots int32 [rows]) -> the rows of a step of decodes alone. Counts the inputs. Only
-# enqueues, and may be captured.
-GatherSlots = Callable[[DeviceState, torch.Tensor], SlotRows]
+# (state, slots int32 [rows]) -> of a step of decodes alone the last tokens and the positions of the
+# tokens to be sampled, int32 [rows], and the rows. Counts the inputs. Only enqueues, and may be
+# captured.
+GatherSlots = Callable[[DeviceState, torch.Tensor], tuple[torch.Tensor, torch.Tensor, DecodeRows]]
 
 
-def gather_slots_torch(state: DeviceState, slots: torch.Tensor) -> SlotRows:
+def gather_slots_torch(
+    state: DeviceState, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, DecodeRows]:
     """The reference `GatherSlots`."""
     state.count_inputs(slots)
-    positions, tables = state.positions[slots], state.block_tables[:, slots].unbind()
-    return SlotRows(state.last_tokens[slots], positions, positions + 1, tables)
+    rows = DecodeRows(state.block_tables[:, slots].unbind(), state.positions[slots])
+    return state.last_tokens[slots], rows.positions + 1, rows
 
 
 # (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows of decodes beside

@@ -56,7 +56,9 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        is_dense=isinstance(model, DenseDecoder) and not is_quantized(config.model),
+        is_dense=isinstance(model, DenseDecoder)
+        and model.is_plain
+        and not is_quantized(config.model),
         attention_backend=resolve_backend(
             config.attention_backend, device, is_fp8=config.kv_cache_dtype != config.dtype
         ),
@@ -117,7 +119,7 @@ def prewarm_slots(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
-    """The padding slot written and read, a row sampled in each way that no step of padding is. On
+    """The padding slot written and read, a row sampled as no step of padding is. On
     the current stream. `dtype`: of the model's logits.
 
     A variant that steps can meet and that is not launched here, nor by `ModelRunner.run_padding` or

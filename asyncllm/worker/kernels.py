@@ -15,8 +15,7 @@ import torch
 
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
-from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
-from asyncllm.kernels.gemm.gemm_cache import GemmCache
+from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
 from asyncllm.models.layers.lora import AddLoRA, add_lora_torch
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
@@ -47,10 +46,7 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
         return SlotKernels(
-            gather_slots_torch,
-            fill_decodes_torch,
-            write_slots_torch,
-            sample_slots_torch,
+            gather_slots_torch, fill_decodes_torch, write_slots_torch, sample_slots_torch
         )
     # Slow to import: only where they are used.
     from asyncllm.kernels.sampling.kernel import sample_slots_triton
@@ -61,10 +57,7 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     )
 
     return SlotKernels(
-        gather_slots_triton,
-        fill_decodes_triton,
-        write_slots_triton,
-        sample_slots_triton,
+        gather_slots_triton, fill_decodes_triton, write_slots_triton, sample_slots_triton
     )
 
 

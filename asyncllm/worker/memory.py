@@ -25,7 +25,7 @@ from asyncllm.types import SwapCost
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
 TIMED_TOKENS_CPU = 64
-FULL_SAMPLING_COPIES = 6  # of the logits in float32, at the same time: what `Sampler.full` may hold
+FULL_SAMPLING_COPIES = 6  # of the logits in float32, at the same time: what `sample_fully` may hold
 GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces, activations apart
 
 

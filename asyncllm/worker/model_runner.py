@@ -9,6 +9,7 @@ decodes only is `decode_step`, eager or from a graph: the same function. Where r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -30,7 +31,6 @@ from asyncllm.worker.mixed_step import MixedStep, eager_shape
 from asyncllm.worker.packed_step import (
     NO_DEVICE_EXTRAS,
     NO_EXTRAS,
-    NO_MOVES,
     DeviceExtras,
     PackedStep,
     padding_prompt,
@@ -121,10 +121,9 @@ class ModelRunner:
 
     def _forward(self, step: PackedStep, graph: StepShape | None) -> Forwarded | None:
         """None for swaps alone."""
-        if step.moves is not NO_MOVES:  # as in few steps
-            self._cache.swap_out(step.moves.swap_out)
-            self._cache.copy_pages(step.moves.copies)
-            self._cache.swap_in(step.moves.swap_in)
+        self._cache.swap_out(step.swap_out)
+        self._cache.copy_pages(step.page_copies)
+        self._cache.swap_in(step.swap_in)
         if step.has_prompts:
             return self._mixed_step(step, graph)
         return self._decode_only(step) if len(step.decode_slots) else None
@@ -163,11 +162,11 @@ class ModelRunner:
         state = self._state
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
-        rows = self._kernels.gather_slots(state, slots)
-        decodes = DecodeRows(rows.block_tables, rows.positions, max_len)
+        last_tokens, next_positions, rows = self._kernels.gather_slots(state, slots)
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        logits = (forward or self._layers)(rows.last_tokens, decodes, prompt_lens)
-        return self._kernels.sample_slots(state, logits, slots, rows.next_positions, None), logits
+        rows = replace(rows, max_len=max_len)
+        logits = (forward or self._layers)(last_tokens, rows, prompt_lens)
+        return self._kernels.sample_slots(state, logits, slots, next_positions, None), logits
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """A token for each row of a decode step, again: by the masks that were uploaded for them.

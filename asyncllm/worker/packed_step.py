@@ -98,14 +98,6 @@ class SlotChanges:
 NO_CHANGES = SlotChanges()
 
 
-class PageMoves(NamedTuple):
-    """Pages that change their place before the forward pass, in this order."""
-
-    swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
-    copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
-    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """A prefill row that wants logprobs: of the prompt token that follows each of its tokens."""
@@ -116,7 +108,6 @@ class PromptLogprobs:
     num_top: int
 
 
-NO_MOVES = PageMoves()
 NO_ROWS = np.zeros(0, np.int32)
 NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS[None])
 
@@ -133,7 +124,10 @@ class PackedStep(NamedTuple):
     tokens: np.ndarray = NO_ROWS
     samples: np.ndarray = NO_ROWS  # int32 [3, R]: which of D + P tokens; slots; the new positions
     prefills: PrefillRows = NO_PROMPTS
-    moves: PageMoves = NO_MOVES
+    # Pages that change their place before the forward pass, in this order.
+    swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
+    page_copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
     changes: SlotChanges = NO_CHANGES
     features: int = NO_FEATURE  # all that any row that samples needs
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS

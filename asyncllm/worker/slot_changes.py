@@ -1,7 +1,7 @@
 """A step's changes of the slots' state, packed on the host: sequences that take slots; pages.
 
 One record for each of the former and one entry for each of the latter, so that a step's changes are
-two arrays and, on a GPU, one kernel (slot_changes_kernel.py), whatever a slot remembers.
+two arrays and, on a GPU, one kernel (kernels/slots), whatever a slot remembers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def write_slots_torch(state: DeviceState, records: torch.Tensor, entries: torch.
     tensors = *of_tokens, state.top_ks, state.adapters
     for tensor, values in zip(tensors, ints, strict=True):
         tensor[slots] = values
-    state.seeds[slots] = records[:, :FIRST_INT].contiguous().view(torch.int64).squeeze(1)
+    state.seeds[slots] = records[:, :FIRST_INT].flatten().view(torch.int64)
     floats = records[:, FIRST_FLOAT : FIRST_FLOAT + len(FLOAT_PARAMS)].view(torch.float32)
     state.float_params[:, slots] = floats.T
     tables, indices, pages = entries

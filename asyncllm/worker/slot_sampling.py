@@ -84,13 +84,15 @@ class SlotSampling:
             features |= Feature.MASK
         if request.batch_processors or params.logits_processors:
             features |= Feature.PROCESS
-        self._memory.pop(slot, None)
+        if slot in self._memory:
+            del self._memory[slot]
         is_edited = params.logit_bias or params.min_tokens or request.bad_words_ids
         if is_edited or init.seq.forcer is not None:
             features |= Feature.EDIT
             self._memory[slot] = _SlotMemory.of(init.seq)
-        before, self._features[slot] = int(self._features[slot]), features
-        return before | features
+        used: int = features | self._features[slot]
+        self._features[slot] = features
+        return used
 
     def logit_edits(self, slots: np.ndarray) -> LogitEdits[np.ndarray]:
         """Bias, bad words, stop tokens before min_tokens, and forced tokens, of these rows."""
@@ -132,7 +134,7 @@ def _forbidden_now(seq: Sequence) -> list[int]:
 
 
 def _forced_now(seq: Sequence) -> int | None:
-    return None if seq.forcer is None else seq.forcer.next_token(seq.token_ids)
+    return None if seq.forcer is None else seq.forcer(seq.token_ids)
 
 
 def _counted(init: SlotInit) -> list[int]:

@@ -1,7 +1,6 @@
 """Host arrays to device tensors, one copy per step however many arrays there are; tokens back.
 
-On CUDA the arrays of a step are packed into one pinned buffer, one of a few that rotate, and copied
-once. On the CPU a tensor owns its array.
+The arrays of a step are packed into one buffer, pinned for CUDA, one of a few that rotate.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 class Staging:
     def __init__(self, device: torch.device) -> None:
-        self._buffers: RotatingBuffers[Twins] | None = None
-        if device.type == "cuda":
-            self._buffers = RotatingBuffers([Twins(device) for _ in range(NUM_BUFFERS)], device)
+        self._buffers = RotatingBuffers([Twins(device) for _ in range(NUM_BUFFERS)], device)
 
     def upload(self, record: tuple[Any, ...]) -> Any:
         """The record, and the records in it, with tensors on the device in place of its arrays, of
@@ -36,8 +33,6 @@ class Staging:
         arrays = list(_arrays_of(record))
         if not arrays:
             return record
-        if self._buffers is None:
-            return _with_tensors(record, iter([torch.from_numpy(a.copy()) for a in arrays]))
         with self._buffers as buffer:
             return _with_tensors(record, iter(buffer.copy(arrays)))
 

@@ -15,13 +15,11 @@ from asyncllm.step_plan import DecodeBatch, StepPlan
 from asyncllm.worker.packed_step import (
     NO_EXTRAS,
     NO_FEATURE,
-    NO_MOVES,
     NO_PROMPTS,
     NO_ROWS,
     Feature,
     LogitEdits,
     PackedStep,
-    PageMoves,
     PromptLogprobs,
 )
 from asyncllm.worker.slot_changes import pack_changes
@@ -36,11 +34,9 @@ class StepPacker:
         self._decode_slots, self._decode_features = NO_ROWS, NO_FEATURE  # of the last step
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        extras, moves = NO_EXTRAS, NO_MOVES  # as of most steps
+        extras = NO_EXTRAS  # as of most steps
         if plan.slot_inits:
             extras = self._sampling.init(plan.slot_inits)
-        if plan.swap_out or plan.page_copies or plan.swap_in:
-            moves = PageMoves(plan.swap_out, plan.page_copies, plan.swap_in)
         sampled_slots = plan.decodes.slots
         tokens = samples = NO_ROWS
         prefills, num_top = NO_PROMPTS, None
@@ -66,7 +62,9 @@ class StepPacker:
             tokens=tokens,
             samples=samples,
             prefills=prefills,
-            moves=moves,
+            swap_out=plan.swap_out,
+            page_copies=plan.page_copies,
+            swap_in=plan.swap_in,
             changes=pack_changes(plan.slot_inits, plan.page_appends, self._num_slots),
             features=features,
             extras=extras,

@@ -25,7 +25,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import build_model, model_without_memory
+from asyncllm.models.registry import build_model, keeps_latents, settle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
@@ -98,12 +98,11 @@ class Worker:
     ) -> None:
         self.phases: dict[str, float] = {}
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        model_len = config.max_model_len or config.model.context_window
         with self._phase("cache_layout"):
-            layers = model_without_memory(config.model, self._dtype, model_len).attention_layers
+            self._config, model = settle(config)
+            config, layers = self._config, model.attention_layers
             kv_dtype = getattr(torch, config.kv_cache_dtype)
             layout = CacheLayout(layers, config.block_size, kv_dtype)
-        self._config = config
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(
             config.attention_backend, self.device, is_fp8=config.kv_cache_dtype != config.dtype
@@ -238,7 +237,8 @@ class Worker:
         without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        model = build_model(config.model, self._dtype, self.device, ops, model_len, lora)
+        latents = keeps_latents(config)  # as of the layout, whatever could be imported since
+        model = build_model(config.model, self._dtype, self.device, ops, model_len, lora, latents)
         if lora is not None:
             if not lora.layers:
                 raise ValueError("enable_lora: this model's own code takes no adapters")

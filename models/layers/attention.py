@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -11,57 +12,100 @@ from asyncllm.attention.base import AttentionLayer, HeadNorm, Mixer, Rotation
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.norm import load_norm, norm_weight
 from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed
+from asyncllm.models.layers.rotary import HeadOrder
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The differences between families.
+
+    packed: the checkpoint has q, k and v in one tensor. qk_norm: RMSNorm before the rotation, over
+    each head of q and of k, or over all heads. norm_offset: as of `RMSNorm`. order: of the entries
+    of a head, where the rotation does not pair its halves. sinks: a score of each head in the
+    softmax.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    packed: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    norm_offset: float | None = None
+    order: HeadOrder | None = None
+    sinks: bool = False
+
+    def make(
+        self,
+        name: str,
+        layer: AttentionLayer,
+        hidden_size: int,
+        norm_eps: float,
+        build: Build,
+    ) -> Attention:
+        return Attention(name, layer, hidden_size, norm_eps, self, build)
 
 
 class Attention:
-    """Grouped-query attention with one merged projection.
-
-    `qk_norm_eps`: RMSNorm over each head of q and k before the rotation, None for no norm.
-    """
+    """Grouped-query attention with one merged projection."""
 
     def __init__(
         self,
         name: str,
         layer: AttentionLayer,
         hidden_size: int,
-        qkv_bias: bool,
-        output_bias: bool,
-        qk_norm_eps: float | None,
+        norm_eps: float,
+        spec: AttentionSpec,
         build: Build,
     ) -> None:
-        q_size, kv_size = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
-        self.qkv_proj = Linear(
-            name,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
-            hidden_size,
-            qkv_bias,
-            build,
-        )
-        self.o_proj = Linear(name, {"o_proj": hidden_size}, q_size, output_bias, build)
-        self._norm_names = (f"{name}.q_norm.weight", f"{name}.k_norm.weight")
-        norm = None
-        if qk_norm_eps is not None:
-            q_weight, k_weight = build.empty(layer.head_dim), build.empty(layer.head_dim)
-            norm = HeadNorm(q_weight, k_weight, qk_norm_eps)
-        self.layer = replace(layer, head_norm=norm)
+        self._name, self._spec, self._ops = name, spec, build.ops
+        self._sizes = [n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads)]
+        q_size, kv_size = self._sizes
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        if spec.packed:
+            parts = {"qkv_proj": q_size + 2 * kv_size}
+        self.qkv_proj = Linear(name, parts, hidden_size, spec.qkv_bias, build)
+        if spec.order is not None:
+            rows = spec.order.rows(layer, packed=spec.packed)
+            self.qkv_proj.reorder({f"{name}.{part}": index for part, index in rows.items()})
+        self.o_proj = Linear(name, {"o_proj": hidden_size}, q_size, spec.output_bias, build)
+        self._norms: list[Norm] = []  # of q and of k
+        if spec.qk_norm is not None:
+            sizes = self._sizes if spec.qk_norm == "all" else [layer.head_dim] * 2
+            weights = [norm_weight(size, build, spec.norm_offset) for size in sizes]
+            self._norms = [Norm(weight, norm_eps) for weight in weights]
+        if spec.qk_norm == "head":
+            q_norm, k_norm = self._norms
+            layer = replace(layer, head_norm=HeadNorm(q_norm.weight, k_norm.weight, norm_eps))
+        if spec.sinks:
+            layer = replace(layer, sinks=build.empty(layer.num_heads))
+        self.layer = layer
 
-    def add(
-        self,
-        x: Normed,
-        residual: torch.Tensor,
-        next_norm: Norm,
-        rotation: Rotation,
-        mixer: Mixer,
-    ) -> Normed:
-        """In place: residual [T, hidden_size] += the attention of x. Returns the next norm's."""
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
-        out = Normed(mixer.attend(self.layer, qkv, rotation))
-        return self.o_proj.with_epilogue(out, AddRMSNorm(residual, next_norm))
+    def add(self, x: Normed, rotation: Rotation, mixer: Mixer, end: AddRMSNorm) -> Normed:
+        """x [T, hidden_size]. Adds its attention to the end's residual, and returns its norm."""
+        qkv = self.qkv_proj(x)
+        if self._spec.qk_norm == "all":
+            self._normalise(qkv)
+        heads = qkv.unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
+        out = Normed(mixer.attend(self.layer, heads, rotation))
+        return self.o_proj.with_epilogue(out, end)
+
+    def _normalise(self, qkv: torch.Tensor) -> None:
+        """q and k over all their heads, in place."""
+        q, k, _ = qkv.split([*self._sizes, self._sizes[1]], dim=1)
+        for part, norm in zip((q, k), self._norms, strict=True):
+            part.copy_(self._ops.rms_norm(part.contiguous(), norm))
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv_proj, self.o_proj
 
     def loads(self) -> Iterator[Load]:
         yield from self.qkv_proj.loads()
-        norm = self.layer.head_norm
-        if norm is not None:
-            yield from map(Load, self._norm_names, (norm.q_weight, norm.k_weight))
+        order = self._spec.order
+        for part, norm in zip(("q_norm", "k_norm"), self._norms, strict=False):
+            load = load_norm(f"{self._name}.{part}.weight", norm.weight, self._spec.norm_offset)
+            yield load if order is None else order.load(load)
+        if self.layer.sinks is not None:
+            yield Load(f"{self._name}.sinks", self.layer.sinks)
         yield from self.o_proj.loads()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.models.layers.experts_method import ExpertsMethod, UnquantizedExpertsMethod
 from asyncllm.models.layers.linear_method import LinearMethod
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
@@ -16,7 +17,8 @@ from asyncllm.models.layers.ops import Ops
 class Build:
     """`method_for`: a linear layer's name in the checkpoint -> its method.
 
-    `max_model_len` is the number of positions the model must know, in tokens.
+    `max_model_len` is the number of positions the model must know, in tokens. `keeps_latents`: the
+    attention takes latents (`AttentionLayer.latent_dim`).
     """
 
     dtype: torch.dtype
@@ -25,6 +27,11 @@ class Build:
     method_for: Callable[[str], LinearMethod]
     max_model_len: int
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
+    keeps_latents: bool = False
+
+    @property
+    def experts_method(self) -> ExpertsMethod:
+        return UnquantizedExpertsMethod(self.dtype, self.device, self.ops)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""

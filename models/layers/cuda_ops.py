@@ -5,11 +5,22 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from asyncllm.kernels.experts import kernel as experts_kernel
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemv.kernel import gemv, gemv_add_norm
 from asyncllm.kernels.rms_norm.kernel import add_rms_norm, rms_norm, swiglu
+from asyncllm.kernels.route import kernel as route_kernel
 from asyncllm.kernels.skinny_gemm import SkinnyGemm
-from asyncllm.models.layers.ops import Norm, Normed
+from asyncllm.models.layers import torch_ops
+from asyncllm.models.layers.ops import (
+    SILU,
+    Activation,
+    ExpertWeights,
+    Norm,
+    Normed,
+    Routed,
+    Routing,
+)
 
 
 class CudaOps:
@@ -27,8 +38,20 @@ class CudaOps:
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm)
 
-    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu(x)
+    def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
+        return swiglu(x) if activation == SILU else torch_ops.swiglu(x, activation)
+
+    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+        if experts_kernel.takes(weights):
+            return experts_kernel.experts(x, weights, routed)
+        return torch_ops.grouped_experts(x.whole(), weights, routed)
+
+    def route(
+        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+    ) -> Routed:
+        takes = route_kernel.takes(routing)
+        chosen = route_kernel.route if takes else torch_ops.route
+        return chosen(logits, correction, routing)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
         add_rms_norm(x, residual, norm)
@@ -63,6 +86,8 @@ class CudaOps:
         assert x.squares is None, "what is added to a residual comes from no norm"
         if x.values.shape[0] == 1:
             return gemv_add_norm(x.values, weight, bias, residual, norm)
-        if self._skinny_gemm.takes_sum(x.values, weight):
+        # It reads the norm's weight in the model's dtype.
+        is_plain = norm.weight.dtype == residual.dtype
+        if is_plain and self._skinny_gemm.takes_sum(x.values, weight):
             return self._skinny_gemm.add_linear(x.values, weight, bias, residual, norm)
         return None

@@ -13,15 +13,19 @@ from asyncllm.models.layers.ops import Normed
 
 
 class Embedding:
-    """Token ids -> vectors."""
+    """Token ids -> vectors, times `scale`."""
 
-    def __init__(self, name: str, vocab_size: int, size: int, build: Build) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, size: int, build: Build, scale: float = 1.0
+    ) -> None:
         self.weight_name = f"{name}.weight"
         self.weight = build.empty(vocab_size, size)
+        self._scale = scale
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 or int64 [T] -> [T, size], a new tensor."""
-        return F.embedding(token_ids, self.weight)
+        vectors = F.embedding(token_ids, self.weight)
+        return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
 
     def loads(self) -> Iterator[Load]:
         yield Load(self.weight_name, self.weight)
@@ -30,19 +34,34 @@ class Embedding:
 class LMHead:
     """Hidden states -> logits, by its own matrix or, tied, by the embedding's.
 
+    The product is multiplied by `scale`, then it becomes soft_cap * tanh(product / soft_cap).
     `aliases` names what a tied checkpoint may repeat: checkpoint name -> the name it must equal.
     """
 
-    def __init__(self, name: str, embedding: Embedding, tied: bool, build: Build) -> None:
+    def __init__(
+        self,
+        name: str,
+        embedding: Embedding,
+        tied: bool,
+        build: Build,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
         self._name = f"{name}.weight"
         self._tied = tied
+        self._scale, self._soft_cap = scale, soft_cap
         self._ops = build.ops
         self.weight = embedding.weight if tied else build.empty(*embedding.weight.shape)
         self.aliases = {self._name: embedding.weight_name} if tied else {}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
-        return self._ops.product(Normed(hidden), self.weight)
+        logits = self._ops.product(Normed(hidden), self.weight)
+        if self._scale != 1.0:
+            logits.mul_(self._scale)
+        if self._soft_cap is not None:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
 
     def loads(self) -> Iterator[Load]:
         if not self._tied:

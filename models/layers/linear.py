@@ -10,14 +10,15 @@ is a copy into a view and no weight is ever concatenated:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.linear_method import LinearShape
+from asyncllm.models.layers.linear_method import LinearShape, UnquantizedLinearMethod
 from asyncllm.models.layers.ops import Epilogue, Normed, Out
 
 
@@ -35,8 +36,18 @@ class Linear:
                 f"{prefix}: {', '.join(parts)} are one product, but not quantised alike"
             )
         self._ops = build.ops
+        self._rows: dict[str, torch.Tensor] = {}
         self.weights = self._method.create_weights(self._shape)
         self._lora = None if build.lora is None else build.lora.layer(names, in_features)
+
+    def reorder(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Of these parts, output i is the checkpoint's output rows[part][i]: int64 on the CPU.
+
+        Only of weights that lie as in the checkpoint, a row for each output.
+        """
+        if not isinstance(self._method, UnquantizedLinearMethod):
+            raise NotImplementedError(f"the outputs of {type(self._method).__name__} in an order")
+        self._rows.update(rows)
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'."""
@@ -53,7 +64,13 @@ class Linear:
         return epilogue.apply(self._ops, self(x))
 
     def loads(self) -> Iterator[Load]:
-        return self._method.loads(self._shape, self.weights)
+        for load in self._method.loads(self._shape, self.weights):
+            rows = self._rows.get(load.name.rpartition(".")[0])
+            yield load if rows is None else replace(load, transform=_take(rows))
 
     def finish_loading(self) -> None:
         self._method.finish(self.weights)
+
+
+def _take(rows: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda loaded: loaded[rows.to(loaded.device)]

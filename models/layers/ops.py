@@ -16,8 +16,13 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from asyncllm.kernels.records import SILU as SILU
+from asyncllm.kernels.records import Activation as Activation
+from asyncllm.kernels.records import ExpertWeights as ExpertWeights
 from asyncllm.kernels.records import Norm as Norm
 from asyncllm.kernels.records import Normed as Normed
+from asyncllm.kernels.records import Routed as Routed
+from asyncllm.kernels.records import Routing as Routing
 
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
@@ -53,8 +58,19 @@ class Ops(FusedProducts, Protocol):
         """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new."""
         ...
 
-    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, where gate and up are the halves of x [T, 2 * size]: [T, size]."""
+    def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
+        """activation(gate) * up, where gate and up are the halves of x [T, 2 * size]: [T, size]."""
+        ...
+
+    def route(
+        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+    ) -> Routed:
+        """logits [T, experts]; correction: float32 [experts], added where experts are chosen, not
+        to their gates."""
+        ...
+
+    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+        """The sum of each token's experts by their gates: [T, hidden_size], a new tensor."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
@@ -82,28 +98,46 @@ class Epilogue(Protocol[Out_co]):
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
-    """silu of the first half of the features, times the second: [T, features / 2]."""
+    """The activation of the first half of the features, times the second: [T, features / 2]."""
+
+    activation: Activation = SILU
 
     def apply(self, ops: Ops, product: torch.Tensor) -> torch.Tensor:
-        return ops.swiglu(product)
+        return ops.swiglu(product, self.activation)
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
+        if self.activation != SILU:
+            return None
         return ops.product_swiglu(x, weight, bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddRMSNorm:
-    """In place: residual [T, features] += the product. The result is the norm of the sum."""
+    """In place: residual [T, features] += the product. The result is the norm of the sum, or the
+    sum itself where `norm` is None.
+
+    `after` normalises the product first, then `scale` multiplies it.
+    """
 
     residual: torch.Tensor
-    norm: Norm
+    norm: Norm | None
+    after: Norm | None = None
+    scale: float = 1.0
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
+        if self.after is not None:
+            product = ops.rms_norm(product, self.after)
+        if self.scale != 1.0:
+            product.mul_(self.scale)
+        if self.norm is None:
+            return Normed(self.residual.add_(product))
         return ops.add_rms_norm(product, self.residual, self.norm)
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Normed | None:
+        if self.norm is None or self.after is not None or self.scale != 1.0:
+            return None
         return ops.product_add_rms_norm(x, weight, bias, self.residual, self.norm)

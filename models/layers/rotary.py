@@ -16,18 +16,62 @@ row, and frequencies grown by a longer sequence stay until one below the window 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from asyncllm.attention.base import Rotation
-from asyncllm.errors import ModelLoadError
+from asyncllm.attention.base import AttentionLayer, Rotation
+from asyncllm.errors import UnsupportedModelError
 from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 
 SCALED_ROPE_TYPES = ("linear", "llama3", "yarn")
-ROPE_TYPES = ("default", *SCALED_ROPE_TYPES, "dynamic")
+ROPE_TYPES = ("default", *SCALED_ROPE_TYPES, "longrope", "dynamic")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """The first `rotary_dim` entries of a head rotate, entry i with i + rotary_dim / 2 or, where
+    `interleaved`, 2i with 2i + 1.
+
+    A score does not depend on the order of the entries, if q and k have the same. So their weights
+    are loaded in an order in which pairs are half a head apart; the others' angle is 0.
+    """
+
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool = False
+
+    def entries(self) -> torch.Tensor:
+        """int64 [head_dim]: the checkpoint's entry in each place."""
+        assert self.head_dim % 2 == self.rotary_dim % 2 == 0 < self.rotary_dim <= self.head_dim
+        rotated = torch.arange(self.rotary_dim)
+        pairs = rotated.view(-1, 2).T if self.interleaved else rotated.view(2, -1)
+        others = torch.arange(self.rotary_dim, self.head_dim).view(2, -1)
+        return torch.cat((pairs, others), dim=1).flatten()
+
+    def rows(self, layer: AttentionLayer, packed: bool) -> dict[str, torch.Tensor]:
+        """Projection -> int64 [outputs]: the checkpoint's output in each place. `packed`: the
+        heads of q, k and v are one projection's."""
+        kv_heads = layer.num_kv_heads
+        q, k = self._rows(0, layer.num_heads), self._rows(0, kv_heads)
+        if not packed:
+            return {"q_proj": q, "k_proj": k}
+        k = self._rows(layer.num_heads, kv_heads)
+        end = len(q) + len(k)
+        return {"qkv_proj": torch.cat((q, k, torch.arange(end, end + len(k))))}
+
+    def _rows(self, first_head: int, num_heads: int) -> torch.Tensor:
+        heads = torch.arange(first_head, first_head + num_heads).unsqueeze(1) * self.head_dim
+        return (heads + self.entries()).flatten()
+
+    def load(self, load: Load) -> Load:
+        """Of a weight of each entry."""
+        entries, then = self.entries(), load.transform or (lambda loaded: loaded)
+        return replace(load, transform=lambda loaded: then(loaded)[entries.to(loaded.device)])
 
 
 class Rotary(Protocol):
@@ -48,16 +92,33 @@ class StaticRotary:
 
     uses_prompt_lens = False
 
-    def __init__(self, inv_freq: torch.Tensor, scaling: float, build: Build) -> None:
+    def __init__(self, inv_freq: torch.Tensor, scaling: float, head_dim: int, build: Build) -> None:
         """inv_freq: float32 [rotary_dim / 2]; scaling multiplies cosines and sines (yarn)."""
-        # Arithmetic on the meta device imports torch's compiler: seconds, and a thousand modules.
-        device = torch.device("cpu") if build.device.type == "meta" else build.device
-        positions = torch.arange(build.max_model_len, device=device)
-        angles = positions[:, None].float() * inv_freq.to(device)
-        self._table = _cos_sin(angles).mul_(scaling).to(build.device)
+        self._table = _table(inv_freq, scaling, head_dim, build).to(build.device)
 
     def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
         return Rotation(positions, self._table)
+
+
+class LongRotary:
+    """Two tables of all positions: of sequences within the window, and of longer ones."""
+
+    uses_prompt_lens = True
+
+    def __init__(
+        self, frequencies: list[torch.Tensor], scaling: float, window: int, head_dim: int,
+        build: Build,
+    ) -> None:  # fmt: skip
+        """frequencies: of either table, as `StaticRotary` has them."""
+        tables = [_table(inv_freq, scaling, head_dim, build) for inv_freq in frequencies]
+        self._table = torch.cat(tables).to(build.device)
+        self._window = window
+        self._max_model_len = build.max_model_len
+
+    def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
+        assert prompt_lens is not None, "longrope needs the prompt length of every token"
+        is_long = torch.maximum(prompt_lens, positions + 1) > self._window
+        return Rotation(positions + self._max_model_len * is_long, self._table)
 
 
 class DynamicRotary:
@@ -84,30 +145,70 @@ class DynamicRotary:
         return Rotation(rows, _cos_sin(positions[:, None].float() * inv_freq))
 
 
-def build_rotary(config: ModelConfig, build: Build) -> Rotary:
-    """The variant that `rope_parameters` asks for. Raises `ModelLoadError` naming what is not."""
+def build_rotary(
+    config: ModelConfig,
+    build: Build,
+    order: HeadOrder | None = None,
+    layer_type: str | None = None,
+) -> Rotary:
+    """The variant that `rope_parameters` asks for, or its entry of a type of layers.
+
+    Raises `UnsupportedModelError` naming what is not supported.
+    """
     parameters: dict[str, Any] = config.hf_config.rope_parameters or {}
+    if layer_type is not None:
+        parameters = parameters.get(layer_type) or {}
     rope_type = parameters.get("rope_type")
     if rope_type not in ROPE_TYPES:
         raise _error(config, f"rope_type {rope_type!r} is none of {', '.join(ROPE_TYPES)}")
-    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+    if order is None and parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise _error(config, "partial_rotary_factor other than 1 is not supported")
     try:
-        if rope_type == "dynamic":
+        head_dim = config.head_dim if order is None else order.head_dim
+        rotary_dim = head_dim if order is None else order.rotary_dim
+        if rope_type == "dynamic" and rotary_dim == head_dim:
             return DynamicRotary(
                 base=parameters["rope_theta"],
-                rotary_dim=config.head_dim,
+                rotary_dim=rotary_dim,
                 factor=parameters["factor"],
                 window=config.max_position_embeddings,
                 build=build,
             )
-        if rope_type in SCALED_ROPE_TYPES:
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config.hf_config)
-            return StaticRotary(inv_freq, scaling, build)
-        inv_freq = 1.0 / parameters["rope_theta"] ** _exponents(config.head_dim)
-        return StaticRotary(inv_freq, 1.0, build)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        if rope_type == "default":
+            inv_freq = 1.0 / parameters["rope_theta"] ** _exponents(rotary_dim)
+            return StaticRotary(inv_freq, 1.0, head_dim, build)
+        compute = ROPE_INIT_FUNCTIONS[rope_type]
+        inv_freq, scaling = compute(config.hf_config, layer_type=layer_type)
+        if len(inv_freq) != rotary_dim // 2:
+            raise ValueError(f"{len(inv_freq)} frequencies for {rotary_dim} entries of a head")
+        if rope_type == "longrope":
+            window = int(parameters["original_max_position_embeddings"])
+            if window >= build.max_model_len:
+                return StaticRotary(inv_freq, scaling, head_dim, build)
+            long, _ = compute(config.hf_config, seq_len=window + 1, layer_type=layer_type)
+            return LongRotary([inv_freq, long], scaling, window, head_dim, build)
+        return StaticRotary(inv_freq, scaling, head_dim, build)
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise _error(config, f"{rope_type}: {type(error).__name__}: {error}") from error
+
+
+def no_rotary(head_dim: int, build: Build) -> Rotary:
+    """For layers without positions: every angle is 0."""
+    return StaticRotary(torch.zeros(head_dim // 2), 1.0, head_dim, build)
+
+
+def _table(inv_freq: torch.Tensor, scaling: float, head_dim: int, build: Build) -> torch.Tensor:
+    """Cosines and sines of all positions: float32 [max_model_len, head_dim]."""
+    # Arithmetic on the meta device imports torch's compiler: seconds, and a thousand modules.
+    device = torch.device("cpu") if build.device.type == "meta" else build.device
+    positions = torch.arange(build.max_model_len, device=device)
+    angles = positions[:, None].float() * inv_freq.to(device)
+    still = angles.new_zeros(()).expand(len(angles), head_dim // 2 - angles.shape[1])
+    table = _cos_sin(angles).mul_(scaling)
+    if not still.shape[1]:
+        return table
+    cos, sin = table.chunk(2, dim=1)
+    return torch.cat((cos, still.cos(), sin, still), dim=1)
 
 
 def _exponents(rotary_dim: int) -> torch.Tensor:
@@ -120,5 +221,5 @@ def _cos_sin(angles: torch.Tensor) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _error(config: ModelConfig, message: str) -> ModelLoadError:
-    return ModelLoadError(f"{config.path / 'config.json'}: rope_parameters: {message}")
+def _error(config: ModelConfig, message: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{config.path / 'config.json'}: rope_parameters: {message}")

@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.heads import inverse_rms, rms_norm
-from asyncllm.models.layers.ops import Norm, Normed, Ops
+from asyncllm.models.layers.ops import (
+    SILU,
+    Activation,
+    ExpertWeights,
+    Norm,
+    Normed,
+    Ops,
+    Routed,
+    Routing,
+)
 
 
 class TorchOps(Ops):
@@ -20,11 +29,20 @@ class TorchOps(Ops):
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
-    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+    def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
+        return swiglu(x, activation)
+
+    def route(
+        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+    ) -> Routed:
+        return route(logits, correction, routing)
+
+    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+        return grouped_experts(x.values, weights, routed)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        if norm.weight.dtype != x.dtype:
+            return Normed(self.rms_norm(residual.add_(x), norm))
         residual32 = residual.add_(x).float()
         torch.mul(residual32, inverse_rms(residual32, norm.eps), out=x)
         return Normed(x.mul_(norm.weight))
@@ -34,3 +52,66 @@ class TorchOps(Ops):
     ) -> torch.Tensor:
         assert x.squares is None, "only a fused kernel leaves a factor to its successor"
         return F.linear(x.values, weight, bias)
+
+
+def swiglu(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`Ops.swiglu`."""
+    gate, up = x.chunk(2, dim=-1)
+    if activation.name == "silu":
+        return F.silu(gate).mul_(up)
+    if activation.name == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (gate * torch.sigmoid(activation.alpha * gate)).mul_(up + 1)
+
+
+def grouped_experts(x: torch.Tensor, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+    """The sum of each token's experts by their gates, by two grouped products over sorted rows:
+    [T, hidden_size] -> the same shape, a new tensor.
+
+    Where an expert's rows end is known on the device alone, so this can be captured.
+    """
+    num_experts, top_k = len(weights.gate_up), routed.ids.shape[1]
+    expert_ids, order = routed.ids.flatten().sort()  # [T * k]
+    every = torch.arange(num_experts, dtype=expert_ids.dtype, device=x.device)
+    ends = torch.searchsorted(expert_ids, every, right=True, out_int32=True)
+
+    def product(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+        return out if bias is None else out.add_(bias[expert_ids])
+
+    rows = x[order.div(top_k, rounding_mode="floor")]
+    gated = swiglu(product(rows, weights.gate_up, weights.gate_up_bias), weights.activation)
+    out = product(gated, weights.down, weights.down_bias)
+    unsorted = torch.empty_like(out)
+    unsorted[order] = out
+    gates = routed.gates.unsqueeze(1)  # [T, 1, k]
+    return (gates @ unsorted.view(len(x), top_k, -1).float()).squeeze(1).to(x.dtype)
+
+
+def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing) -> Routed:
+    """`Ops.route`."""
+    logits = logits.float()
+    if routing.score == "top_softmax":
+        best, ids = logits.topk(routing.top_k, dim=-1)
+        return Routed(ids, best.softmax(-1))
+    scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
+    choice = scores if correction is None else scores + correction
+    if routing.num_groups > 1:
+        choice = choice.masked_fill(~_in_best_groups(choice, routing), -torch.inf)
+    ids = choice.topk(routing.top_k, dim=-1).indices
+    gates = scores.gather(1, ids)
+    if routing.renormalise:
+        gates = gates / (gates.sum(-1, keepdim=True) + routing.least_sum)
+    return Routed(ids, gates if routing.scale == 1.0 else gates * routing.scale)
+
+
+def _in_best_groups(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """[T, experts] -> bool of the same shape."""
+    groups = choice.unflatten(1, (routing.num_groups, -1))
+    num_best = 2 if routing.group_score == "two" else 1
+    best = groups.topk(num_best, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+    kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return kept.unsqueeze(-1).expand_as(groups).flatten(1)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from loadtesting.record import LoadTestError
+from loadtesting.record import LoadTestError, reason
 from loadtesting.settings import Settings
 
 
@@ -72,7 +72,7 @@ def read_trace(path: str) -> list[TraceRow]:
         with Path(path).open(encoding="utf-8", newline="") as file:
             rows = sorted(make(file))
     except (KeyError, ValueError, OSError) as error:
-        raise LoadTestError(f"{path} is no trace: {error!r}") from error
+        raise LoadTestError(f"{path} is no trace: {reason(error)}") from error
     return [row._replace(due_s=row.due_s - rows[0].due_s) for row in rows]
 
 

@@ -16,7 +16,16 @@ from typing import Any
 import aiohttp
 import orjson
 
-from loadtesting.record import Capture, Conversation, Failure, Record, Request, now
+from loadtesting.record import (
+    Capture,
+    Conversation,
+    Failure,
+    Record,
+    Request,
+    message_of,
+    now,
+    reason,
+)
 from loadtesting.settings import Settings
 from loadtesting.stream import digest
 from loadtesting.workload import with_history
@@ -92,7 +101,8 @@ class Client:
             async with session.post(self.url, data=body) as response:
                 if response.status != 200:
                     kind = f"http_{response.status}"
-                    capture = capture._replace(failure=Failure(kind, await response.text()))
+                    message = message_of(await response.read())
+                    capture = capture._replace(failure=Failure(kind, message))
                 elif request.slow or request.cancel_after is not None:
                     cancelled = await self.read_unusually(request, response, capture)
                     capture = capture._replace(cancelled=cancelled)
@@ -102,7 +112,8 @@ class Client:
             failure = Failure("timeout", f"not finished after {self.settings.timeout_s} s")
             capture = capture._replace(failure=failure)
         except aiohttp.ClientError as error:
-            capture = capture._replace(failure=Failure(type(error).__name__, str(error)))
+            kind = "no_connection" if isinstance(error, OSError) else "connection_broke"
+            capture = capture._replace(failure=Failure(kind, reason(error)))
         self.num_done += 1
         self.num_failed += capture.failure is not None
         return capture

@@ -1,7 +1,8 @@
 """Summarises several runs: mean and 95 % confidence interval over seeds, ratios of pairs.
 
-Student's t on as many values as there are seeds; one run has no interval. Ratios are averaged as
-logarithms, so that B/A and A/B say the same.
+Student's t on as many values as there are seeds. Below MIN_SEEDS there is no interval: of two
+values it would be 12.7 times the standard error to either side, which says nothing. Ratios are
+averaged as logarithms, so that B/A and A/B say the same.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
 T_975_ABOVE = 2.0
 
 
+MIN_SEEDS = 4
+
+
 class Interval(NamedTuple):
-    """low and high are None for one value."""
+    """low and high are None for too few values."""
 
     mean: float
     low: float | None
@@ -29,7 +33,7 @@ class Interval(NamedTuple):
 
 def interval(values: Sequence[float]) -> Interval:
     mean, freedom = float(np.mean(values)), len(values) - 1
-    if freedom == 0:
+    if len(values) < MIN_SEEDS:
         return Interval(mean, None, None)
     t = T_975[freedom - 1] if freedom <= len(T_975) else T_975_ABOVE
     half = t * float(np.std(values, ddof=1)) / math.sqrt(len(values))

@@ -6,18 +6,44 @@ A request has two starts: `intended_s`, when it was due, and `sent_s`, when it w
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import orjson
 
 now = time.perf_counter
 
 
 class LoadTestError(Exception):
     """No run was possible, so there are no figures."""
+
+
+class RefusedError(LoadTestError):
+    """The server takes no request of this workload."""
+
+
+def reason(error: BaseException) -> str:
+    """An error as a user says it."""
+    if isinstance(error, KeyError):
+        return f"no field {error}"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
+
+
+def message_of(body: str | bytes) -> str:
+    """What an error's body says, in the form that most servers give it; else the body."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else body
+    try:
+        said = orjson.loads(text)
+        error = said.get("error", said)
+        return str(error["message"]) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError, KeyError):
+        return text.strip()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The parent process is synchronous but for a few requests of its own before and a
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from loadtesting import output_check, server_metrics
 from loadtesting.arrival import arrival_times
 from loadtesting.client import open_session
 from loadtesting.measure import Span, summarise
-from loadtesting.record import Conversation, LoadTestError, Record
+from loadtesting.record import Conversation, LoadTestError, Record, RefusedError, reason
 from loadtesting.settings import Settings
 from loadtesting.worker import Load, deal, run_shares
 from loadtesting.workload import first_requests, make_conversations
@@ -43,7 +44,10 @@ class Run:
 def run_once(settings: Settings, api_key: str | None, watch: Watch) -> Run:
     """Warm up, load, digest. JSON makes an infinite rate of the report null."""
     model = settings.model or asyncio.run(ask(settings, api_key, first_model))
-    settings = replace(settings, model=model)
+    return run_load(replace(settings, model=model), api_key, watch)
+
+
+def run_load(settings: Settings, api_key: str | None, watch: Watch) -> Run:
     conversations = make_conversations(settings, settings.num_prompts, stream=0)
     warmups = make_conversations(settings, settings.num_warmups, stream=1)
     rng = np.random.default_rng([settings.seed, 2])
@@ -52,7 +56,14 @@ def run_once(settings: Settings, api_key: str | None, watch: Watch) -> Run:
 
     before = asyncio.run(ask(settings, api_key, server_metrics.scrape))
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    load = run_shares(deal(settings, api_key, warmups, conversations, due_s), watch)
+    try:
+        load = run_shares(deal(settings, api_key, warmups, conversations, due_s), watch)
+    except RefusedError:
+        found = asyncio.run(ask(settings, api_key, vocabulary))
+        if found is None:
+            raise
+        print(f"the server's vocabulary seems to be {found}: --vocab-size", file=sys.stderr)
+        return run_load(replace(settings, vocab_size=found), api_key, watch)
     after = asyncio.run(ask(settings, api_key, server_metrics.scrape))
 
     report = make_report(settings, load, started_at)
@@ -95,7 +106,28 @@ async def first_model(session: aiohttp.ClientSession, settings: Settings) -> str
         async with session.get(url, raise_for_status=True) as response:
             return str(orjson.loads(await response.read())["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
-        raise LoadTestError(f"no model from {url}, is the server up? {error!r}") from error
+        what = reason(error) if isinstance(error, aiohttp.ClientError) else "no list of models"
+        raise LoadTestError(f"no model from {url}, is the server up? {what}") from error
+
+
+async def vocabulary(session: aiohttp.ClientSession, settings: Settings) -> int | None:
+    """How many token ids the server takes, by trial. None: their number is not what is refused."""
+    if settings.sends_text or settings.vocab_size is not None:
+        return None
+    url = f"{settings.base_url}/v1/{settings.path}"
+
+    async def takes(token_id: int) -> bool:
+        body = {"model": settings.model, "prompt": [token_id] * 2, "max_tokens": 1}
+        async with session.post(url, data=orjson.dumps(body)) as response:
+            return response.status == 200
+
+    taken, refused = 0, settings.token_range[1] - 1
+    if await takes(refused) or not await takes(taken):
+        return None
+    while refused - taken > 1:
+        middle = (taken + refused) // 2
+        taken, refused = (middle, refused) if await takes(middle) else (taken, middle)
+    return refused
 
 
 def check_outputs(

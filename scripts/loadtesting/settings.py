@@ -36,15 +36,23 @@ def share(text: str) -> float:
 
 
 def id_range(text: str) -> tuple[int, int]:
-    low, high = (int(part) for part in text.split(":"))
-    return low, high
+    low, colon, high = text.partition(":")
+    if not (colon and low.isdigit() and high.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text} is not LO:HI, two token ids")
+    return int(low), int(high)
 
 
 def slo_list(text: str) -> dict[str, float]:
     """ttft:200,tpot:20 in milliseconds."""
-    slos = {name: float(ms) for name, ms in (part.split(":") for part in text.split(","))}
-    if unknown := set(slos) - set(SLO_METRICS):
-        raise argparse.ArgumentTypeError(f"no objective for {unknown}, only for {SLO_METRICS}")
+    slos = {}
+    for name, _, ms in (part.partition(":") for part in text.split(",")):
+        if name not in SLO_METRICS:
+            known = ", ".join(SLO_METRICS)
+            raise argparse.ArgumentTypeError(f"no objective for {name}, only for {known}")
+        try:
+            slos[name] = float(ms)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{name} needs milliseconds: {name}:200") from None
     return slos
 
 
@@ -97,7 +105,9 @@ class Settings:
     ignore_eos: bool = flag(True, "and check the token count", action=BooleanOptionalAction)
     temperature: float = flag(0.0, "of sampling", type=above(-1, float))
     token_range: tuple[int, int] = flag((1000, 30000), "LO:HI, to draw ids from", type=id_range)
-    vocab_size: int | None = flag(None, "clips token-range", type=above(0))
+    vocab_size: int | None = flag(
+        None, "clips token-range; None: found by trial where ids are refused", type=above(0)
+    )
     text: bool = flag(False, "send words instead of token ids", action=BooleanOptionalAction)
     seed: int = flag(0, "of prompts and arrivals", type=above(-1))
     # How it is measured

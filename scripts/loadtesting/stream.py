@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from loadtesting.record import Capture, Failure, Record, Request
+from loadtesting.record import Capture, Failure, Record, Request, message_of
 from loadtesting.shapes import fits_schema, has_well_formed_calls
 
 TIMED_KEYS = ("content", "reasoning_content", "reasoning", "tool_calls")
@@ -122,8 +122,9 @@ def decoded(capture: Capture) -> Answer:
             events.extend(parse_event(time_s, data))
             error = orjson.loads(data).get("error") if b'"error"' in data else None
         except (ValueError, AttributeError):
-            return Answer(events, failure or Failure("bad_event", repr(data)), False)
-        failure = failure or (Failure("error_event", str(error)) if error else None)
+            text = data.decode(errors="replace")
+            return Answer(events, failure or Failure("bad_event", text), False)
+        failure = failure or (Failure("error_event", message_of(data)) if error else None)
     return Answer(events, failure, False)
 
 

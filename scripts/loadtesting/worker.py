@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadtesting.client import Client, Counter, Sent, open_session
-from loadtesting.record import Conversation, LoadTestError, Record, now
+from loadtesting.record import Conversation, LoadTestError, Record, RefusedError, now
 from loadtesting.settings import Settings
 
 try:
@@ -198,10 +198,10 @@ async def warm_up(client: Client, conversations: Sequence[Conversation]) -> None
     width = client.settings.max_concurrency or len(conversations)
     for request, capture in await client.closed_loop(conversations, width):
         if failure := client.digest(capture, request).failure:
-            refused = failure.kind.startswith("http_4")
-            what = "the server refuses this workload" if refused else "warm-up failed"
+            if not failure.kind.startswith("http_4"):
+                raise LoadTestError(f"warm-up failed: {': '.join(failure)}")
             hint = "" if client.settings.sends_text else " (no ids taken? --text)"
-            raise LoadTestError(f"{what}{hint}: {': '.join(failure)}")
+            raise RefusedError(f"the server refuses this workload{hint}: {': '.join(failure)}")
 
 
 async def publish(client: Client, counters: MutableSequence[int]) -> None:

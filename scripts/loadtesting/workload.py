@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from loadtesting.arrival import read_trace
-from loadtesting.record import Conversation, LoadTestError, Request
+from loadtesting.record import Conversation, LoadTestError, Request, reason
 from loadtesting.settings import Settings
 from loadtesting.shapes import NUM_SHAPES, random_schema, schema_fields, tool_fields
 
@@ -54,7 +54,8 @@ def make_conversations(settings: Settings, num: int, stream: int) -> list[Conver
 def random_turns(settings: Settings, num: int, rng: np.random.Generator) -> Iterator[list[Turn]]:
     """Each prefix opens an equal share of the conversations, in random order."""
     low, high = (0, len(WORDS)) if settings.sends_text else settings.token_range
-    high = min(high, settings.vocab_size or high)
+    if settings.vocab_size is not None and not settings.sends_text:
+        high = min(high, settings.vocab_size)
     if low >= high:
         raise LoadTestError(f"no id in --token-range {low}:{high} (clipped to --vocab-size)")
     input_lens, output_lens = request_lengths(settings, num, rng)
@@ -86,7 +87,7 @@ def read_sharegpt(path: str) -> list[list[Turn]]:
         entries = orjson.loads(Path(path).read_bytes())
         found = [pair_turns(entry.get("conversations") or []) for entry in entries]
     except (ValueError, AttributeError, KeyError, OSError) as error:
-        raise LoadTestError(f"{path} is no ShareGPT file: {error!r}") from error
+        raise LoadTestError(f"{path} is no ShareGPT file: {reason(error)}") from error
     if not (kept := [turns for turns in found if turns]):
         raise LoadTestError(f"{path} has no question with an answer")
     return kept

@@ -202,10 +202,11 @@ class FakeDevice:
         Rows run in random order: none may depend on another of the same step.
         """
         inputs: list[tuple[int, int, list[int]]] = []  # (slot, start, tokens), decodes first
-        for decode in plan.decodes:
-            slot = self._slots[decode.slot]
-            assert slot.position == decode.position, "device and host disagree on a position"
-            inputs.append((decode.slot, decode.position, [slot.last_token]))
+        decodes = zip(plan.decodes.slots.tolist(), plan.decodes.positions.tolist(), strict=True)
+        for slot_id, position in decodes:
+            slot = self._slots[slot_id]
+            assert slot.position == position, "device and host disagree on a position"
+            inputs.append((slot_id, position, [slot.last_token]))
         for row in plan.prefills:
             for pages, table in zip(row.block_ids, self._slots[row.slot].tables, strict=True):
                 assert pages == table[: len(pages)], "row and slot: other pages"
@@ -260,7 +261,7 @@ class FakeDevice:
 
 def check_plan(plan: StepPlan) -> None:
     """Assert what a device may rely on: within one step no target twice, nothing into padding."""
-    slots = [row.slot for row in plan.decodes] + [row.slot for row in plan.prefills]
+    slots = plan.decodes.slots.tolist() + [row.slot for row in plan.prefills]
     _assert_distinct("a slot's row", slots)
     _assert_distinct("an initialised slot", [init.slot for init in plan.slot_inits])
     assert PADDING_SLOT not in slots and all(seq.slot for seq in plan.sampled)

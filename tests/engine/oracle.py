@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncllm.types import FinishReason, Request, Sequence
+from asyncllm.outputs import FinishReason
+from asyncllm.types import Request, Sequence
 from tests.engine.automaton import Automaton
 from tests.engine.fake_device import (
     Seen,
@@ -67,11 +68,11 @@ def generate_alone(
         may_stop = len(output_ids) >= params.min_tokens or seq.constraint is not None
         if may_stop and token_id in request.stop_token_ids:
             asked_for = token_id in (params.stop_token_ids or ())
-            return Answer(output_ids, FinishReason.STOP, token_id if asked_for else None)
+            return Answer(output_ids, "stop", token_id if asked_for else None)
         if len(output_ids) >= request.max_tokens:
-            return Answer(output_ids, FinishReason.LENGTH, None)
+            return Answer(output_ids, "length", None)
         if has_stop_string and ends_with_stop_string(output_ids):
-            return Answer(output_ids, FinishReason.STOP, "string")
+            return Answer(output_ids, "stop", "string")
 
 
 def ends_with_stop_string(output_ids: list[int]) -> bool:

@@ -27,7 +27,6 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     PADDING_SLOT,
-    FinishReason,
     Request,
     Sequence,
     SequenceStatus,
@@ -140,7 +139,7 @@ class World:
     def _check_chunk(self, plan: StepPlan) -> None:
         """Prompt tokens beside decodes are few; those of who just came back do not count."""
         back = {id(init.seq) for init in plan.slot_inits if id(init.seq) not in self.forced}
-        num_decodes = sum(id(row.seq) not in back for row in plan.decodes)
+        num_decodes = sum(id(seq) not in back for seq in plan.decodes.seqs)
         jumped = [row for row in plan.prefills if id(row.seq) in self.forced]
         if (num_decodes or jumped) and self.chunk.chunk_tokens is not None:
             num_prompt_tokens = plan.num_tokens - len(plan.decodes)
@@ -162,7 +161,7 @@ class World:
         assert isinstance(launched, FakeLaunched)
         moments = [self.emit, lambda: None]  # the thread works beside the loop
         self.rng.shuffle(moments)
-        constrained = constrain(plan, self, launched.sample, moments[0])
+        constrained = constrain(plan, self.host, launched.sample, moments[0])
         moments[1]()
         assert not constrained.failures
         for _ in range(self.rng.randint(0, 2)):
@@ -179,8 +178,7 @@ class World:
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.seen["wasted row"] += sum(
-            s.status is SequenceStatus.FINISHED and s.finish_reason is not FinishReason.ABORT
-            for s in plan.sampled
+            s.status is SequenceStatus.FINISHED and s.finish_reason != "abort" for s in plan.sampled
         )
         self._pending_emit = self.scheduler.finish_step(plan, result)
         self._check_sequences()
@@ -191,7 +189,7 @@ class World:
 
     def emit(self) -> None:
         updates, self._pending_emit = self._pending_emit, []
-        self._take([u for u in updates if u[0].finish_reason is not FinishReason.ABORT])
+        self._take([u for u in updates if u[0].finish_reason != "abort"])
 
     def _take(self, updates: list[TokenUpdate]) -> None:
         """As the output processor: ends by text, after the scheduler's own."""
@@ -210,7 +208,7 @@ class World:
             elif end is not None:
                 if seq.status is not SequenceStatus.RUNNING:
                     self.seen["finished while preempted"] += 1
-                self.scheduler.finish(seq, FinishReason.STOP, "string")
+                self.scheduler.finish(seq, "stop", "string")
                 self.seen["finish by the output processor"] += 1
                 self._note_finish(seq)
 
@@ -346,7 +344,7 @@ class World:
 
     def _note_finish(self, seq: Sequence) -> None:
         assert seq.finish_reason is not None
-        self.seen[f"finish {seq.finish_reason.value}"] += 1
+        self.seen[f"finish {seq.finish_reason}"] += 1
         self.finished_texts.append((list(seq.token_ids), seq.num_prompt_tokens))
         if self.rng.random() < 0.2 and len(self.requests) < MAX_REQUESTS:
             self.num_to_come += 1  # the dialogue goes on
@@ -386,10 +384,10 @@ class World:
         right = generate_alone(seq, seq.request.request_id in self.stop_strings, self.windows)
         output_ids = seq.token_ids[seq.num_prompt_tokens :]
         if seq.seq_id in self.cut:
-            assert right == Answer(output_ids[: self.cut[seq.seq_id]], FinishReason.STOP, "string")
+            assert right == Answer(output_ids[: self.cut[seq.seq_id]], "stop", "string")
             return
         what = f"{seq.request.request_id}, sequence {seq.index}"
-        if seq.finish_reason is FinishReason.ABORT:
+        if seq.finish_reason == "abort":
             assert output_ids == right.output_ids[: len(output_ids)], what
         else:
             assert Answer(output_ids, seq.finish_reason, seq.stop_reason) == right, what  # type: ignore[arg-type]

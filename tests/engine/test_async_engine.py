@@ -24,7 +24,7 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm.engine import engine_steps, input_processor
-from asyncllm.engine.admission import Admission
+from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.step_plan import StepPlan
 from tests.waiting import PATIENCE_SECONDS, run, until
 
@@ -50,8 +50,8 @@ async def settle(engine: AsyncLLMEngine) -> None:
 
 def set_queue_clock_forward(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Requests that wait for their first step have waited so much longer."""
-    late = Admission.late
-    monkeypatch.setattr(Admission, "late", lambda self, now: late(self, now + seconds))
+    expire = LiveRequests.expire
+    monkeypatch.setattr(LiveRequests, "expire", lambda self, now: expire(self, now + seconds))
 
 
 def test_a_request_from_another_loop_is_refused_at_once() -> None:

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from asyncllm import LLM, SamplingParams
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.cache_group import CacheGroup, num_blocks_that_fit, num_pages_for
+from asyncllm.config import EngineArgs
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.non_finite import _evict
 from asyncllm.engine.scheduler import Scheduler
-from tests.engine.builders import finish, make_request, make_scheduler, make_sequence
+from asyncllm.models.registry import model_without_memory, settle
+from tests.engine.builders import finish, make_request, make_scheduler, make_sequence, run_step
 from tests.engine.fake_device import seen_from
 from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, random_reference
 
@@ -167,3 +171,31 @@ def test_freed_is_never_freed_cached_is_cold_swapped_is_never_preempted(
         assert found_logprobs == pytest.approx(logprobs, abs=1e-4)
     assert freed[2].prefix_cache_hits == 0 < cached[2].prefix_cache_hits
     assert swapped[2].num_preemptions_swap > 0
+
+
+def test_pages_of_deepseek_have_the_latents_size(tmp_path: Path) -> None:
+    """Where torch attends; else the keys and values of all heads."""
+    with torch.inference_mode():
+        random_reference(CONFIGS["deepseek-v3"]).save_pretrained(tmp_path)
+    config = EngineArgs(
+        str(tmp_path), skip_tokenizer_init=True, device="cpu"
+    ).create_engine_config()
+    _, model = settle(config)
+    made = model_without_memory(config.model, torch.float32, 64)
+    sizes = [
+        CacheLayout(each.attention_layers, 16, torch.float32).page_bytes for each in (model, made)
+    ]
+    hf = config.model.hf_config
+    assert sizes[0] == 3 * 16 * (hf.kv_lora_rank + hf.qk_rope_head_dim) * 4
+    head_dim = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    assert sizes[1] == 3 * 16 * 2 * hf.num_attention_heads * head_dim * 4
+
+
+def test_all_free_pages_are_zeroed_where_a_window_may_have_left_some_behind() -> None:
+    scheduler = make_scheduler(30, SIZE, windows=(None, 5), max_num_batched_tokens=8)
+    request = make_request(1, range(40), max_tokens=9)
+    scheduler.add(request)
+    for _ in range(4):
+        run_step(scheduler)
+    assert 0 in scheduler.blocks.pages_of(request.sequences[0])[1]
+    assert sorted(_evict(scheduler, [request])) == list(range(1, 31))

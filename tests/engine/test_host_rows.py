@@ -167,10 +167,10 @@ def test_jumps_of_a_real_grammar_change_no_token(
         "additionalProperties": False,
     }
     wanted = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    ways = [GREEDY, SEEDED, PENALISED, replace(SEEDED, n=3)]
+    kinds = [GREEDY, SEEDED, PENALISED, replace(SEEDED, n=3)]
     requests = [
         (prompt, replace(params, structured_outputs=wanted, max_tokens=200, ignore_eos=False))
-        for prompt, params in zip(PROMPTS, ways, strict=True)
+        for prompt, params in zip(PROMPTS, kinds, strict=True)
     ]
     expected = generate(requests)
     assert sum(jumps) > 6 * 10, "most of it is forced"

@@ -151,7 +151,8 @@ def test_a_search_of_which_a_beam_fails_does_so_under_its_own_name() -> None:
             core = core_of(engine)
             searching = asyncio.create_task(outcome(engine, "search", SEARCH))
             await until(lambda: is_scheduled(core, "search"))
-            beams = [r for r in core.live.outputs.requests() if r.parent is not None]
+            requests = [owner.request for owner in core.live.outputs.requests.values()]
+            beams = [request for request in requests if request.parent is not None]
             core.live.fail(beams[:1], "its logits are not finite")
             with pytest.raises(RequestFailedError, match=r"^request search: its logits are not"):
                 await searching
@@ -170,9 +171,9 @@ def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
             other = asyncio.create_task(outcome(engine, "other", GREEDY))
             calls: list[RequestOutput | str] = []
 
-            def raise_once(news: RequestOutput | str) -> None:
-                calls.append(news)
-                is_last = isinstance(news, RequestOutput) and news.finished
+            def raise_once(update: RequestOutput | str) -> None:
+                calls.append(update)
+                is_last = isinstance(update, RequestOutput) and update.finished
                 if is_last if failing == -1 else len(calls) == failing + 1:
                     raise ArithmeticError("planted")
 

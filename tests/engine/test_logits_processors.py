@@ -179,12 +179,12 @@ class Favour(LogitsProcessor):
     """Makes `extra_args["favour"]` + the number of tokens so far the next token."""
 
     made = 0
-    news: list[tuple[list[int], list[int]]]
+    updates: list[tuple[list[int], list[int]]]
 
     def __init__(self, config: Any, device: torch.device) -> None:
         super().__init__(config, device)
         Favour.made += 1
-        Favour.news = []
+        Favour.updates = []
 
     def is_needed(self, params: SamplingParams) -> bool:
         favoured = (params.extra_args or {}).get("favour")
@@ -193,7 +193,7 @@ class Favour(LogitsProcessor):
         return favoured is not None
 
     def update(self, added: Sequence[ProcessorRow], removed: Sequence[int]) -> None:
-        self.news.append(([row.key for row in added], list(removed)))
+        self.updates.append(([row.key for row in added], list(removed)))
 
     def apply(self, logits: torch.Tensor, rows: Sequence[ProcessorRow]) -> torch.Tensor:
         assert logits.shape == (len(rows), self.config.model.vocab_size)
@@ -224,8 +224,8 @@ def test_a_class_sees_the_rows_that_need_it(ahead: bool) -> None:
     assert results[1] == [list(range(200, 205))]
     assert results[2] == [list(range(300, 312))] * 2
     assert results[3] == [list(range(100, 112))]
-    added = [key for more, _ in Favour.news for key in more]
-    removed = [key for _, fewer in Favour.news for key in fewer]
+    added = [key for more, _ in Favour.updates for key in more]
+    removed = [key for _, fewer in Favour.updates for key in fewer]
     assert len(added) == len(set(added)) == 3 and len(removed) == 1
     assert results[:1] == generate(requests[:1])
 

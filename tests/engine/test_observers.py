@@ -73,7 +73,7 @@ def test_what_clients_were_told_before_a_step_failed_is_observed(
             params = replace(SHORT, max_tokens=30, structured_outputs=wanted, ignore_eos=False)
             await engine.add_request("r", "hello", params, told.append)
             await until(lambda: told and told[-1].finished)
-            assert [len(output.outputs[0].token_ids) for output in told] == [1, 1, 0], "news"
+            assert [len(output.outputs[0].token_ids) for output in told] == [1, 1, 0], "updates"
             assert isinstance(told[-1].error, RequestFailedError)
             assert [step.kind for step in engine.snapshot().steps] == ["prefill", "decode"]
             await settle(engine)

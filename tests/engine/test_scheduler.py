@@ -18,9 +18,9 @@ from asyncllm.engine.chunk_policy import (
 )
 from asyncllm.engine.prefill_planner import StepDraft
 from asyncllm.engine.scheduler import PUBLISHED_BLOCKS, Scheduler
+from asyncllm.outputs import FinishReason
 from asyncllm.step_plan import PageAppend, StepPlan
 from asyncllm.types import (
-    FinishReason,
     Request,
     Sequence,
     SequenceStatus,
@@ -41,7 +41,7 @@ from tests.engine.builders import (
 
 def decoding(plan: StepPlan | None) -> list[str]:
     assert plan is not None
-    return [row.seq.request.request_id for row in plan.decodes]
+    return [seq.request.request_id for seq in plan.decodes.seqs]
 
 
 def prefilling(plan: StepPlan | None) -> list[tuple[str, int, int]]:
@@ -336,7 +336,7 @@ def test_a_decode_is_planned_before_its_input_token_is_known() -> None:
     for plan in (first, second, third):
         assert seq.status is SequenceStatus.RUNNING
         finish(scheduler, plan)
-    assert seq.finish_reason is FinishReason.LENGTH
+    assert seq.finish_reason == "length"
     scheduler.check_empty()
 
 
@@ -351,7 +351,7 @@ def test_a_request_that_needs_its_tokens_is_in_every_step_and_says_so() -> None:
     finish(scheduler, first)
     third = scheduler.plan()
     assert decoding(third) == ["r1", "r2"]
-    scheduler.finish(seq, FinishReason.ABORT)
+    scheduler.finish(seq, "abort")
     fourth = scheduler.plan()
     assert fourth is not None and not fourth.needs_host
 
@@ -375,7 +375,7 @@ def test_a_jump_is_a_prefill_of_the_next_plan_and_drops_the_sample_in_flight() -
 
 @pytest.mark.parametrize(
     ("tokens", "said", "reason"),
-    [([6, 9, 7], [5, 6, 9], FinishReason.STOP), ([6, 7, 8, 4], [5, 6, 7, 8], FinishReason.LENGTH)],
+    [([6, 9, 7], [5, 6, 9], "stop"), ([6, 7, 8, 4], [5, 6, 7, 8], "length")],
 )
 def test_a_jump_ends_where_its_sequence_does(
     tokens: list[int], said: list[int], reason: FinishReason
@@ -511,8 +511,8 @@ def test_stop_tokens() -> None:
     asked = add(scheduler, make_request(2, [2], stop_token_ids=[9]))
     run_step(scheduler, token_id=8)
     run_step(scheduler, token_id=9)
-    assert (eos.finish_reason, eos.stop_reason) == (FinishReason.STOP, None)
-    assert (asked.finish_reason, asked.stop_reason) == (FinishReason.STOP, 9)
+    assert (eos.finish_reason, eos.stop_reason) == ("stop", None)
+    assert (asked.finish_reason, asked.stop_reason) == ("stop", 9)
     scheduler.check_empty()
 
 
@@ -522,7 +522,7 @@ def test_no_stop_before_min_tokens() -> None:
     for _ in range(3):
         assert seq.status is not SequenceStatus.FINISHED
         run_step(scheduler, token_id=9)
-    assert seq.finish_reason is FinishReason.STOP and seq.num_output_tokens == 3
+    assert seq.finish_reason == "stop" and seq.num_output_tokens == 3
 
 
 def test_logprobs_reach_their_sequence() -> None:
@@ -540,11 +540,11 @@ def test_whoever_reads_the_text_may_end_a_sequence() -> None:
     scheduler = make_scheduler()
     seq = add(scheduler, make_request(1, range(4)))
     run_step(scheduler)
-    scheduler.finish(seq, FinishReason.STOP, "the end")
-    assert (seq.finish_reason, seq.stop_reason) == (FinishReason.STOP, "the end")
+    scheduler.finish(seq, "stop", "the end")
+    assert (seq.finish_reason, seq.stop_reason) == ("stop", "the end")
     scheduler.check_empty()
     with pytest.raises(AssertionError, match="ended twice"):
-        scheduler.finish(seq, FinishReason.STOP)
+        scheduler.finish(seq, "stop")
 
 
 # --- order ---------------------------------------------------------------------------------------
@@ -594,7 +594,7 @@ def test_a_lone_sequence_may_take_the_last_page() -> None:
     scheduler = make_scheduler(num_pages=200, block_size=1, max_num_batched_tokens=1000)
     seq = add(scheduler, make_request(1, range(200), max_tokens=1))
     run_step(scheduler)
-    assert seq.finish_reason is FinishReason.LENGTH
+    assert seq.finish_reason == "length"
 
 
 # --- preemption ----------------------------------------------------------------------------------
@@ -620,7 +620,7 @@ def test_the_youngest_is_recomputed_where_pages_are_short() -> None:
     assert younger.request.metrics.num_preemptions == 1
     assert scheduler.stats().num_preemptions_recompute == 1
 
-    scheduler.finish(older, FinishReason.STOP)
+    scheduler.finish(older, "stop")
     plan = run_step(scheduler)
     assert prefilling(plan) == [("r2", 4, 5)], "its first block was still cached"
     assert plan.prefills[0].token_ids == younger.token_ids[4:9]
@@ -635,7 +635,7 @@ def test_the_youngest_is_swapped_where_pages_are_short() -> None:
     assert scheduler.stats().num_preemptions_swap == 1
     assert scheduler.stats().num_swapped == 1 and scheduler.stats().num_waiting == 0
 
-    scheduler.finish(older, FinishReason.STOP)
+    scheduler.finish(older, "stop")
     plan = run_step(scheduler)
     assert decoding(plan) == ["r2"] and plan.decodes.positions[0] == 8
     assert plan.slot_inits[0].token_ids[-1] == younger.token_ids[8]
@@ -668,7 +668,7 @@ def test_who_is_preempted_keeps_its_place_in_the_queue() -> None:
     add(scheduler, make_request(3, [3]))
     run_step(scheduler)
     assert [seq.request.request_id for seq in scheduler.waiting] == ["r2", "r3"]
-    scheduler.finish(older, FinishReason.STOP)
+    scheduler.finish(older, "stop")
     assert [name for name, _, _ in prefilling(run_step(scheduler))] == ["r2", "r3"]
 
 
@@ -691,7 +691,7 @@ def test_a_token_in_flight_survives_the_preemption() -> None:
     assert decoding(ahead) == ["r1"] and younger.num_in_flight == 1
     finish(scheduler, in_flight, token_id=5)
     assert younger.token_ids[-1] == 5 and younger.num_in_flight == 0
-    scheduler.finish(older, FinishReason.STOP)
+    scheduler.finish(older, "stop")
     back = scheduler.plan()
     assert back is not None and back.prefills[0].token_ids[-1] == 5
     assert back.prefills[0].seq is younger
@@ -707,7 +707,7 @@ def test_a_preempted_sequence_may_end_by_the_token_in_flight() -> None:
     scheduler.plan()
     assert younger.status is SequenceStatus.WAITING
     finish(scheduler, in_flight, token_id=5)
-    assert younger.finish_reason is FinishReason.STOP and not scheduler.waiting
+    assert younger.finish_reason == "stop" and not scheduler.waiting
 
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:
@@ -722,7 +722,7 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
     run_step(scheduler)
     assert younger.status is SequenceStatus.WAITING and younger.num_output_tokens == 0
     queries = scheduler.stats().prefix_cache_queries
-    scheduler.finish(older, FinishReason.STOP)
+    scheduler.finish(older, "stop")
     assert prefilling(run_step(scheduler)) == [("r2", 8, 8)]
     assert younger.num_cached_tokens == 0
     assert scheduler.stats().prefix_cache_queries == queries
@@ -798,7 +798,7 @@ def test_a_sibling_may_end_before_the_fork() -> None:
     request = make_request(1, range(6), n=3)
     scheduler.add(request)
     run_step(scheduler)
-    scheduler.finish(request.sequences[1], FinishReason.ERROR)
+    scheduler.finish(request.sequences[1], "error")
     scheduler.check_integrity()
     assert run_step(scheduler).sampled == (request.sequences[0], request.sequences[2])
 
@@ -826,7 +826,7 @@ def test_an_abort_in_every_state_leaves_nothing() -> None:
     for request_id in ("r2", "r3", "r1"):  # swapped; waiting and not forked; running
         request = scheduler.abort(request_id)
         assert request is not None and request.finished
-        assert {seq.finish_reason for seq in request.sequences} == {FinishReason.ABORT}
+        assert {seq.finish_reason for seq in request.sequences} == {"abort"}
         assert request_id not in scheduled_requests(scheduler)
         scheduler.check_integrity()
     scheduler.check_empty()

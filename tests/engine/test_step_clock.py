@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.step_clock import StepClock, kind_of
+from asyncllm.engine.step_clock import StepClock
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 from asyncllm.worker import executor
@@ -86,12 +86,12 @@ def test_kinds() -> None:
     prefill = run_step(scheduler)
     scheduler.add(make_request(2, range(20)))
     mixed = run_step(scheduler)
-    assert [kind_of(plan) for plan in (prefill, mixed, empty_plan(3))] == [
-        "prefill", "mixed", "swap",
-    ]  # fmt: skip
-    clock = StepClock()
-    clock.launched(TimedStep(), 0.0)
-    record = clock.finished(mixed)
+    clock, kinds = StepClock(), []
+    for plan in (prefill, empty_plan(3), mixed):
+        clock.launched(TimedStep(), 0.0)
+        record = clock.finished(plan)
+        kinds.append(record.kind)
+    assert kinds == ["prefill", "swap", "mixed"]
     assert (record.rows, record.tokens, record.prefill_tokens) == (2, 8, 7)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.admission import Admission
-from asyncllm.engine.beam_client import BeamSearchClient
+from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.stats import AbortCause
 from asyncllm.outputs import RequestOutput
@@ -22,7 +21,10 @@ class Rig:
     def __init__(self, max_tokens: int, **params: Any) -> None:
         self.aborts: Counter[AbortCause] = Counter()
         self.heard: list[RequestOutput] = []
-        self.live = LiveRequests(make_scheduler(), Admission(9, 999, 60.0), None, self.aborts)
+        self.live = LiveRequests(
+            make_scheduler(), None, self.aborts,
+            max_queued_requests=9, max_queued_tokens=999, max_queue_seconds=60.0,
+        )  # fmt: skip
         request = make_request(1, [1, 2, 3], max_tokens=max_tokens, detokenize=False, **params)
         if request.sampling_params.use_beam_search:
             search = BeamSearchClient(request, [2], self.live, self.heard.append, lambda: None)
@@ -89,6 +91,6 @@ def test_what_a_failed_step_could_not_tell_ends_with_its_error(max_tokens: int) 
 def test_the_id_of_what_is_not_told_yet_is_taken() -> None:
     rig = Rig(max_tokens=1)
     rig.take(7)
-    assert rig.live.outputs.has_request("r1") and "r1" not in scheduled_requests(rig.live.scheduler)
+    assert "r1" in rig.live.outputs.requests and "r1" not in scheduled_requests(rig.live.scheduler)
     rig.live.emit()
-    assert not rig.live.outputs.has_request("r1")
+    assert "r1" not in rig.live.outputs.requests

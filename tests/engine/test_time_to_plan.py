@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.stats import StepKind
 from asyncllm.engine.step_clock import (
     FORGET,
     MOST_SECONDS,
     SHORTEST,
     WAKE_SECONDS,
     StepClock,
-    kind_of,
 )
 from asyncllm.step_plan import PrefillRow, StepPlan
 from asyncllm.types import StepResult
@@ -38,14 +36,11 @@ class TimedStep:
 class Clock(StepClock):
     """One that is told of each step in one call."""
 
-    def step(
-        self, kind: StepKind, start: float, duration: float, *, host_seconds: float = 0.0
-    ) -> None:
+    def step(self, kind: str, start: float, duration: float, *, host_seconds: float = 0.0) -> None:
         decodes, prefills = [1] * (kind != "prefill"), [PROMPT] * (kind != "decode")
         self.launched(TimedStep(DeviceTimes(start, start + duration)), host_seconds)
         plan: Any = StepPlan(1, decodes, prefills)  # type: ignore[arg-type]
-        assert kind_of(plan) == kind
-        self.finished(plan)
+        assert self.finished(plan).kind == kind
 
 
 def test_at_once_while_nothing_is_known() -> None:

@@ -456,7 +456,7 @@ def test_harmony_in_full() -> None:
         "<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>Done.<|return|>"
     )
     answer = read_in_all_cuts(model_format("openai", "openai_gptoss"), text)
-    assert answer.told() == ("Wait.\n{}\nDone.", "First.\nThen.", [])
+    assert answer.told() == ("Wait.\nDone.", "First.\nThen.", [["nothing_known", "{}"]])
 
 
 HALF = {
@@ -489,13 +489,16 @@ LOOKALIKES = {
         '{"parameters": {}}',
     ],
     "pythonic": ["[1, 2, 3]", "[nobody(a=1)]", "[clock", "see [clock()]", "[]", "[a](b)"],
-    "mistral": ["[TOOL_CALLS] nobody{}", "[TOOL_CALLS][1]", "[TOO_LONG]"],
-    "qwen3_coder": ["<function=nobody>\n</function>", "<tool_call>\n<function=get_wea"],
-    "glm45": ["<tool_call>nobody\n<arg_key>a</arg_key>", "<arg_key>x</arg_key>"],
-    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>nobody<｜tool▁sep｜>{}"],
+    "mistral": ["[TOOL_CALLS] not much{}", "[TOOL_CALLS][1]", "[TOO_LONG]"],
+    "qwen3_coder": ["<function=no body>\n</function>", "<tool_call>\n<function=get_wea"],
+    "glm45": ["<tool_call>nobody", "<tool_call>", "<arg_key>x</arg_key>"],
+    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>nobody<｜tool▁sep｜>1"],
     "phi4_mini_json": ["from functools import wraps", "functools[0]"],
-    "xlam": ["[link](url)", "```json\n[1]\n```", '{"a": 1}', "[{}]"],
-}
+    "xlam": [
+        "[link](url)", "```json\n[1]\n```", '{"a": 1}', "[{}]",
+        '```json\n[{"name": "Ann", "age": 5}]\n```', '[{"name": "nobody", "arguments": {}}]',
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -503,6 +506,31 @@ LOOKALIKES = {
 )
 def test_what_only_looks_like_a_call(name: str, text: str) -> None:
     assert read_in_all_cuts(model_format(name), text).told() == (text, "", [])
+
+
+UNKNOWN_TOOL = [
+    ("hermes", '<tool_call>\n{"name": "nobody", "arguments": {"a": 1}}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"arguments": {"a": 1}, "name": "nobody"}\n</tool_call>'),
+    ("mistral", '[TOOL_CALLS] nobody{"a": 1}'),
+    ("qwen3_coder", "<function=nobody>\n<parameter=a>\n1\n</parameter>\n</function>"),
+    ("glm45", "<tool_call>nobody\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>nobody<｜tool▁sep｜>"
+     '{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.nobody:0"
+     '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'),
+    ("openai", "<|channel|>commentary to=functions.nobody <|constrain|>json<|message|>"
+     '{"a": 1}<|call|>'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), UNKNOWN_TOOL)
+def test_a_marked_call_of_an_unknown_tool_is_a_call(name: str, text: str) -> None:
+    """As in vLLM: the client says that there is no such tool."""
+    found = model_format(name)
+    answer = read_in_all_cuts(found, text)
+    assert answer.content.strip() == ""
+    assert answer.parsed_calls == [("nobody", {"a": 1})]
+    assert read(found.parser, [text]).calls == []  # without tools nothing is called
 
 
 BROKEN = [

@@ -41,7 +41,8 @@ def test_fragments(name: str, data: st.DataObject) -> None:
     whole = read(lambda: found.parser(TOOLS), [text])
     assert read(lambda: found.parser(TOOLS), pieces).told() == whole.told()
     assert read(lambda: found.parser(TOOLS), list(text)).told() == whole.told()
-    assert all(called in {tool.name for tool in TOOLS} for called, _ in whole.calls)
+    strict = read(lambda: found.parser(TOOLS, only_these=True), pieces)
+    assert all(called in {tool.name for tool in TOOLS} for called, _ in strict.calls)
 
 
 def with_noise(found: ModelFormat) -> ModelFormat:

@@ -85,14 +85,14 @@ def test_as_many_as_are_allowed() -> None:
         (named("b"), ToolChoice(TOOLS[1:2], required=True)),
         (
             {"type": "allowed_tools", "allowed_tools": {"tools": [named("c"), named("a")]}},
-            ToolChoice((TOOLS[0], TOOLS[2])),
+            ToolChoice((TOOLS[0], TOOLS[2]), only_these=True),
         ),
         (
             {
                 "type": "allowed_tools",
                 "allowed_tools": {"mode": "required", "tools": [named("b"), named("b")]},
             },
-            ToolChoice(TOOLS[1:2], required=True),
+            ToolChoice(TOOLS[1:2], required=True, only_these=True),
         ),
     ],
 )

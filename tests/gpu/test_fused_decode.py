@@ -115,5 +115,7 @@ def test_rows_of_slots_equal_torch(rows: int) -> None:
     state.output_counts.zero_()
     expected = gather_slots_torch(state, slots)
     assert torch.equal(counted, state.output_counts)
-    for name in ("last_tokens", "positions", "next_positions", "block_tables"):
-        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+    (*our_vectors, our_rows), (*vectors, rows) = ours, expected
+    our_vectors += [our_rows.positions, *our_rows.block_tables]
+    vectors += [rows.positions, *rows.block_tables]
+    assert [torch.equal(*pair) for pair in zip(our_vectors, vectors, strict=True)] == [True] * 5

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt, Shape
-from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
-from asyncllm.kernels.gemm.gemm_cache import GemmCache
+from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
 
 pytestmark = [
     pytest.mark.gpu,

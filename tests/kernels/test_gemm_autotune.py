@@ -10,8 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.kernels.gemm.cublas_lt import ALGORITHM_BYTES, Shape
-from asyncllm.kernels.gemm.gemm_autotune import LEAST_GAIN, MOST_WEIGHTS, AutotunedGemm, quickest
-from asyncllm.kernels.gemm.gemm_cache import MOST_BYTES, Choices, GemmCache
+from asyncllm.kernels.gemm.gemm_autotune import (
+    LEAST_GAIN,
+    MOST_BYTES,
+    MOST_WEIGHTS,
+    AutotunedGemm,
+    Choices,
+    GemmCache,
+    quickest,
+)
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
 SIZES = (4, 8)

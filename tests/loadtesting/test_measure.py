@@ -116,15 +116,17 @@ def test_goodput_counts_requests_that_meet_all() -> None:
 
 
 def test_confidence_interval_by_hand() -> None:
-    """1, 2, 3 have mean 2, deviation 1, t(2) 4.303."""
-    found = interval.interval([1.0, 2.0, 3.0])
+    """1, 1, 3, 3 have mean 2, deviation (4/3)^0.5, t(3) 3.182."""
+    found = interval.interval([1.0, 1.0, 3.0, 3.0])
     assert found.mean == 2
-    assert (found.low, found.high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
+    half = 3.182 * (4 / 3) ** 0.5 / 2
+    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half))
     assert interval.interval([7.0]) == (7.0, None, None)
+    assert interval.interval([6.0, 7.0, 8.0]) == (7.0, None, None)  # of so few it says nothing
 
 
 def test_ratios_of_pairs() -> None:
-    found = interval.ratio([1.0, 10.0], [2.0, 20.0])
+    found = interval.ratio([1.0, 10.0, 3.0, 4.0], [2.0, 20.0, 6.0, 8.0])
     assert found is not None and found == pytest.approx((2.0, 2.0, 2.0))
     back = interval.ratio([2.0, 30.0], [1.0, 10.0])
     forth = interval.ratio([1.0, 10.0], [2.0, 30.0])

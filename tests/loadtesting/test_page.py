@@ -71,9 +71,9 @@ def check_svg(text: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--num-prompts 12 --max-concurrency 4", "Latencies of the whole run"),
-        ("--num-prompts 12 --max-concurrency 4 --num-seeds 2", "Means of 2 seeds"),
-        ("--num-prompts 5 --max-concurrency 4 --ab-url {url}", "Two servers in turn"),
+        ("--num-prompts 12 --max-concurrency 4", "steady window"),
+        ("--num-prompts 12 --max-concurrency 4 --num-seeds 2", "means of 2 seeds"),
+        ("--num-prompts 5 --max-concurrency 4 --num-seeds 2 --ab-url {url}", "2 seeds, in turn"),
         ("--slo ttft:1e6 --request-rate 3e3 --find-knee --probe-s 1e-9", "none failed"),
     ],
 )

@@ -30,6 +30,20 @@ def test_counts_texts_and_metrics_agree(url: str, capsys: pytest.CaptureFixture[
     assert said["asyncllm:request_queue_time_seconds_count"] == 5
 
 
+def test_defaults_fit_the_built_in_model(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its vocabulary is smaller than most; and a seed's second run says what helped it."""
+    flags = ["--base-url", url, "--num-prompts", "4", "--max-concurrency", "2"]
+    flags += ["--output-len", "4", "--num-warmups", "1", "--max-client-lag-ms", "1e6"]
+    for is_second in (False, True):
+        assert loadtest.main(flags) == 0
+        shown = capsys.readouterr()
+        report = json.loads(shown.out.splitlines()[-1])
+        assert report["conditions"]["vocab_size"] == 4096
+        assert (report["cached_share"] > 0.5) == is_second
+        warned = "came from the server's prefix cache" in shown.err
+        assert warned == is_second and ("seed 0? Take another" in shown.err) == is_second
+
+
 def test_turns_and_cancelled_requests(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--num-turns 2 --input-len 6 --output-len 6 --num-prompts 12 --request-rate 20"
     more = "--cancel-share 0.5 --num-warmups 0 --max-client-lag-ms 1e6 --processes 2"

@@ -17,7 +17,7 @@ import loadtest
 import orjson
 import pytest
 
-from loadtesting import knee
+from loadtesting import knee, table
 from tests.waiting import PATIENCE_SECONDS
 
 from .conftest import SCRIPTS
@@ -108,6 +108,32 @@ def test_a_stall_shows_from_intended_and_hides_from_sent(mock: Mock, run: Run) -
     intended, sent = (latency_ms[f"ttft_from_{start}"]["median"] for start in ("intended", "sent"))
     assert intended > sent + 100
     assert latency_ms["sent_after_intended"]["p90"] > 100
+
+
+def test_a_summary_fits_one_screen(mock: Mock, run: Run) -> None:
+    _, _, shown = run(mock(), "--num-prompts 40 --output-len 6 --max-concurrency 2")
+    lines = shown.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 132
+    assert "None" not in shown and "{" not in shown and "inf" not in shown
+
+
+def test_errors_are_said_in_words(mock: Mock, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loadtest.main(["--base-url", "http://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said == "no model from http://127.0.0.1:9/v1/models, is the server up? Connection refused\n"
+    )
+    _, report, _ = run(mock(fail_every=1), "--num-prompts 2 --num-warmups 0")
+    first = report["errors"]["http_500"]["first"]
+    assert first == "request 0: the mock fails on purpose"
+    for flags, words in (
+        ("--token-range x", "x is not LO:HI, two token ids"),
+        ("--slo speed:1", "no objective for speed, only for ttft, tpot, itl, e2e"),
+        ("--slo ttft", "ttft needs milliseconds: ttft:200"),
+    ):
+        with pytest.raises(SystemExit):
+            loadtest.main(flags.split())
+        assert words in capsys.readouterr().err
 
 
 def test_a_late_client_disowns_its_run(mock: Mock, run: Run) -> None:
@@ -219,10 +245,10 @@ def test_hidden_and_shared_tokens_are_named(mock: Mock, run: Run) -> None:
 
 
 def test_seeds_give_intervals(mock: Mock, run: Run) -> None:
-    flags = "--num-prompts 8 --output-len 3 --max-concurrency 4 --num-warmups 1 --num-seeds 3"
+    flags = "--num-prompts 8 --output-len 3 --max-concurrency 4 --num-warmups 1 --num-seeds 4"
     status, report, shown = run(mock(), flags)
-    assert (status, report["num_seeds"]) == (0, 3)
-    assert [r["conditions"]["seed"] for r in report["runs"]] == [0, 1, 2]
+    assert (status, report["num_seeds"]) == (0, 4)
+    assert [r["conditions"]["seed"] for r in report["runs"]] == [0, 1, 2, 3]
     found = report["over_seeds"]["output_tokens_per_s"]
     assert found["low"] <= found["mean"] <= found["high"]
     assert "95 % confidence interval" in shown
@@ -244,7 +270,19 @@ def test_two_servers_take_turns(mock: Mock, run: Run) -> None:
     ratios = [b / a for a, b in zip(medians_ms[:2], medians_ms[2:], strict=True)]
     found = report["b_over_a"]["e2e_from_sent.median_ms"]
     assert min(ratios) <= found["mean"] <= max(ratios)
-    assert "B/A" in shown
+    assert "B/A" in shown and found["low"] is None
+    assert "2 seeds are too few for an interval: --num-seeds 5" in shown
+
+
+def test_a_late_client_is_no_knee_of_the_server() -> None:
+    found = {"valid": False, "knee_requests_per_s": 8.0, "first_failing_requests_per_s": 9.5,
+             "slos_ms": {"ttft": 200.0}, "needed_share": 0.99}  # fmt: skip
+    assert table.knee_text(found) == (
+        "no knee of the server: at least 8 requests/s met ttft 200 ms for 99% of requests; "
+        "at 9.5 this client was late, not the server"
+    )
+    none = found | {"knee_requests_per_s": None}
+    assert "no rate is known that meets ttft 200 ms" in table.knee_text(none)
 
 
 def test_the_knee_of_a_known_capacity(

@@ -37,10 +37,16 @@ class DenseSequence:
         keys = torch.cat(self.keys[layer.index]).repeat_interleave(group, dim=1)
         values = torch.cat(self.values[layer.index]).repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
+        if layer.soft_cap is not None:
+            scores = (scores / layer.soft_cap).tanh() * layer.soft_cap
         query = self.num_computed + torch.arange(len(q))[:, None]
         key = torch.arange(len(keys))[None, :]
         seen = key <= query
         if layer.window is not None:
             seen &= key > query - layer.window
-        probs = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if layer.sinks is not None:
+            sinks = layer.sinks[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, sinks), dim=2)
+        probs = scores.softmax(dim=-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", probs, values).flatten(1)

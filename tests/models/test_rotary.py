@@ -57,7 +57,7 @@ def test_dynamic_equals_cached_generate_past_the_window(dynamic_folder, num_prom
 
 def test_dynamic_rows_depend_on_their_own_sequence_alone(dynamic_folder):
     """A step that mixes a short sequence, a long prompt and a long decode, in int64."""
-    rotary = load(dynamic_folder, MAX_LEN).rotary
+    rotary = load(dynamic_folder, MAX_LEN).rotaries[0]
     positions, prompt_lens = torch.tensor([[3, 3, 40, 15, 16], [4, 30, 4, 4, 4]])
     rotation = rotary.rotation(positions, prompt_lens)
     table = rotation.cos_sin
@@ -72,8 +72,8 @@ def test_dynamic_within_the_window_is_default(dynamic_folder, tmp_path):
     random_reference(llama(**rope("default"))).save_pretrained(tmp_path)
     positions = torch.arange(ORIGINAL_WINDOW, dtype=torch.int32)
     prompt_lens = torch.full_like(positions, ORIGINAL_WINDOW)
-    dynamic = load(dynamic_folder, MAX_LEN).rotary.rotation(positions, prompt_lens)
-    static = load(tmp_path).rotary.rotation(positions, None)
+    dynamic = load(dynamic_folder, MAX_LEN).rotaries[0].rotation(positions, prompt_lens)
+    static = load(tmp_path).rotaries[0].rotation(positions, None)
     assert torch.equal(dynamic.cos_sin, static.cos_sin[static.rows])
 
 
@@ -82,7 +82,7 @@ def test_static_table_has_max_model_len_rows(tmp_path):
     model = load(tmp_path, max_model_len=24)
     assert not model.uses_prompt_lens
     positions = torch.tensor([0, 23])
-    rotation = model.rotary.rotation(positions, None)
+    rotation = model.rotaries[0].rotation(positions, None)
     table = rotation.cos_sin
     assert rotation.rows is positions and table.shape == (24, 8) and table.dtype == torch.float32
     assert table[0].tolist() == [1.0] * 4 + [0.0] * 4

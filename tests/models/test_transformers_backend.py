@@ -27,7 +27,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import build_model
+from asyncllm.models.registry import build_model, settle
 from asyncllm.models.transformers_backend import TransformersModel, _parameters_on_meta
 from asyncllm.models.transformers_fusion import FUSED
 from asyncllm.models.transformers_rope import StepRotary
@@ -42,6 +42,8 @@ from tests.script_module import import_script
 
 matrix = import_script(Path(__file__).parents[2] / "scripts" / "model_matrix.py")
 CPU = torch.device("cpu")
+BACKEND = "transformers"
+GELU_LLAMA = matrix.small_config("LlamaForCausalLM", {"hidden_act": "gelu"})
 FAMILIES = (
     "Cohere2ForCausalLM",  # a logit scale, layers without positions, windows
     "DeepseekV3ForCausalLM",  # latent attention, whose V is smaller than K; grouped experts
@@ -65,7 +67,7 @@ def test_families_equal_transformers(architecture: str, tmp_path: Path) -> None:
     """Batched, chunked, with prefix hits and preemption."""
     torch.set_num_threads(1)
     config = matrix.tiny_config(architecture)
-    assert matrix.compare(architecture, config, tmp_path) < matrix.TOLERANCE
+    assert matrix.compare(architecture, config, tmp_path, model_impl=BACKEND) < matrix.TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +222,7 @@ def test_tied_weights_are_one(tmp_path: Path) -> None:
 
 def test_doctor_names_the_implementation(tmp_path: Path) -> None:
     for architecture, flag, expected in (
-        ("Olmo2ForCausalLM", "auto", "transformers"),
+        ("Cohere2ForCausalLM", "auto", "transformers"),
         ("LlamaForCausalLM", "auto", "asyncllm"),
         ("LlamaForCausalLM", "transformers", "transformers"),
     ):
@@ -231,9 +233,24 @@ def test_doctor_names_the_implementation(tmp_path: Path) -> None:
 
 
 def test_what_asyncllm_has_not_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, "Olmo2ForCausalLM")
-    with pytest.raises(ModelLoadError, match="'Olmo2ForCausalLM' is not supported"):
+    write(tmp_path, "Cohere2ForCausalLM")
+    with pytest.raises(ModelLoadError, match="'Cohere2ForCausalLM' is not supported"):
         EngineArgs(str(tmp_path), model_impl="asyncllm").create_engine_config()
+
+
+def test_what_a_native_family_does_not_serve_falls_back(tmp_path: Path) -> None:
+    """With its reason in the log and in doctor; refused where ours is asked for."""
+    matrix.random_model(GELU_LLAMA, "LlamaForCausalLM").save_pretrained(tmp_path)
+    difference = matrix.compare("LlamaForCausalLM", GELU_LLAMA, tmp_path)
+    assert difference < matrix.TOLERANCE
+    found = {f.name: f for f in doctor.examine(EngineArgs(str(tmp_path))) if f.section == "model"}
+    assert found["implementation"].value == "transformers"
+    assert "hidden_act 'gelu'" in found["implementation"].advice
+    asked = EngineArgs(str(tmp_path), model_impl="asyncllm")
+    findings = [f for f in doctor.examine(asked) if f.section == "model"]
+    with pytest.raises(ModelLoadError, match="hidden_act 'gelu' is not supported") as error:
+        settle(asked.create_engine_config())
+    assert [(f.state, f.value) for f in findings] == [("MISSING", str(error.value))]
 
 
 def test_modules_of_another_thread_have_memory() -> None:

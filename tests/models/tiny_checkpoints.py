@@ -8,12 +8,27 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from asyncllm.model_config import ModelConfig
@@ -44,6 +59,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -56,6 +77,31 @@ def rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1000.0, **parameters}}
 
 
+PAD = {"pad_token_id": None}
+GEMMA = PAD | {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8}
+PER_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+}
+LONGROPE_OF_HALF = LONGROPE | {"short_factor": [1.0, 1.2], "long_factor": [2.0, 4.0]}
+SIGMOID_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+LATENT: dict[str, Any] = SHAPE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": llama(),
     "llama-linear": llama(**rope("linear", factor=2.0)),
@@ -63,6 +109,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-yarn": llama(**rope("yarn", **YARN)),
     "llama-yarn-mscale": llama(**rope("yarn", **YARN, attention_factor=1.3, beta_fast=8.0)),
     "llama-dynamic": llama(**rope("dynamic", factor=2.0)),
+    "llama-longrope": llama(**rope("longrope", **LONGROPE)),
     "llama-mqa": llama(num_key_value_heads=1),
     "llama-mha": llama(num_key_value_heads=4),
     "llama-attention-bias": llama(attention_bias=True),
@@ -81,7 +128,52 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True
     ),
     "qwen3-windows": Qwen3Config(**SHAPE, head_dim=16, **QWEN2_WINDOWS),
-}
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe-sparse": Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False, mlp_only_layers=[1]
+    ),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SHAPE, **EXPERTS, shared_expert_intermediate_size=24, decoder_sparse_step=2
+    ),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False),
+    "gemma2": Gemma2Config(**SHAPE, **GEMMA, layer_types=LAYER_TYPES, attn_logit_softcapping=2.0,
+                           final_logit_softcapping=3.0),
+    "gemma3": Gemma3TextConfig(**SHAPE, **GEMMA, layer_types=LAYER_TYPES, rope_parameters=PER_TYPE),
+    "phi3": Phi3Config(**SHAPE, **PAD),
+    "phi3-partial-longrope": Phi3Config(
+        **SHAPE, **PAD, **rope("longrope", **LONGROPE_OF_HALF, partial_rotary_factor=0.5)
+    ),
+    "granite": GraniteConfig(
+        **SHAPE, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.4,
+        attention_multiplier=0.2,
+    ),
+    "olmo2": Olmo2Config(**SHAPE, **PAD),
+    "olmo3": Olmo3Config(
+        **SHAPE, **PAD, sliding_window=8, layer_types=LAYER_TYPES, rope_parameters=PER_TYPE
+    ),
+    "glm4": Glm4Config(
+        **SHAPE, **PAD, head_dim=16, attention_bias=True,
+        **rope("default", partial_rotary_factor=0.5),
+    ),
+    "glm4-moe": Glm4MoeConfig(
+        **SHAPE, **SIGMOID_EXPERTS, head_dim=16, n_group=1, topk_group=1, use_qk_norm=True,
+        **rope("default", partial_rotary_factor=0.5),
+    ),
+    "gpt-oss": GptOssConfig(
+        **SHAPE | {"intermediate_size": 24}, **PAD, head_dim=8, num_local_experts=6,
+        num_experts_per_tok=2, sliding_window=8, layer_types=LAYER_TYPES, swiglu_limit=0.5,
+        **rope("yarn", **YARN),
+    ),
+    "deepseek-v2": DeepseekV2Config(
+        **LATENT, **SIGMOID_EXPERTS, q_lora_rank=None, n_group=3, topk_group=2,
+        topk_method="group_limited_greedy", **rope("yarn", **YARN, mscale=0.7, mscale_all_dim=0.7),
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **LATENT, **SIGMOID_EXPERTS, q_lora_rank=20, n_group=3, topk_group=2, norm_topk_prob=True,
+        **rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
+}  # fmt: skip
 
 
 def random_reference(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -204,7 +204,7 @@ def test_what_is_kept() -> None:
             assert [item.content[0].text for item in items] == ["Three", "Two", "One"]
             items = await api.responses.input_items.list(answer.id, order="asc")
             assert [item.role for item in items.data] == ["user", "assistant", "user"]
-            with pytest.raises(openai.BadRequestError, match="background"):
+            with pytest.raises(openai.BadRequestError, match="synchronous"):
                 await api.responses.cancel(answer.id)
             # With another key it is not there.
             other = api.with_options(api_key="other")

@@ -78,7 +78,7 @@ def test_no_field_of_the_client_is_unknown() -> None:
         ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"truncation": "some"}, "truncation"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"moderation": {"model": "x"}}, "moderation"),

@@ -13,6 +13,7 @@ from tests.sampling.test_validation import FIELDS
 from tests.waiting import run
 
 ENGINE: dict[str, Any] = {
+    "max_logprobs": -1,
     "num_gpu_blocks_override": 100,
     "max_num_seqs": 256,
     "max_model_len": 64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,8 +24,8 @@ MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
 @asynccontextmanager
-async def tiny() -> AsyncIterator[Server]:
-    engine: Any = AsyncLLMEngine("tiny", **ENGINE)
+async def tiny(**more: Any) -> AsyncIterator[Server]:
+    engine: Any = AsyncLLMEngine("tiny", **ENGINE, **more)
     async with serving(engine) as server:
         yield server
 
@@ -206,5 +207,38 @@ def test_bad_fields_are_named(path: str, fields: dict[str, Any], param: str) -> 
             status, answer = await server.post(path, {**prompt, **fields})
             assert status == 400, answer
             assert isinstance(answer, dict) and answer["error"]["param"] == param, answer
+
+    run(test())
+
+
+def test_minus_one_reports_the_whole_vocabulary() -> None:
+    async def test() -> None:
+        async with tiny(max_logprobs=-1) as server:
+            vocab_size = server.engine.config.model.vocab_size
+            body = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True, "prompt_logprobs": -1}
+            whole = await good(server, CHAT, body | {"top_logprobs": -1})
+            for position in whole["choices"][0]["logprobs"]["content"]:
+                assert len(position["top_logprobs"]) == vocab_size
+                known = [entry["logprob"] for entry in position["top_logprobs"]]
+                assert known == sorted(known, reverse=True)
+                assert sum(map(math.exp, known)) == pytest.approx(1, abs=1e-3)
+            assert [len(of or ()) for of in whole["prompt_logprobs"][:2]] == [0, vocab_size]
+            body = {"prompt": PROMPT, "max_tokens": 1, "logprobs": -1, "echo": True}
+            (choice,) = (await good(server, COMPLETIONS, body))["choices"]
+            assert len(choice["logprobs"]["top_logprobs"][-1]) >= vocab_size - 300  # one text twice
+            body = {"token_ids": [72], "sampling_params": {"logprobs": -1, "max_tokens": 1}}
+            (choice,) = (await good(server, "/inference/v1/generate", body))["choices"]
+            assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == vocab_size
+
+    run(test())
+
+
+def test_minus_one_needs_room_for_all() -> None:
+    async def test() -> None:
+        async with tiny() as server:
+            body = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True, "top_logprobs": -1}
+            status, answer = await server.post(CHAT, body)
+            assert status == 400 and answer["error"]["param"] == "top_logprobs"
+            assert "at most 20, got 4096" in answer["error"]["message"]
 
     run(test())

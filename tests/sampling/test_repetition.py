@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asyncllm import InvalidRequestError, RepetitionDetectionParams, SamplingParams
-from asyncllm.engine.repetition import RepetitionDetector
+from asyncllm.engine.output_state import RepetitionDetector
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.sampling_limits import MAX_REPETITION_COUNT, MAX_REPETITION_PATTERN_SIZE
 from tests.text.token_feed import TokenFeed, make_request

@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm import EngineArgs, InvalidRequestError, SamplingParams
 from asyncllm.engine.input_processor import InputProcessor
-from asyncllm.engine.request_limits import MAX_OUTPUT_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES
+from asyncllm.engine.logprobs import MAX_OUTPUT_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.engine.text.prompt_encoder import PromptEncoder
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.sampling_limits import (
@@ -50,8 +50,8 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "seed": ([None, -1, 0, MAX_SEED, -MAX_SEED - 1], [*NOT_INTS, MAX_SEED + 1]),
     "max_tokens": ([None, 1, MAX_SEED], [*NOT_INTS, 0, -1]),
     "min_tokens": ([0, 16], [*NOT_INTS, -1, 17, None]),
-    "logprobs": ([None, 0, 5], [*NOT_INTS, -1]),
-    "prompt_logprobs": ([None, 0, 5], [*NOT_INTS, -1]),
+    "logprobs": ([None, 0, 5, -1], [*NOT_INTS, -2]),
+    "prompt_logprobs": ([None, 0, 5, -1], [*NOT_INTS, -2]),
     "truncate_prompt_tokens": ([None, -1, 1], [*NOT_INTS, 0, -2]),
     "truncation_side": (["left", "right"], ["", "both", None, 1]),
     "thinking_token_budget": ([None, -1, 0, MAX_SEED], [*NOT_INTS, -2]),

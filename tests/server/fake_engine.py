@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,6 @@ from asyncllm.engine.stats import (
     SchedulerStats,
     StepRecord,
 )
-from asyncllm.engine.step_clock import HostSeconds
 from asyncllm.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -100,7 +99,10 @@ class FakeInputProcessor:
     """Its `generation_config` says temperature 0.5."""
 
     def default_params(self, overrides: dict[str, Any]) -> SamplingParams:
-        return SamplingParams(**{"temperature": 0.5, **overrides})
+        return self.with_counts(SamplingParams(**{"temperature": 0.5, **overrides}))
+
+    def with_counts(self, params: SamplingParams) -> SamplingParams:
+        return replace(params, logprobs=VOCAB_SIZE) if params.logprobs == -1 else params
 
 
 @dataclass
@@ -140,7 +142,6 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.input_processor = FakeInputProcessor()
         self.recorder = Recorder()
-        self.host_seconds = HostSeconds()
         self.work = WorkCounts()
         self.stat_loggers: list[Any] = []
         self.startup = {"model": "none", "seconds": {"load": 0.0}}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncllm import cli
-from asyncllm.commands.flags import field_names, read_config_file
+from asyncllm.commands.flags import field_names, normalise, read_config_file
 from asyncllm.config import EngineArgs
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.listener import Listener
@@ -27,6 +27,16 @@ def parse(*words: str) -> tuple[EngineArgs, ServerArgs]:
     given = vars(parser.parse_args(cli.normalise(["serve", *words])))
     assert given.pop("command") == "serve"
     return cli.merge(flags, given)
+
+
+def test_an_object_may_be_spelt_a_flag_for_each_member() -> None:
+    words = ["--structured_outputs-config.backend", "xgrammar", "--port", "1"]
+    words += ["--structured-outputs-config.disable_any_whitespace=true"]
+    _, server = parse(*words)
+    config = {"backend": "xgrammar", "disable_any_whitespace": True}
+    assert (server.port, server.structured_outputs_config) == (1, config)
+    words = normalise(["--a.b.c", "1.5", "--a.b.d=x=y", "--a.e", "[1]", "v1.5", "-x.y"])
+    assert words == ["v1.5", "-x.y", "--a", '{"b": {"c": 1.5, "d": "x=y"}, "e": [1]}']
 
 
 def test_defaults_are_the_dataclasses_own() -> None:

@@ -279,7 +279,7 @@ def test_the_form_of_json_where_requests_leave_it_open(asked: Any, compact: bool
     run(test())
 
 
-@pytest.mark.parametrize("config", [{"backend": "xgrammar"}, {"x": 1}, {"reasoning_parser": "a"}])
+@pytest.mark.parametrize("config", [{"backend": "mine"}, {"x": 1}, {"reasoning_parser": "a"}])
 def test_what_structured_outputs_cannot_have(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="structured_outputs_config"):
         ServerArgs(structured_outputs_config=config).check()

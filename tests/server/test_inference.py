@@ -151,7 +151,7 @@ def test_a_refusal_names_the_ids_as_the_client_does() -> None:
         async with serving(engine) as server:
             status, answer = await server.post(GENERATE, body(10**6))
             assert (status, answer["error"]["param"]) == (400, "token_ids")
-            assert answer["error"]["message"].startswith("token_ids: token id 1000000 is not in")
+            assert answer["error"]["message"].startswith("token_ids: token id 1000000 is out of")
 
     run(test())
 

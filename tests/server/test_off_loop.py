@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.engine import request_limits
+from asyncllm.engine import logprobs
 from asyncllm.errors import InvalidRequestError
 from asyncllm.server import completions
 from asyncllm.server.http import bodies
@@ -265,7 +265,7 @@ def test_prompt_logprobs_of_all_choices_are_limited(monkeypatch: pytest.MonkeyPa
 
 def test_logprobs_of_all_answers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the prompts of one call and of the conversations of a batch, too."""
-    monkeypatch.setattr(request_limits, "MAX_OUTPUT_LOGPROB_ENTRIES", 24)
+    monkeypatch.setattr(logprobs, "MAX_OUTPUT_LOGPROB_ENTRIES", 24)
     chat = {"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 4}
     asked: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         (COMPLETIONS, {"prompt": ["a"] * 2, "logprobs": 2, "max_tokens": 4}, {"n": 2}, "logprobs"),
@@ -296,7 +296,7 @@ def test_logprobs_of_all_answers_are_limited(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_engines_limit_of_logprobs_is_told_by_the_clients_field(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_limits, "MAX_OUTPUT_LOGPROB_ENTRIES", 24)
+    monkeypatch.setattr(logprobs, "MAX_OUTPUT_LOGPROB_ENTRIES", 24)
     chat = {"messages": HELLO, "logprobs": True, "top_logprobs": 5, "temperature": 0}
     response = {"input": "Hi", "top_logprobs": 5, "include": ["message.output_text.logprobs"]}
     params = {"logprobs": 5, "max_tokens": 5}

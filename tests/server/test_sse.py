@@ -116,7 +116,7 @@ def test_changed_aiohttp_is_reported_once(
             for _ in range(2):
                 events = await server.events(CHAT, {"messages": HELLO})
                 assert events[-1] == "[DONE]"
-        assert caplog.text.count("slow, public way") == 1
+        assert caplog.text.count("slow, public calls") == 1
 
     run(test())
 

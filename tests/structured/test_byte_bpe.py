@@ -18,6 +18,7 @@ from asyncllm.engine.structured.compiler import GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
+from tests.structured.walks import accept
 from tests.text import tokenizer_folders as folders
 
 SCHEMA = {
@@ -57,7 +58,7 @@ def write(vocabulary: Vocabulary, params: StructuredOutputsParams, most: int = 4
         written.append(int(allowed[0]))
         if written[-1] in vocabulary.eos_ids:
             break
-        constraint.accept(written[-1])
+        accept(constraint, written[-1])
     return written
 
 

@@ -18,7 +18,7 @@ from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import InvalidRequestError, QueueFullError
 from asyncllm.structured_outputs import MAX_STRUCTURED_OUTPUT_CHARS, StructuredOutputsParams
 from tests import waiting
-from tests.structured.walks import allowed_ids
+from tests.structured.walks import accept, allowed_ids
 from tests.waiting import PATIENCE_SECONDS, until
 
 Compiled = Callable[..., CompiledGrammar]
@@ -348,7 +348,7 @@ def test_what_is_made_to_hurt_ends(
     for _ in range(3):
         allowed = allowed_ids(constraint, tokenizer.vocab_size)
         assert len(constraint.forced_tokens()) <= 30_000
-        constraint.accept(int(allowed[0]))
+        accept(constraint, int(allowed[0]))
 
 
 def test_gbnf_at_its_limit(compiled: Compiled) -> None:

@@ -14,7 +14,7 @@ from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured_outputs import StructuredOutputsParams
-from tests.structured.walks import allowed_ids, new_constraint, walk
+from tests.structured.walks import accept, allowed_ids, fill, new_constraint, walk
 
 Compiled = Callable[..., CompiledGrammar]
 EOS = 2
@@ -57,7 +57,7 @@ def test_mask_is_what_can_continue(
             # Fewer only where a single text is forced, and then there is one.
             assert allowed - {EOS} == fitting or len(allowed - {EOS}) == 1
             if token_id is not None:
-                constraint.accept(token_id)
+                accept(constraint, token_id)
                 text += tokenizer.token_bytes(token_id)
 
 
@@ -67,11 +67,11 @@ def test_only_the_end_is_left_when_the_grammar_is_complete(
     constraint = compiled(choice=["yes"]).constraint(False)
     for token_id in tokenizer.encode("yes", False):
         assert EOS not in allowed_ids(constraint, tokenizer.vocab_size)
-        constraint.accept(token_id)
+        accept(constraint, token_id)
     for _ in range(2):
         assert allowed_ids(constraint, tokenizer.vocab_size).tolist() == [EOS]
         assert constraint.forced_tokens() == []
-        constraint.accept(EOS)
+        accept(constraint, EOS)
 
 
 def test_an_ignored_end_comes_only_when_it_must(tokenizer: Tokenizer, compiled: Compiled) -> None:
@@ -79,8 +79,8 @@ def test_an_ignored_end_comes_only_when_it_must(tokenizer: Tokenizer, compiled: 
     ignoring, plain = grammar.constraint(True), grammar.constraint(False)
     (one,) = tokenizer.encode("a", False)
     for num in range(1, 4):
-        ignoring.accept(one)
-        plain.accept(one)
+        accept(ignoring, one)
+        accept(plain, one)
         assert EOS in allowed_ids(plain, tokenizer.vocab_size)
         assert (EOS in allowed_ids(ignoring, tokenizer.vocab_size)) == (num == 3)
 
@@ -88,7 +88,7 @@ def test_an_ignored_end_comes_only_when_it_must(tokenizer: Tokenizer, compiled: 
 def test_a_token_that_may_not_come_is_an_error(tokenizer: Tokenizer, compiled: Compiled) -> None:
     constraint = compiled(choice=["yes", "no"]).constraint(False)
     with pytest.raises(ValueError, match="token"):
-        constraint.accept(tokenizer.encode("z", False)[0])
+        accept(constraint, tokenizer.encode("z", False)[0])
     with pytest.raises(InvalidRequestError, match=r"structured_outputs\.choice"):
         allowed_ids(constraint, tokenizer.vocab_size)
 
@@ -100,12 +100,12 @@ def test_where_nothing_satisfies_it_is_the_requests_own_error(
     tokenizer: Tokenizer, compiled: Compiled
 ) -> None:
     constraint = compiled(**DEAD_END).constraint(False)
-    constraint.accept(tokenizer.encode("ab", False)[0])
-    for fill in (allowed_ids, allowed_ids):
+    accept(constraint, tokenizer.encode("ab", False)[0])
+    for _ in range(2):
         with pytest.raises(
             InvalidRequestError, match=r"^structured_outputs.grammar: the text"
         ) as e:
-            fill(constraint, tokenizer.vocab_size)
+            allowed_ids(constraint, tokenizer.vocab_size)
         assert e.value.param == "structured_outputs.grammar"
 
 
@@ -119,8 +119,8 @@ def test_a_limit_of_the_library_is_the_requests_own_error(
     (one,), (plus,) = tokenizer.encode("1", False), tokenizer.encode("+", False)
     with pytest.raises(InvalidRequestError, match=r"row has \d+ items") as found:
         for _ in range(10_000):
-            constraint.accept(one)
-            constraint.accept(plus)
+            accept(constraint, one)
+            accept(constraint, plus)
     assert found.value.param == "structured_outputs.grammar"
     (error,) = GrammarConstraint.accept_many([constraint], [[one]])
     assert isinstance(error, InvalidRequestError)
@@ -130,7 +130,7 @@ def test_constraints_of_one_grammar_are_apart(tokenizer: Tokenizer, compiled: Co
     grammar = compiled(choice=["ab", "ba"])
     one, other = grammar.constraint(False), grammar.constraint(False)
     before = allowed_ids(other, tokenizer.vocab_size).tolist()
-    one.accept(tokenizer.encode("a", False)[0])
+    accept(one, tokenizer.encode("a", False)[0])
     assert allowed_ids(other, tokenizer.vocab_size).tolist() == before
     assert allowed_ids(one, tokenizer.vocab_size).tolist() == tokenizer.encode("b", False)
 
@@ -151,8 +151,8 @@ def test_many_rows_at_once_are_each_row(tokenizer: Tokenizer, compiled: Compiled
     apart = np.zeros((4, num_words), np.int32)
     for constraint, ids, row in zip(many[1], token_ids, apart, strict=True):
         for token_id in ids:
-            constraint.accept(token_id)
-        constraint.fill(row)
+            accept(constraint, token_id)
+        fill(constraint, row)
     assert (together == apart).all()
     assert together.any(axis=1).all()
 
@@ -164,7 +164,7 @@ def test_failing_rows_are_reported_and_the_others_are_filled(
     good, refused, broken, jumped = (grammar.constraint(False) for _ in range(4))
     (z,) = tokenizer.encode("z", False)
     with pytest.raises(ValueError, match="token"):
-        broken.accept(z)
+        accept(broken, z)
     rows = np.zeros((4, -(-tokenizer.vocab_size // 32)), np.int32)
     constraints = [refused, good, broken, jumped]
     errors = GrammarConstraint.accept_many(constraints, [[z], [], [], [z, z]])
@@ -193,8 +193,8 @@ def test_forced_tokens_are_what_the_mask_would_force(
     assert tokenizer.decode(forced, False).startswith('{"temperature')
     for token_id in forced:
         assert allowed_ids(stepping, tokenizer.vocab_size).tolist() == [token_id]
-        stepping.accept(token_id)
-        jumping.accept(token_id)
+        accept(stepping, token_id)
+        accept(jumping, token_id)
     assert jumping.forced_tokens() == []
 
 

@@ -10,7 +10,7 @@ from asyncllm.engine.structured.compiler import GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
-from tests.structured.walks import new_constraint
+from tests.structured.walks import accept, new_constraint
 from tests.text import tokenizer_folders as folders
 
 
@@ -36,7 +36,7 @@ def test_a_forced_text_is_that_text(text: str, strip: bool, tmp_path: Path) -> N
         forced = constraint.forced_tokens()
         assert forced and tokenizer.special_ids.isdisjoint(forced)
         for token_id in forced:
-            constraint.accept(token_id)
+            accept(constraint, token_id)
             written += tokenizer.token_bytes(token_id)
         assert f"{text}.".encode().startswith(written)
 

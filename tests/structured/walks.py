@@ -26,9 +26,21 @@ def new_constraint(
     return compiler.compile(params).constraint(ignore_eos)
 
 
+def accept(constraint: GrammarConstraint, token_id: int) -> None:
+    (error,) = GrammarConstraint.accept_many([constraint], [[token_id]])
+    if error is not None:
+        raise error
+
+
+def fill(constraint: GrammarConstraint, bitmask: np.ndarray) -> None:
+    (error,) = GrammarConstraint.fill_many([constraint], bitmask.reshape(1, -1))
+    if error is not None:
+        raise error
+
+
 def allowed_ids(constraint: GrammarConstraint, vocab_size: int) -> np.ndarray:
     bitmask = np.zeros(-(-vocab_size // 32), np.int32)
-    constraint.fill(bitmask)
+    fill(constraint, bitmask)
     return np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
 
 
@@ -48,9 +60,9 @@ def walk(
         allowed = allowed_ids(constraint, tokenizer.vocab_size).tolist()
         others = [i for i in allowed if i not in ends]
         if len(others) < len(allowed) and (not others or rnd.random() < stay_short):
-            constraint.accept(next(i for i in allowed if i in ends))
+            accept(constraint, next(i for i in allowed if i in ends))
             return Walk(token_ids, tokenizer.decode(token_ids, False), True)
         takes_quote = quote in others and rnd.random() < stay_short / 2
         token_ids.append(quote if takes_quote else rnd.choice(others))
-        constraint.accept(token_ids[-1])
+        accept(constraint, token_ids[-1])
     return Walk(token_ids, tokenizer.decode(token_ids, False), False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.engine.output_collector import OutputCollector
+from asyncllm.engine.generation import OutputCollector
 from asyncllm.errors import RequestFailedError
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -16,8 +16,8 @@ def delta(
     return output
 
 
-def merge(collector: OutputCollector, news: RequestOutput) -> RequestOutput:
-    collector.add(news)
+def merge(collector: OutputCollector, update: RequestOutput) -> RequestOutput:
+    collector.add(update)
     return collector.output
 
 

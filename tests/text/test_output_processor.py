@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from asyncllm.engine.output_collector import OutputCollector
-from asyncllm.engine.output_logprobs import LazyPromptLogprobs
-from asyncllm.engine.output_processor import OutputProcessor, Stop
+from asyncllm.engine.generation import OutputCollector
+from asyncllm.engine.logprobs import LazyPromptLogprobs
+from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import RequestFailedError
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
-from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
+from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs
 from tests.text.token_feed import TokenFeed, finish, make_request
 from tests.text.tokenizer_folders import id_of
 
@@ -86,7 +86,7 @@ def test_tokens_after_a_stop_string_in_the_same_step_are_dropped(byte_level: Tok
     feed.add(request)
     seq = request.sequences[0]
     ids = ids_of(byte_level, "The fox jumps")
-    assert feed.step([(seq, i) for i in ids]) == [Stop(seq, "fox")]
+    assert feed.step([(seq, i) for i in ids]) == [(seq, "stop", "fox")]
     assert feed.outputs["r"][0].outputs[0].text == "The "
     feed.processor.check_empty()
 
@@ -243,7 +243,7 @@ def test_a_failing_hook_ends_its_own_sequence_only(byte_level: Tokenizer) -> Non
     a, b = bad.sequences
     c = good.sequences[0]
     break_detokenizer(feed, a)
-    assert feed.step({a: 5, b: 6, c: 7}) == [Stop(a, None, FinishReason.ERROR)]
+    assert feed.step({a: 5, b: 6, c: 7}) == [(a, "error", None)]
     assert feed.step({b: 6, c: 7}) == []
     told = "request bad: output failed: RuntimeError: cannot decode 5"
     assert str(feed.outputs["bad"][0].error) == told
@@ -454,7 +454,7 @@ def test_random_requests_equal_the_oracle(byte_level: Tokenizer, sentencepiece: 
         feed = TokenFeed(tokenizer)
         feed.add(*requests)
         aborted: set[str] = set()
-        while feed.processor.requests():
+        while feed.processor.requests:
             live = [
                 seq
                 for request in requests
@@ -483,7 +483,7 @@ def test_random_requests_equal_the_oracle(byte_level: Tokenizer, sentencepiece: 
 def abort_all(sequences: list[Sequence]) -> None:
     for seq in sequences:
         if seq.status is not SequenceStatus.FINISHED:
-            finish(seq, FinishReason.ABORT, None)
+            finish(seq, "abort", None)
 
 
 def random_request(rng: random.Random, request_id: str, eos: int) -> Request:

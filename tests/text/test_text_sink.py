@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from asyncllm.engine.output_processor import Stop
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.outputs import RequestOutput
-from asyncllm.types import FinishReason, Request, TokenLogprobs
+from asyncllm.types import Request, TokenLogprobs
 from tests.text.token_feed import TokenFeed, make_request
 
 Update = RequestOutput | tuple[str, int]
@@ -130,7 +129,7 @@ def test_a_failing_detokenizer_ends_its_own_request(
 
     feed.processor._sequences[b.seq_id].push_plain = broken
     stops = feed.step({b: 6, g: 6})
-    assert stops == [Stop(b, None, FinishReason.ERROR)]
+    assert stops == [(b, "error", None)]
     last = feed.updates["bad"][-1]
     assert isinstance(last, RequestOutput) and last.finished
     assert last.error is not None and "no such token" in str(last.error)

@@ -7,9 +7,9 @@ from typing import Any
 
 from asyncllm.engine.output_processor import OutputProcessor, Stop
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.outputs import RequestMetrics, RequestOutput
+from asyncllm.outputs import FinishReason, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.types import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
+from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs
 
 _seq_ids = itertools.count(1)
 
@@ -64,9 +64,9 @@ class TokenFeed:
             self._check_stop(seq, token_id)
             updates.append((seq, token_id, logprobs))
         stops = self.processor.process(updates, prompt_logprobs or {}, self.now)
-        for stop in stops:
-            assert stop.seq.status is not SequenceStatus.FINISHED, "the scheduler has it already"
-            finish(stop.seq, stop.reason, stop.stop_reason)
+        for seq, reason, stop_reason in stops:
+            assert seq.status is not SequenceStatus.FINISHED, "the scheduler has it already"
+            finish(seq, reason, stop_reason)
         self.now += 0.1
         return stops
 
@@ -82,9 +82,9 @@ class TokenFeed:
         request = seq.request
         own = request.sampling_params.stop_token_ids or ()
         if token_id in request.stop_token_ids:
-            finish(seq, FinishReason.STOP, token_id if token_id in own else None)
+            finish(seq, "stop", token_id if token_id in own else None)
         elif seq.num_output_tokens >= request.max_tokens:
-            finish(seq, FinishReason.LENGTH, None)
+            finish(seq, "length", None)
 
 
 def finish(seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:

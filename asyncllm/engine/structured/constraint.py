@@ -41,22 +41,11 @@ class GrammarConstraint:
         self._param = param
         self._ignored_ends = ignored_ends
 
-    def accept(self, token_id: int) -> None:
-        """Raises `ValueError` for a token that was not allowed, else as `fill` does."""
-        if not self._matcher.consume_token(token_id):
-            raise self._refusal([token_id])
-
-    def fill(self, bitmask: np.ndarray) -> None:
-        """Raises `InvalidRequestError` where the grammar cannot be followed any further."""
-        self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
-        if (error := self._seal(bitmask)) is not None:
-            raise error
-
     @staticmethod
     def accept_many(
         constraints: list[GrammarConstraint], token_ids: list[list[int]]
     ) -> list[Exception | None]:
-        """`accept` for all tokens of each row: what it would raise, or None."""
+        """`ValueError` for a token that was not allowed, else as `fill_many`."""
         rows = range(len(constraints))
         accepted = [True] * len(rows)
         # One token each is the rule, and done together on several cores; more are forced ones.
@@ -75,7 +64,7 @@ class GrammarConstraint:
     def fill_many(
         constraints: list[GrammarConstraint], bitmasks: np.ndarray
     ) -> list[Exception | None]:
-        """`fill` for each row, on several cores: what it would raise, or None."""
+        """On several cores. `InvalidRequestError` where a grammar cannot be followed further."""
         constraints[0]._executor.unsafe_compute_mask_ptr(
             [(constraints[row]._matcher, row) for row in _by_lexer(constraints)],
             bitmasks.ctypes.data,

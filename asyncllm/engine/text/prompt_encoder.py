@@ -100,7 +100,7 @@ class PromptEncoder:
             if not 0 <= extreme < self._vocab_size:
                 shown = f"token id {extreme}" if abs(extreme) < 2**63 else "a token id"
                 raise InvalidRequestError(
-                    f"{param}: {shown} is not in the model's vocabulary of {self._vocab_size}",
+                    f"{param}: {shown} is out of vocabulary: the model has {self._vocab_size}",
                     param,
                 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from asyncllm.engine.text.detokenizer import Detokenizer, NoDetokenizer
 from asyncllm.engine.text.stop_checker import StopChecker, StopStrings
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.types import FinishReason, Request, Sequence
+from asyncllm.types import Request, Sequence
 
 
 class SequenceText:
@@ -67,4 +67,4 @@ def sequence_text(
 def hides_last_token(seq: Sequence) -> bool:
     """Whether it ended by a token (EOS or a stop token) whose text is not wanted."""
     params = seq.request.sampling_params
-    return seq.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+    return seq.finish_reason == "stop" and not params.include_stop_str_in_output

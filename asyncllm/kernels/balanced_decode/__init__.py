@@ -54,12 +54,13 @@ def definitions(
 
 def limit(layer: AttentionLayer, dtype: torch.dtype, block_size: int) -> str | None:
     """The first of these that it does not support, in words."""
-    group = layer.num_heads // layer.num_kv_heads
+    group, norm = layer.num_heads // layer.num_kv_heads, layer.head_norm
     limits = (
         (dtype is torch.bfloat16, str(dtype)),
         (layer.window is None, f"a window of {layer.window}"),
         (layer.soft_cap is None, f"a soft cap of {layer.soft_cap}"),
         (layer.sinks is None, "sinks"),
+        (norm is None or norm.q_weight.dtype is dtype, "norms of heads in float32"),
         (layer.head_dim in HEAD_DIMS, f"head_dim {layer.head_dim}"),
         (group <= MAX_GROUP, f"{group} query heads of one KV head"),
         (block_size % TILE == 0, f"block_size {block_size}"),

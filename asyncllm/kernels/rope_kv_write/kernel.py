@@ -201,7 +201,7 @@ def _rotate_zeros(start: Start, num_tokens: int) -> None:
     layer, dtype = start.layers[0], start.dtype
     kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     if layer.head_norm is not None:  # whose weights may be without memory
-        weights = start.zeros(2, head_dim, dtype=dtype)
+        weights = start.zeros(2, head_dim, dtype=layer.head_norm.q_weight.dtype)
         layer = replace(layer, head_norm=HeadNorm(weights[0], weights[1], 1.0))
     rotate_and_write(
         layer,

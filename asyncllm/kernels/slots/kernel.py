@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.declaration import Start
-from asyncllm.kernels.records import DecodeRows, SlotRows, SlotState
+from asyncllm.kernels.records import DecodeRows, SlotState
 from asyncllm.kernels.sampling.logits import count_input
 
 TABLE_BLOCK = 1024
@@ -66,22 +66,19 @@ def _gather_slots(
     tl.store(row_tables_ptr + row_table * num_pages + page, pages, inside)
 
 
-def gather_slots_triton(state: SlotState, slots: torch.Tensor) -> SlotRows:
+def gather_slots_triton(
+    state: SlotState, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, DecodeRows]:
     """`GatherSlots` in one kernel."""
     num_groups, num_slots, num_pages = state.block_tables.shape
     tables = slots.new_empty((num_groups, len(slots), num_pages))
-    rows = SlotRows(
-        last_tokens=torch.empty_like(slots),
-        positions=torch.empty_like(slots),
-        next_positions=torch.empty_like(slots),
-        block_tables=tables.unbind(),
-    )
+    last_tokens, positions, next_positions = (torch.empty_like(slots) for _ in range(3))
     _gather_slots[(len(slots), triton.cdiv(num_pages, TABLE_BLOCK), num_groups)](
-        slots, state.last_tokens, state.positions, state.block_tables, rows.last_tokens,
-        rows.positions, rows.next_positions, tables, num_slots, num_pages,
-        state.output_counts.shape[1], state.penalties, BLOCK=TABLE_BLOCK,
+        slots, state.last_tokens, state.positions, state.block_tables, last_tokens, positions,
+        next_positions, tables, num_slots, num_pages, state.output_counts.shape[1],
+        state.penalties, BLOCK=TABLE_BLOCK,
     )  # fmt: skip
-    return rows
+    return last_tokens, next_positions, DecodeRows(tables.unbind(), positions)
 
 
 @triton.jit(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from asyncllm.engine.request_limits import check_output_logprobs
+from asyncllm.engine.logprobs import check_output_logprobs
 from asyncllm.errors import InvalidRequestError
 from asyncllm.server.chat.response import ChatView
 from asyncllm.server.chat.serving import chat_call, chat_view

@@ -250,4 +250,4 @@ def _log_once() -> None:
     global _has_logged
     if not _has_logged:
         _has_logged = True
-        logger.error("this aiohttp does not write as expected: streams take the slow, public way")
+        logger.error("this aiohttp does not write as expected: streams take the slow, public calls")

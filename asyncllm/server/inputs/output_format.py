@@ -147,7 +147,7 @@ def chat_output(request: ChatRequest, tools: ToolUse, prompt: str, service: Serv
         return ChatOutput(structured_outputs=structure)
 
     def new_parser() -> AnswerParser:
-        parser = format.parser(callable, prompt, prefix)
+        parser = format.parser(callable, prompt, prefix, tools.choice.only_these)
         return parser if tools.parallel else FirstCallOnly(parser)
 
     return ChatOutput(new_parser, format.keeps_special_tokens, structure)

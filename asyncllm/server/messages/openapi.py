@@ -148,7 +148,7 @@ _IGNORED = (
 )  # fmt: skip
 
 MESSAGES_FIELD_DOCS: dict[str, FieldDoc] = {
-    "system": FieldDoc("What the model is told before the conversation: text, or blocks of text."),
+    "system": FieldDoc("The system prompt: text, or blocks of text."),
     "InputMessage.role": FieldDoc("Whose turn it is; system is taken as the first message."),
     "InputMessage.content": FieldDoc(
         "Text, or blocks: text, tool_use, tool_result, thinking, redacted_thinking."

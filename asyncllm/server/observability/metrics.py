@@ -26,10 +26,9 @@ from prometheus_client import (
 )
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
-from asyncllm.engine.histogram import Histogram
-from asyncllm.engine.recorder import ABORT_CAUSES, FINISH_REASONS, STEP_KINDS, Recorder
+from asyncllm.engine.recorder import ABORT_CAUSES, FINISH_REASONS, Histogram, Recorder
 from asyncllm.engine.stats import SchedulerStats
-from asyncllm.engine.step_clock import HostSeconds
+from asyncllm.step_plan import StepKind
 from asyncllm.worker.work_counts import WorkCounts
 
 Labels = Mapping[str, str]
@@ -42,7 +41,6 @@ class Source:
 
     stats: SchedulerStats
     recorder: Recorder
-    host: HostSeconds
     work: WorkCounts
     loop_cpu_seconds: float
 
@@ -125,9 +123,7 @@ class Metrics:
     def exposition(self) -> bytes:
         """Raises `EngineDeadError` where there is no engine to read."""
         engine, recorder = self._engine, self._engine.recorder
-        source = Source(
-            engine.stats(), recorder, engine.host_seconds, engine.work, time.thread_time()
-        )
+        source = Source(engine.stats(), recorder, engine.work, time.thread_time())
         if self._exposition is None:
             self._exposition = self._make_exposition(source)
         adapters = self._adapters(source) if engine.config.enable_lora else ""
@@ -242,7 +238,7 @@ def _add_requests(to: Exposition, recorder: Recorder) -> None:
 def _add_steps(to: Exposition, recorder: Recorder) -> None:
     """Device, host and loop by one clock, as only one process can measure."""
     to.add_histogram("step_time_seconds", "A step on the device, by kind.",
-                     *(({"kind": kind}, recorder.step_time[kind]) for kind in STEP_KINDS),
+                     *(({"kind": kind}, recorder.step_time[kind]) for kind in StepKind),
                      )  # fmt: skip
     to.add_histogram("launch_lead_seconds",
                      "What was left of the step before at a launch; 0: the device had run dry.",
@@ -255,10 +251,8 @@ def _add_steps(to: Exposition, recorder: Recorder) -> None:
            ({}, lambda s: s.recorder.starved_seconds))  # fmt: skip
     to.add("counter", "host_seconds",
            "The loop's time in the verbs of a step; a thread's, beside it, in constrain.",
-           ({"verb": "plan"}, lambda s: s.host.plan),
-           ({"verb": "launch"}, lambda s: s.host.launch),
-           ({"verb": "finish"}, lambda s: s.host.finish),
-           ({"verb": "constrain"}, lambda s: s.host.constrain))  # fmt: skip
+           *(({"verb": verb}, _host_seconds(verb)) for verb in recorder.host_seconds),
+           )  # fmt: skip
     to.add("counter", "loop_cpu_seconds", "CPU time of the loop's thread, HTTP included.",
            ({}, lambda s: s.loop_cpu_seconds))  # fmt: skip
     to.add("counter", "graph_steps", "Steps replayed from a graph, or launched kernel by kernel.",
@@ -276,6 +270,10 @@ def _finished(reason: str) -> Read:
 
 def _aborted(cause: str) -> Read:
     return lambda s: s.recorder.aborts[cause]  # type: ignore[index]
+
+
+def _host_seconds(verb: str) -> Read:
+    return lambda s: s.recorder.host_seconds[verb]
 
 
 def _ran(kind: str, mode: str) -> Read:

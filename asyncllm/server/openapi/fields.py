@@ -47,6 +47,8 @@ _NOT_TEXT = (
     "audio", "modalities", "mm_processor_kwargs", "media_io_kwargs", "features",
 )  # fmt: skip
 
+_ALL = "; -1: all, where --max-logprobs has room for them."
+
 FIELD_DOCS: dict[str, FieldDoc] = {
     "model": FieldDoc("A name of /v1/models; without it the first one answers."),
     "messages": FieldDoc(
@@ -58,7 +60,7 @@ FIELD_DOCS: dict[str, FieldDoc] = {
         schema={"minItems": 1, "maxItems": MAX_CONVERSATIONS}, type=list[list[types.Message]],
     ),
     **{
-        f"BatchChatRequest.{name}": _refused("One choice for each conversation, told whole.")
+        f"BatchChatRequest.{name}": _refused("Each conversation has one choice, and no stream.")
         for name in REFUSED
     },
     "prompt": FieldDoc("Text, or token ids, or a list of either: one answer for each."),
@@ -145,15 +147,15 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     # --- what the answer holds ---
     "logprobs": FieldDoc("Report the log-probability of each token of the answer."),
     "CompletionRequest.logprobs": _between(
-        0, None, "Report each token's log-probability and so many of the likeliest others'."
+        -1, None, f"Report each token's log-probability and so many of the likeliest others'{_ALL}"
     ),
-    "top_logprobs": _between(0, None, "So many of the likeliest tokens too; needs logprobs."),
+    "top_logprobs": _between(-1, None, f"So many of the likeliest tokens too, with logprobs{_ALL}"),
     "logprob_token_ids": FieldDoc(
         "Report the log-probabilities of these tokens instead of the likeliest; needs logprobs.",
         schema={"minItems": 1, "maxItems": MAX_LOGPROB_TOKEN_IDS},
     ),
     "prompt_logprobs": _between(
-        0, None, "Report each prompt token's, and so many of the likeliest others'; no stream."
+        -1, None, f"Report each prompt token's, and so many others', unless streamed{_ALL}"
     ),
     "echo": FieldDoc("Put the prompt before the answer."),
     "skip_special_tokens": FieldDoc("Leave special tokens out of the text."),
@@ -168,9 +170,9 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     "StreamOptions.continuous_usage_stats": FieldDoc("Every event has the usage so far."),
     "include_obfuscation": _ignored("No padding is sent."),
     "include_reasoning": FieldDoc(
-        "Whether the answer tells the reasoning before it.", schema={"default": True}
+        "Whether the answer includes the reasoning before it.", schema={"default": True}
     ),
-    "return_prompt_text": FieldDoc("Tell the prompt as the chat template wrote it."),
+    "return_prompt_text": FieldDoc("Report the prompt as the chat template wrote it."),
     # --- the prompt ---
     "add_special_tokens": FieldDoc(
         "Whether the tokenizer puts its own special tokens around the text. Messages: not unless "
@@ -239,7 +241,7 @@ FIELD_DOCS: dict[str, FieldDoc] = {
         1, None, "Most tokens of an answer; without it as many as the context has room for."
     ),
     "SamplingParams.logprobs": _between(
-        0, None, "Report each token's log-probability and so many of the likeliest others'."
+        -1, None, f"Report each token's log-probability and so many of the likeliest others'{_ALL}"
     ),
     "SamplingParams.structured_outputs": FieldDoc("What the answer's text must be."),
     "detokenize": FieldDoc("Make text too, which nothing reports; stop strings need it."),

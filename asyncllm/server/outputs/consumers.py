@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncllm.engine.request_limits import MAX_PROMPT_LOGPROB_ENTRIES
+from asyncllm.engine.logprobs import MAX_PROMPT_LOGPROB_ENTRIES
 from asyncllm.formats.events import (
     AnswerParser,
     Content,

@@ -110,13 +110,13 @@ class ResponseBody(Struct):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     output: list[OutputItem]
     usage: ResponseUsage | None
     model: str
-    background: Literal[False]
+    background: bool
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -207,27 +207,30 @@ RESPONSES_FIELD_DOCS: dict[str, FieldDoc] = {
         f"Text, or up to {MAX_ITEMS} items: message, function_call, function_call_output, "
         "reasoning, item_reference."
     ),
-    "instructions": FieldDoc("What the model is told before the conversation."),
+    "instructions": FieldDoc("The system prompt."),
     "previous_response_id": FieldDoc(
         "Go on with the conversation of a response that is kept here."
     ),
     "ResponsesRequest.tools": _TOOLS,
     "ResponsesRequest.tool_choice": _TOOL_CHOICE,
     "ResponsesRequest.parallel_tool_calls": FieldDoc("Whether one answer may make several calls."),
-    "reasoning": FieldDoc("How much is thought, and how that is told."),
+    "reasoning": FieldDoc("How much the model thinks, and how the answer shows it."),
     "ReasoningConfig.effort": FieldDoc("For chat templates that take it."),
     "ReasoningConfig.summary": FieldDoc(
-        "Tell what the model thought, whole, as the summary and not as content."
+        "Show the whole reasoning as the summary and not as content."
     ),
     "generate_summary": FieldDoc("An older name of summary."),
     "ReasoningConfig.context": FieldDoc("Which earlier thoughts stay is up to the chat template."),
     "ReasoningConfig.mode": FieldDoc("standard"),
+    "background": FieldDoc(
+        "Answer at once, and go on without the client: GET says how far it is; needs store."
+    ),
     "text": FieldDoc("The form of the answer's text."),
     "TextConfig.format": FieldDoc("Free text, any JSON object, or JSON of a schema."),
     "TextConfig.verbosity": FieldDoc('Refused, except "medium".'),
-    "SchemaFormat.name": FieldDoc("Of the schema; the model is not told."),
+    "SchemaFormat.name": FieldDoc("Of the schema; no part of the prompt."),
     "SchemaFormat.schema": FieldDoc("A JSON Schema."),
-    "SchemaFormat.description": FieldDoc("Of the schema; the model is not told."),
+    "SchemaFormat.description": FieldDoc("Of the schema; no part of the prompt."),
     "SchemaFormat.strict": FieldDoc("The answer is held to the schema either way."),
     "truncation": FieldDoc("auto drops the oldest turns of a conversation that is too long."),
     "include": FieldDoc("message.output_text.logprobs reports log-probabilities."),
@@ -246,7 +249,6 @@ RESPONSES_FIELD_DOCS: dict[str, FieldDoc] = {
     "ResponsesRequest.return_token_ids": refused(),
     "conversation": refused("Send previous_response_id."),
     "personality": refused(),
-    "background": refused("Every response is waited for."),
     "ResponsesRequest.prompt": refused("There are no stored prompts."),
     "access_programs": ignored(),
     "image": ignored(),

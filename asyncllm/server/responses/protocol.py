@@ -56,6 +56,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM
     truncation: Literal["auto", "disabled"] | None = None
 
+    background: bool | None = None
     include: list[str] | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
@@ -75,7 +76,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     # Refused where they would change the output.
     conversation: Any = None
     personality: Any = None
-    background: bool | None = None
     context_management: Any = None
     moderation: Any = None
     prompt: Any = None
@@ -88,7 +88,6 @@ def _never(value: Any) -> bool:
 REFUSED_IN_PROMPT: Refusals = {"conversation": is_empty, "personality": is_empty}
 REFUSED: Refusals = {
     **REFUSED_IN_PROMPT,
-    "background": is_empty,
     "context_management": is_empty,
     "moderation": is_empty,
     "prompt": is_empty,

@@ -41,6 +41,7 @@ class StoredResponse:
     previous_id: str | None
     used_at: float = 0.0
     num_next: int = 0  # kept responses that continue it
+    is_running: bool = False  # in the background: `body` is what it is so far
     is_deleted: bool = False
 
     @property
@@ -78,8 +79,15 @@ class ResponseStore:
             self.num_bytes += response.num_bytes
             if (previous := self._previous(response)) is not None:
                 previous.num_next += 1
-            while self.num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
-                self._drop(next(iter(self._kept)))
+            self._make_room()
+
+    def end(self, name: str, body: bytes) -> None:
+        """A running one, if it is still kept."""
+        with self._lock:
+            if (response := self._kept.get(name)) is not None:
+                self.num_bytes += len(body) - len(response.body)
+                response.body, response.is_running = body, False
+                self._make_room()
 
     def get(self, name: str, owner: bytes) -> StoredResponse | None:
         with self._lock:
@@ -120,6 +128,10 @@ class ResponseStore:
         if before is not None:
             raise LostTurnError(before)
         return turns[::-1]
+
+    def _make_room(self) -> None:
+        while self.num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
+            self._drop(next(iter(self._kept)))
 
     def _drop_idle(self) -> None:
         too_old = self._clock() - IDLE_SECONDS

@@ -1,6 +1,6 @@
 """The streamed response: events of a message in, OpenAI's response events out.
 
-    response.created, response.in_progress
+    response.created, (response.queued,) response.in_progress
     for each item   response.output_item.added, content_part.added,
                     output_text.delta (reasoning_text, function_call_arguments) ..., .done,
                     content_part.done, output_item.done
@@ -23,6 +23,7 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import Usage
 from asyncllm.server.outputs.parts import OutputPart, OutputParts, PartUpdate
+from asyncllm.server.responses.background import EventLog
 from asyncllm.server.responses.view import ResponseView
 
 
@@ -33,20 +34,27 @@ class ResponseStream:
     """
 
     def __init__(
-        self, sse: SSEStream, view: ResponseView, keep: Callable[[dict[str, Any]], None]
+        self,
+        sse: SSEStream | EventLog,
+        view: ResponseView,
+        keep: Callable[[dict[str, Any]], None],
     ) -> None:
         self._sse = sse
         self._view = view
         self._keep = keep
         self._parts = OutputParts()
+        self.parts: list[OutputPart] = []  # that have been opened
         self._output: list[dict[str, Any]] = []
         self._frames: list[bytes] = []  # of this step
         self._sequence_number = 0
         self._before_text = b""
         self._logprobs: SampleLogprobs = []  # of tokens whose text has not come yet
         self._finish_reason = ""
-        for name in ("created", "in_progress"):
-            self._event(f"response.{name}", {"response": view.body("in_progress", [])})
+        first = "queued" if view.is_background else "in_progress"
+        self._event("response.created", {"response": view.body(first, [])})
+        if view.is_background:
+            self._event("response.queued", {"response": view.body(first, [])})
+        self._event("response.in_progress", {"response": view.body("in_progress", [])})
         self._push()
 
     def begin_choice(self, choice: int, output: RequestOutput) -> None:
@@ -104,6 +112,7 @@ class ResponseStream:
         self._sequence_number += 1
 
     def _open(self, part: OutputPart) -> None:
+        self.parts.append(part)
         item = self._view.empty_item(part)
         self._event("response.output_item.added", {"output_index": part.index, "item": item})
         kind, place = self._place(part)

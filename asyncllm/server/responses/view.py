@@ -26,6 +26,7 @@ class ResponseView:
         self.summarizes = reasoning is not None and bool(
             reasoning.summary or reasoning.generate_summary
         )
+        self.is_background = bool(request.background)
         self.shows_logprobs = call.params.logprobs is not None
         self._call = call
         self._names = names
@@ -67,6 +68,11 @@ class ResponseView:
     def failed(self, error: ApiError, output: list[dict[str, Any]]) -> dict[str, Any]:
         code = _FAILURE_CODES.get(error.status, "server_error")
         return self.body("failed", output, error={"code": code, "message": error.message})
+
+    def cut_off(self, parts: list[OutputPart]) -> list[dict[str, Any]]:
+        """The output so far; its last item is incomplete."""
+        last = parts[-1:]
+        return [self.item(part, "incomplete" if part in last else "completed") for part in parts]
 
     def item_id(self, part: OutputPart) -> str:
         return f"{_ID_PREFIXES[part.kind]}_{self._unique}_{part.index}"
@@ -119,7 +125,7 @@ def _request_fields(request: ResponsesRequest, call: Call) -> dict[str, Any]:
     text_format = msgspec.to_builtins(text.format) if text and text.format else {"type": "text"}
     return {
         "model": call.model,
-        "background": False,
+        "background": bool(request.background),
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,

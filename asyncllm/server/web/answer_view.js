@@ -2,9 +2,8 @@
 // new; the answer itself (answer.js) may come from a stream or from storage.
 
 import { describe, formatMs } from "./answer.js";
-import { copyButton, el, sureButton } from "./dom.js";
+import { copyButton, el, pager, sureButton } from "./dom.js";
 import { MarkdownStream } from "./markdown.js";
-import { pager } from "./pager.js";
 import { TokensView } from "./tokens_view.js";
 
 export class AnswerView {

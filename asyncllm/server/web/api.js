@@ -1,7 +1,9 @@
-// Requests to the server that served this page. A 401 asks for the key once and tries again.
+// Requests to the server that served this page, and the events of its streams. (EventSource can send
+// neither a body nor an API key.) A 401 asks for the key once and tries again.
+
+import { byId } from "./dom.js";
 
 const KEY = "asyncllm.key";
-let askForKey = async () => null; // set by the key dialog: resolves to a key, or null
 let asking = null;
 
 export class ApiError extends Error {
@@ -10,8 +12,6 @@ export class ApiError extends Error {
     this.status = status;
   }
 }
-
-export const onKeyWanted = (ask) => (askForKey = ask);
 
 export const key = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
 
@@ -57,10 +57,55 @@ export const authorization = (used = key()) => (used ? { Authorization: `Bearer 
 /** True when there is another key to try. One dialog, however many requests were refused. */
 async function newKey(used, signal) {
   if (key() !== used) return true; // somebody was quicker
+  if (!byId("key-dialog")) return false; // the page of the API has a field of its own
   asking ??= askForKey(Boolean(used)).finally(() => (asking = null));
   const given = await asking;
   signal?.throwIfAborted();
   return given;
+}
+
+/** Resolves true once a key was given, false when the dialog was closed without. */
+function askForKey(wasRefused) {
+  const dialog = byId("key-dialog");
+  byId("key").value = "";
+  byId("key-why").textContent = wasRefused ? "The server did not accept this key." : "This server asks for a key.";
+  byId("key-cancel").onclick = () => dialog.close();
+  return new Promise((resolve) => {
+    dialog.querySelector("form").onsubmit = (event) => {
+      event.preventDefault(); // nothing is sent: the policy allows no form to be
+      setKey(byId("key").value, byId("key-remember").checked);
+      resolve(true);
+      dialog.close();
+    };
+    dialog.addEventListener("close", () => resolve(false), { once: true });
+    dialog.showModal();
+    byId("key").focus();
+  });
+}
+
+/** Batches of event data, as they arrive. Ends with the body; leaving the loop closes it. */
+export async function* eventBatches(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const events = (rest + value.replaceAll("\r", "")).split("\n\n");
+      rest = events.pop();
+      const found = events.map(dataOf).filter(Boolean);
+      if (found.length) yield found;
+    }
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Error("The connection to the server was lost.");
+  } finally {
+    reader.cancel().catch(() => {}); // already closed or aborted: nothing is left to release
+  }
+}
+
+function dataOf(event) {
+  const lines = event.split("\n").filter((line) => line.startsWith("data:"));
+  return lines.map((line) => line.slice(5).trim()).join("\n");
 }
 
 async function readError(response) {

@@ -1,13 +1,12 @@
 // The conversation on screen and the answers being written, which go on while another is shown.
 
-import { request } from "./api.js";
+import { eventBatches, request } from "./api.js";
 import { applyChunk, describe, fail, newAnswer, reopen } from "./answer.js";
 import { AnswerView } from "./answer_view.js";
 import { ContextGauge } from "./context_gauge.js";
 import { branch, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
 import { byId, el, oncePerFrame } from "./dom.js";
 import { requestFields } from "./settings.js";
-import { eventBatches } from "./sse.js";
 import { saveConversation } from "./store.js";
 import { userMessage } from "./user_message.js";
 

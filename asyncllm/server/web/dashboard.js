@@ -1,9 +1,8 @@
 // The live panel: one stream of snapshots (server/page.py), read only while it can be seen.
 
-import { request } from "./api.js";
+import { eventBatches, request } from "./api.js";
 import { bars, Chart, drawPages } from "./charts.js";
 import { el, oncePerFrame } from "./dom.js";
-import { eventBatches } from "./sse.js";
 
 const HISTORY = 120; // snapshots: a minute
 const PERIOD_S = 0.5;

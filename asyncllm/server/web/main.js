@@ -1,13 +1,12 @@
 // Puts the page together: which conversation is shown, the panels, the keys, the model's name.
 
-import { onKeyWanted, request } from "./api.js";
+import { request } from "./api.js";
 import { Chat } from "./chat.js";
 import { newConversation } from "./conversation.js";
 import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
 import { byId, el } from "./dom.js";
 import { asText, download, fileButton, quoted } from "./files.js";
-import { askForKey } from "./key_dialog.js";
 import { chooseModel, chosenModel, openSettings } from "./settings.js";
 import * as store from "./store.js";
 
@@ -232,7 +231,6 @@ byId("model").addEventListener("change", () => {
   chat.drawGauge();
 });
 
-onKeyWanted(askForKey);
 layOut();
 open(sessionStorage.getItem(CURRENT));
 showModels();

@@ -1,8 +1,7 @@
 // The settings dialog: a conversation's system prompt, and the sampling fields of every request.
 
-import { request } from "./api.js";
+import { eventBatches, request } from "./api.js";
 import { byId } from "./dom.js";
-import { eventBatches } from "./sse.js";
 import { loadSettings, saveSettings } from "./store.js";
 
 const UNSET = { max_tokens: "what is left", seed: "random" };

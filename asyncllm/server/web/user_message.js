@@ -1,7 +1,6 @@
 // What the reader wrote: shown, edited, deleted.
 
-import { copyButton, el, sureButton } from "./dom.js";
-import { pager } from "./pager.js";
+import { copyButton, el, pager, sureButton } from "./dom.js";
 
 /** `actions`: {edit(message, text), remove(message), turn(message, by)} */
 export function userMessage(message, actions) {

@@ -1,0 +1,310 @@
+"""A layer's experts in Triton: gate, up and activation in one grouped product, down in another.
+
+A program multiplies rows of one expert by some of its features. Which rows are an expert's is known
+on the device alone, and shapes depend on the number of tokens, so calls can be captured.
+
+    few tokens   a row for each token; a program looks for its expert among the tokens' and leaves
+                 where there is none. Only the weights of experts that are taken are read, once.
+    more         two small kernels sort the rows by expert, each expert's padded to whole blocks
+
+The results of a token's experts, times their gates, are rows of their own, which a last kernel
+adds. Sums are in float32. Experts in plain torch are models/layers/torch_ops.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.records import ExpertWeights, Normed, Routed
+
+FEW_TOKENS = 64  # a block of rows holds them all
+MIN_ROWS = 16  # that a product of Triton's has
+PLACED = 128  # assignments to a program that sorts
+SUM_COLUMNS = 1024
+WIDTH_MULTIPLE = 16  # of hidden size and experts' sizes
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """rows and features of a program, columns of the weights at a time."""
+
+    rows: int
+    features: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _few_rows(
+    ids_ptr, num_tokens, candidate, BY_EXPERT: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_K_PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The candidate's expert, NUM_EXPERTS where another program has it or nobody takes it; for each
+    token which of its assignments takes it (token * TOP_K + place), and whether one does."""
+    token = tl.arange(0, ROWS)
+    place = tl.arange(0, TOP_K_PADDED)[None, :]
+    index = token[:, None] * TOP_K + place
+    inside = (token[:, None] < num_tokens) & (place < TOP_K)
+    ids = tl.load(ids_ptr + index, inside, other=-1).to(tl.int32)
+    expert = candidate if BY_EXPERT else tl.load(ids_ptr + candidate).to(tl.int32)
+    takes = ids == expert
+    is_taken = tl.max(takes.to(tl.int32), axis=1)
+    assignment = token * TOP_K + tl.sum(tl.where(takes, place, 0), axis=1)
+    if BY_EXPERT:
+        mine = tl.max(is_taken, axis=0) > 0
+    else:
+        mine = tl.max((takes & (index < candidate)).to(tl.int32)) == 0
+    return tl.where(mine, expert, NUM_EXPERTS), token, assignment, is_taken > 0
+
+
+@triton.jit
+def _sorted_rows(
+    counts_ptr, order_ptr, block, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """As `_few_rows`, of a block of sorted rows. order: assignment + 1, 0 for padding."""
+    expert = tl.arange(0, EXPERTS_PADDED)
+    counts = tl.load(counts_ptr + expert, expert < NUM_EXPERTS, other=0)
+    ends = tl.cumsum((counts + ROWS - 1) // ROWS, axis=0)
+    mine = tl.sum((ends <= block).to(tl.int32), axis=0)
+    row = tl.arange(0, ROWS)
+    # Of a block behind the last one nothing is used.
+    last = tl.max(ends, axis=0) - 1
+    assignment = tl.load(order_ptr + tl.minimum(block, last) * ROWS + row) - 1
+    is_row = assignment >= 0
+    assignment = tl.where(is_row, assignment, 0)
+    return tl.minimum(mine, NUM_EXPERTS), assignment // TOP_K, assignment, is_row
+
+
+@triton.jit
+def _experts_kernel(
+    x_ptr, squares_ptr, weight_ptr, bias_ptr, gates_ptr, out_ptr, ids_ptr, counts_ptr, order_ptr,
+    num_tokens, num_squares, eps, limit, alpha,
+    NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SQUARES: tl.constexpr,
+    SORTED: tl.constexpr, BY_EXPERT: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATED: gate and up of x [tokens, WIDTH] -> out [assignments, FEATURES]. Else down of
+    x [assignments, WIDTH], times the gates. weight: [experts, (2 *) FEATURES, WIDTH]."""
+    NUM_TILES: tl.constexpr = (FEATURES + TILE - 1) // TILE
+    if PDL:
+        start_next()
+        after = wait_previous()
+        x_ptr += after
+        ids_ptr += after
+        gates_ptr += after
+        counts_ptr += after
+        order_ptr += after
+        out_ptr += after
+        if SQUARES:
+            squares_ptr += after
+    candidate = tl.program_id(0) // NUM_TILES
+    if SORTED:
+        expert, token, assignment, is_row = _sorted_rows(
+            counts_ptr, order_ptr, candidate, NUM_EXPERTS, EXPERTS_PADDED, TOP_K, ROWS
+        )
+    else:
+        expert, token, assignment, is_row = _few_rows(
+            ids_ptr, num_tokens, candidate, BY_EXPERT, NUM_EXPERTS, TOP_K, TOP_K_PADDED, ROWS
+        )
+    if expert < NUM_EXPERTS:
+        feature = (tl.program_id(0) % NUM_TILES) * TILE + tl.arange(0, TILE)
+        inside = feature < FEATURES
+        column = tl.arange(0, BLOCK)
+        source = token if GATED else assignment
+        rows_ptr = x_ptr + source[:, None].to(tl.int64) * WIDTH + column[None, :]
+        parts = 2 if GATED else 1
+        weight_ptr += expert.to(tl.int64) * (parts * FEATURES * WIDTH)
+        first_ptr = weight_ptr + feature[None, :] * WIDTH + column[:, None]
+        second_ptr = first_ptr + FEATURES * WIDTH
+        acc = tl.zeros((ROWS, TILE), dtype=tl.float32)
+        up = tl.zeros((ROWS, TILE), dtype=tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            if WIDTH % BLOCK == 0:
+                in_rows = is_row[:, None]
+                in_weight = inside[None, :]
+            else:
+                in_rows = is_row[:, None] & (start + column < WIDTH)[None, :]
+                in_weight = inside[None, :] & (start + column < WIDTH)[:, None]
+            x = tl.load(rows_ptr + start, in_rows, other=0.0)
+            acc = tl.dot(x, tl.load(first_ptr + start, in_weight, other=0.0), acc)
+            if GATED:
+                up = tl.dot(x, tl.load(second_ptr + start, in_weight, other=0.0), up)
+        if SQUARES:
+            part = tl.arange(0, SQUARES)
+            in_part = is_row[:, None] & (part < num_squares)[None, :]
+            at = source[:, None] * num_squares + part[None, :]
+            squares = tl.sum(tl.load(squares_ptr + at, in_part, other=0.0), axis=1)
+            factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
+            acc *= factor
+            up *= factor
+        if HAS_BIAS:
+            bias_ptr += expert.to(tl.int64) * (parts * FEATURES) + feature
+            acc += tl.load(bias_ptr, inside, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias_ptr + FEATURES, inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            if ACTIVATION == 2:
+                gate = tl.minimum(acc, limit)
+                up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+                acc = gate / (1 + tl.exp(-alpha * gate)) * up
+            elif ACTIVATION == 1:  # tanh by exp
+                cubic = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
+                acc = acc / (1 + tl.exp(-cubic)) * up
+            else:
+                acc = acc / (1 + tl.exp(-acc)) * up
+        else:
+            acc *= tl.load(gates_ptr + assignment, is_row, other=0.0)[:, None]
+        target = out_ptr + assignment[:, None].to(tl.int64) * FEATURES + feature[None, :]
+        in_out = is_row[:, None] & inside[None, :]
+        tl.store(target, acc.to(out_ptr.dtype.element_ty), in_out)
+
+
+@triton.jit
+def _count_kernel(ids_ptr, counts_ptr, ranks_ptr, num_assignments, BLOCK: tl.constexpr):
+    """Each assignment's number among those of its expert, in any order; how many an expert has."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_assignments
+    expert = tl.load(ids_ptr + index, inside, other=0)
+    rank = tl.atomic_add(counts_ptr + expert, 1, inside, sem="relaxed")
+    tl.store(ranks_ptr + index, rank, inside)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr, counts_ptr, ranks_ptr, order_ptr, num_assignments,
+    NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Assignments + 1 to their places in the order, where each expert begins a block."""
+    expert = tl.arange(0, EXPERTS_PADDED)
+    counts = tl.load(counts_ptr + expert, expert < NUM_EXPERTS, other=0)
+    blocks = (counts + ROWS - 1) // ROWS
+    starts = (tl.cumsum(blocks, axis=0) - blocks) * ROWS
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_assignments
+    mine = tl.load(ids_ptr + index, inside, other=0)
+    rank = tl.load(ranks_ptr + index, inside, other=0)
+    is_mine = mine[:, None] == expert[None, :]
+    place = tl.sum(tl.where(is_mine, starts[None, :], 0), axis=1) + rank
+    tl.store(order_ptr + place, index + 1, inside)
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr, out_ptr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """[tokens, TOP_K, SIZE] -> [tokens, SIZE]."""
+    if PDL:
+        start_next()
+        after = wait_previous()
+        parts_ptr += after
+        out_ptr += after
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(TOP_K):
+        at = parts_ptr + (row * TOP_K + part) * SIZE + column
+        total += tl.load(at, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + column, total.to(out_ptr.dtype.element_ty), inside)
+
+
+def takes(weights: ExpertWeights) -> bool:
+    """Half precision, and sizes that vector loads divide."""
+    hidden, size = weights.down.shape[1:]
+    is_half = weights.down.dtype in (torch.bfloat16, torch.float16)
+    return is_half and hidden % WIDTH_MULTIPLE == 0 and size % WIDTH_MULTIPLE == 0
+
+
+def experts(
+    x: Normed,
+    weights: ExpertWeights,
+    routed: Routed,
+    gate_up_tiles: Tiles | None = None,
+    down_tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """`Ops.experts`. Of sorted rows both products have tiles of equally many."""
+    num_tokens, hidden = x.values.shape
+    num_experts, _, size = weights.down.shape
+    top_k = routed.ids.shape[1]
+    gate_up_tiles = gate_up_tiles or choose_tiles(num_tokens, top_k, num_experts, gated=True)
+    down_tiles = down_tiles or choose_tiles(num_tokens, top_k, num_experts, gated=False)
+    ids, gates = routed.ids, routed.gates
+    assert ids.is_contiguous() and gates.is_contiguous() and x.values.is_contiguous()
+    counts, order = ids, ids  # not read where there are few
+    if num_tokens > FEW_TOKENS:
+        assert gate_up_tiles.rows == down_tiles.rows
+        counts, order = _sort(ids, num_experts, gate_up_tiles.rows)
+        num_candidates = len(order) // gate_up_tiles.rows
+    else:
+        num_candidates = min(ids.numel(), num_experts)
+    gated = x.values.new_empty((ids.numel(), size))
+    parts = x.values.new_empty((ids.numel(), hidden))
+    products = (
+        (x, weights.gate_up, weights.gate_up_bias, gated, gate_up_tiles),
+        (Normed(gated), weights.down, weights.down_bias, parts, down_tiles),
+    )
+    flags = launch_flags(ids.device)
+    for source, weight, bias, target, tiles in products:
+        num_squares = 0 if source.squares is None else source.squares.shape[1]
+        num_tiles = triton.cdiv(target.shape[1], tiles.features)
+        _experts_kernel[(num_candidates * num_tiles,)](
+            source.values, source.squares, weight, bias, gates, target, ids, counts, order,
+            num_tokens, num_squares, source.eps, weights.activation.limit, weights.activation.alpha,
+            NUM_EXPERTS=num_experts, EXPERTS_PADDED=triton.next_power_of_2(num_experts),
+            TOP_K=top_k, TOP_K_PADDED=triton.next_power_of_2(top_k),
+            WIDTH=source.values.shape[1], FEATURES=target.shape[1], GATED=target is gated,
+            ACTIVATION=ACTIVATIONS[weights.activation.name], HAS_BIAS=bias is not None,
+            SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
+            SORTED=num_tokens > FEW_TOKENS, BY_EXPERT=num_experts < ids.numel(),
+            ROWS=tiles.rows, TILE=tiles.features, BLOCK=tiles.block,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
+        )  # fmt: skip
+    out = torch.empty_like(x.values)
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, SUM_COLUMNS))](
+        parts, out, SIZE=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4, **flags
+    )
+    return out
+
+
+def _sort(ids: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Assignments of each expert; assignment + 1 by expert, each expert's padded to blocks of so
+    many rows. As many blocks as there may be, whoever takes what."""
+    num_assignments = ids.numel()
+    num_blocks = num_assignments // rows + min(num_experts, num_assignments)
+    zeros = torch.zeros(num_experts + num_blocks * rows, dtype=torch.int32, device=ids.device)
+    counts, order = zeros[:num_experts], zeros[num_experts:]
+    ranks = torch.empty(num_assignments, dtype=torch.int32, device=ids.device)
+    grid = (triton.cdiv(num_assignments, PLACED),)
+    _count_kernel[grid](ids, counts, ranks, num_assignments, BLOCK=PLACED)
+    _place_kernel[grid](
+        ids, counts, ranks, order, num_assignments, NUM_EXPERTS=num_experts,
+        EXPERTS_PADDED=triton.next_power_of_2(num_experts), ROWS=rows, BLOCK=PLACED,
+    )  # fmt: skip
+    return counts, order
+
+
+def choose_tiles(num_tokens: int, top_k: int, num_experts: int, gated: bool) -> Tiles:
+    """By sweeps on an H100, weights from memory (docs/log/gemm.md)."""
+    if num_tokens <= FEW_TOKENS:
+        rows = max(MIN_ROWS, triton.next_power_of_2(num_tokens))
+        if num_tokens <= 2:
+            return Tiles(rows, 32, 256, 4, 3)
+        return Tiles(rows, 32 if num_tokens <= 16 else 64, 128, 4, 4)
+    per_expert = num_tokens * top_k // num_experts
+    if per_expert <= 16:
+        return Tiles(32, 64, 128, 4, 3)
+    if per_expert <= 32:
+        return Tiles(64, 64 if gated else 128, 64, 4, 4)
+    return Tiles(128, 128, 64, 8, 4 if gated else 3)

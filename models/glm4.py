@@ -1,0 +1,46 @@
+"""GLM-4: norms around every sublayer; of each head a part rotates, neighbours together. And
+GLM-4-MoE: Llama's norms, halves of that part together, experts chosen by sigmoids.
+"""
+
+from __future__ import annotations
+
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.decoder import DecoderSpec, DenseDecoder, NormNames
+from asyncllm.models.deepseek import sigmoid_experts
+from asyncllm.models.layers.attention import AttentionSpec
+from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.mlp import MLPSpec
+from asyncllm.models.layers.rotary import build_rotary
+from asyncllm.models.supported import head_order
+
+NORMS = NormNames(
+    before_attention="input_layernorm",
+    after_attention="post_self_attn_layernorm",
+    before_feed_forward="post_attention_layernorm",
+    after_feed_forward="post_mlp_layernorm",
+)
+
+
+def build_glm4(config: ModelConfig, build: Build) -> DenseDecoder:
+    order = head_order(config, interleaved=True)
+    spec = DecoderSpec(
+        windows=(None,) * config.num_layers,
+        rotaries=(build_rotary(config, build, order),) * config.num_layers,
+        attention=AttentionSpec(qkv_bias=config.hf_config.attention_bias, order=order),
+        mlp=MLPSpec(packed=True),
+        norms=NORMS,
+    )
+    return DenseDecoder(config, spec, build)
+
+
+def build_glm4_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+    hf, order = config.hf_config, head_order(config)
+    spec = DecoderSpec(
+        windows=(None,) * config.num_layers,
+        rotaries=(build_rotary(config, build, order),) * config.num_layers,
+        attention=AttentionSpec(
+            qkv_bias=hf.attention_bias, qk_norm="head" if hf.use_qk_norm else None, order=order
+        ),
+        feed_forward=sigmoid_experts(config, build),
+    )
+    return DenseDecoder(config, spec, build)

@@ -1,0 +1,111 @@
+"""A feed-forward of experts: a router takes a few of them for each token, and sums what they give.
+
+Routing is a handful of operations on [T, experts] numbers, whose shapes depend on T alone; what
+follows is the method's (experts_method.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from asyncllm.models.base import Load
+from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.experts_method import ExpertsShape
+from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.mlp import MLP
+from asyncllm.models.layers.ops import AddRMSNorm, Normed, Routed, Routing
+
+
+class Router:
+    """`in_float32`: weight and product, as where scores are sigmoids. `correction`: the name of the
+    tensor that is added where experts are chosen."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: ExpertsShape,
+        routing: Routing,
+        build: Build,
+        *,
+        bias: bool = False,
+        in_float32: bool = False,
+        correction: str | None = None,
+    ) -> None:
+        self._name = name
+        self._routing = routing
+        self._ops = build.ops
+        self._in_float32 = in_float32
+        self._correction_name = correction
+        dtype = torch.float32 if in_float32 else build.dtype
+        experts, device = shape.num_experts, build.device
+        self._weight = torch.empty(experts, shape.hidden_size, dtype=dtype, device=device)
+        self._bias = torch.empty(experts, dtype=dtype, device=device) if bias else None
+        self._correction = None
+        if correction is not None:
+            self._correction = torch.empty(experts, dtype=torch.float32, device=device)
+
+    def __call__(self, x: Normed) -> Routed:
+        if self._in_float32:
+            logits = F.linear(x.whole().float(), self._weight, self._bias)
+        else:
+            logits = self._ops.product(x, self._weight, self._bias)
+        return self._ops.route(logits, self._correction, self._routing)
+
+    def loads(self) -> Iterator[Load]:
+        yield Load(f"{self._name}.weight", self._weight)
+        if self._bias is not None:
+            yield Load(f"{self._name}.bias", self._bias)
+        if self._correction is not None:
+            yield Load(f"{self._name}.{self._correction_name}", self._correction)
+
+
+class Experts:
+    """Experts with their router, and beside them what every token passes through: `shared`, which
+    `shared_gate` scales by the sigmoid of a number for each token."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: ExpertsShape,
+        router: Router,
+        build: Build,
+        shared: MLP | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        self._name = name
+        self._shape = shape
+        self._router = router
+        self._shared = shared
+        self._shared_gate = shared_gate
+        self._method = build.experts_method
+        self.weights = self._method.create_weights(shape)
+        self._ops = build.ops
+
+    def add(self, x: Normed, end: AddRMSNorm) -> Normed:
+        """As `MLP.add`."""
+        out = self._method.apply(self._shape, self.weights, x, self._router(x))
+        if self._shared is not None:
+            shared = self._shared.down_proj(self._shared.gated(x))
+            if self._shared_gate is not None:
+                shared = shared.mul_(self._shared_gate(x).sigmoid())
+            out = out.add_(shared)
+        return end.apply(self._ops, out)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        gates = () if self._shared_gate is None else (self._shared_gate,)
+        return gates if self._shared is None else (*gates, *self._shared.linears)
+
+    def loads(self) -> Iterator[Load]:
+        yield from self._router.loads()
+        yield from self._method.loads(self._name, self._shape, self.weights)
+        for linear in self.linears:
+            yield from linear.loads()
+
+    def finish_loading(self) -> None:
+        self._method.finish(self.weights)
+        for linear in self.linears:
+            linear.finish_loading()

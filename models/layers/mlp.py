@@ -1,0 +1,55 @@
+"""The gated feed-forward of a dense layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asyncllm.models.base import Load
+from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.ops import SILU, Activation, AddRMSNorm, Normed, SwiGLU
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """`packed`: the checkpoint has gate and up in one tensor."""
+
+    bias: bool = False
+    packed: bool = False
+    activation: Activation = SILU
+
+
+class MLP:
+    """down(activation(gate(x)) * up(x)), gate and up in one matrix product."""
+
+    def __init__(
+        self, name: str, hidden_size: int, intermediate_size: int, spec: MLPSpec, build: Build
+    ) -> None:
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        if spec.packed:
+            parts = {"gate_up_proj": 2 * intermediate_size}
+        self._gate = SwiGLU(spec.activation)
+        self.gate_up_proj = Linear(name, parts, hidden_size, spec.bias, build)
+        down = {"down_proj": hidden_size}
+        self.down_proj = Linear(name, down, intermediate_size, spec.bias, build)
+
+    def add(self, x: Normed, end: AddRMSNorm) -> Normed:
+        """x [T, hidden_size]. Adds the feed-forward to the end's residual, and returns its norm."""
+        return self.down_proj.with_epilogue(self.gated(x), end)
+
+    def gated(self, x: Normed) -> Normed:
+        """[T, hidden_size] -> [T, intermediate_size], what `down_proj` takes."""
+        return Normed(self.gate_up_proj.with_epilogue(x, self._gate))
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up_proj, self.down_proj
+
+    def loads(self) -> Iterator[Load]:
+        yield from self.gate_up_proj.loads()
+        yield from self.down_proj.loads()
+
+    def finish_loading(self) -> None:
+        for linear in self.linears:
+            linear.finish_loading()

@@ -1,0 +1,106 @@
+"""What the native families take for granted of a configuration, and the errors where it is not so.
+
+Every error names config.json, the key and its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm.errors import ModelLoadError, UnsupportedModelError
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.checkpoint import Checkpoint, num_stored_layers
+from asyncllm.models.layers.ops import SILU, Activation
+from asyncllm.models.layers.rotary import HeadOrder
+
+ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")}
+
+
+def unsupported(config: ModelConfig, key: str, reason: str) -> UnsupportedModelError:
+    """The error for one key of config.json; `reason` continues after its value."""
+    return UnsupportedModelError(_text(config, key, reason))
+
+
+def _text(config: ModelConfig, key: str, reason: str) -> str:
+    value = getattr(config.hf_config, key, None)
+    return f"{config.path / 'config.json'}: {key} {value!r} {reason}"
+
+
+def require(config: ModelConfig, **values: tuple[Any, ...]) -> None:
+    """Each key has one of these values. Raises `ModelLoadError`."""
+    for key, allowed in values.items():
+        if getattr(config.hf_config, key, None) not in allowed:
+            words = " or ".join(map(repr, allowed))
+            raise unsupported(config, key, f"is not supported, only {words}")
+
+
+def positive(config: ModelConfig, key: str, at_most: str | None = None) -> int:
+    """A key that counts something, no more than another one. Raises `ModelLoadError`."""
+    value = getattr(config.hf_config, key, None)
+    if not isinstance(value, int) or value < 1:
+        raise unsupported(config, key, "must be a positive integer")
+    if at_most is not None and value > (most := positive(config, at_most)):
+        raise unsupported(config, key, f"is more than {at_most} {most}")
+    return value
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """Of the feed-forward. Raises `ModelLoadError`."""
+    hf = config.hf_config
+    key = "hidden_act" if getattr(hf, "hidden_activation", None) is None else "hidden_activation"
+    if (found := ACTIVATIONS.get(getattr(hf, key))) is None:
+        words = ", ".join(map(repr, ACTIVATIONS))
+        raise unsupported(config, key, f"is not supported, only {words}")
+    return found
+
+
+def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """One entry per layer, as `layer_types` names them; without, one window for all."""
+    hf = config.hf_config
+    if getattr(hf, "layer_types", None) is None:
+        return (getattr(hf, "sliding_window", None),) * config.num_layers
+    windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
+    if not set(hf.layer_types) <= windows.keys() or len(hf.layer_types) != config.num_layers:
+        raise unsupported(
+            config, "layer_types", f"must be {config.num_layers} of {', '.join(windows)}"
+        )
+    if "sliding_attention" in hf.layer_types and hf.sliding_window is None:
+        raise unsupported(config, "sliding_window", "must be set: layer_types asks for it")
+    return tuple(windows[layer_type] for layer_type in hf.layer_types)
+
+
+def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | None:
+    """Of heads of which `partial_rotary_factor` rotates; None where kernels need no other."""
+    factor = (config.hf_config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    rotary_dim = int(config.head_dim * factor) if isinstance(factor, float | int) else 0
+    if not 0 < rotary_dim <= config.head_dim or rotary_dim % 2 or config.head_dim % 2:
+        raise unsupported(config, "rope_parameters", f"rotates no part of {config.head_dim}")
+    if rotary_dim == config.head_dim and not interleaved:
+        return None
+    return HeadOrder(config.head_dim, rotary_dim, interleaved)
+
+
+def draft_names(config: ModelConfig) -> dict[str, None]:
+    """The tensors of layers behind the last, which predict further tokens, and are not used."""
+    num_drafts = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+    indices = range(config.num_layers, config.num_layers + num_drafts)
+    prefixes = tuple(f"model.layers.{index}." for index in indices)
+    if not prefixes:
+        return {}
+    try:
+        names = Checkpoint(config.path).names
+    except ModelLoadError:  # raised again where the weights are asked for
+        return {}
+    return {name: None for name in names if name.startswith(prefixes)}
+
+
+def check_decoder(config: ModelConfig) -> None:
+    """All that every family takes for granted. Raises `ModelLoadError`."""
+    hf = config.hf_config
+    if hf.num_attention_heads % config.num_kv_heads:
+        reason = f"is no multiple of {config.num_kv_heads} key-value heads"
+        raise ModelLoadError(_text(config, "num_attention_heads", reason))
+    num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
+    if num_stored and config.num_layers > num_stored:
+        reason = f"is more than the {num_stored} of the checkpoint"
+        raise ModelLoadError(_text(config, "num_hidden_layers", reason))
