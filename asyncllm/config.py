@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncllm.hub.files import Part
 from asyncllm.model_config import (
     GenerationDefaults,
     ModelConfig,
     ModelImplementation,
+    Quantization,
     hub_repo,
     read_generation_defaults,
     resolve_model_path,
@@ -30,6 +31,7 @@ from asyncllm.sampling_limits import shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
@@ -39,6 +41,11 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
+KV_DTYPE_NAMES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 MAX_LORA_RANK = 512  # as vLLM's
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
 # 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
@@ -60,6 +67,8 @@ class EngineConfig:
     seed: int
     max_model_len: int | None  # None: as much as the model and the KV cache allow
     block_size: int
+    kv_cache_dtype: str  # torch's name of it
+    calculate_kv_scales: bool
     num_gpu_blocks_override: int | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
@@ -117,11 +126,18 @@ class EngineArgs:
     dtype: DType = flag("auto", "auto: the checkpoint's on CUDA, float32 on CPU")
     device: DeviceName = flag("auto", "auto: CUDA where there is one")
     load_format: LoadFormat = flag("auto", "dummy: random weights, for benchmarks")
+    quantization: Quantization | None = flag(
+        None, "quantise a checkpoint in 16 bits while it is loaded; default: as the checkpoint is"
+    )
     seed: int = flag(0, "for requests without a seed of their own")
     max_model_len: int | None = flag(
         None, "context window in tokens, default: what model and KV allow", least=1
     )
     block_size: int = flag(16, "tokens per KV page", least=1)
+    kv_cache_dtype: KVCacheDType = flag(
+        "auto", "auto: the model's; fp8 is fp8_e4m3: half the memory, with the checkpoint's scales"
+    )
+    calculate_kv_scales: bool = flag(False, "measure the scales of an fp8 KV cache at the start")
     num_gpu_blocks_override: int | None = flag(None, "KV pages, instead of profiling", least=1)
     kv_cache_memory_bytes: int | None = flag(
         None, "bytes for the KV cache, instead of profiling", least=1
@@ -183,6 +199,8 @@ class EngineArgs:
         self._check()
         path = self._model_path()
         model = ModelConfig.from_folder(path, self.model_impl)
+        if self.quantization is not None:
+            model = _quantized(model, self.quantization)
         if self.max_model_len is not None and self.max_model_len > model.context_window:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is over the model's window of "
@@ -195,7 +213,8 @@ class EngineArgs:
             "tokenizer_path": self._tokenizer_path(path),
             "served_model_names": tuple(self.served_model_name or [self._name()]),
             "device": device,
-            "dtype": self._resolve_dtype(model, device),
+            "dtype": (dtype := self._resolve_dtype(model, device)),
+            "kv_cache_dtype": KV_DTYPE_NAMES.get(self.kv_cache_dtype, dtype),
             "swap_space_bytes": int(self.swap_space * GIB),
             "max_num_batched_tokens": max_tokens,
             "max_lora_rank": _kernel_rank(self.max_lora_rank),
@@ -242,6 +261,8 @@ class EngineArgs:
         hints = get_type_hints(EngineArgs)
         for given in fields(self):
             _check_field(given, hints[given.name], getattr(self, given.name))
+        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
+            raise ValueError("calculate_kv_scales is for an fp8 kv_cache_dtype")
         if not self.max_queue_seconds > 0:
             raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
         if not 0 < self.watchdog_timeout < math.inf:
@@ -259,10 +280,13 @@ class EngineArgs:
 
 
 def _check_field(given: Field[Any], hint: Any, value: Any) -> None:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            choices = ", ".join(get_args(hint))
-            raise ValueError(f"{given.name} must be one of {choices}, got {shown(value)}")
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [arm for arm in arms if get_origin(arm) is Literal]
+    if literals:
+        choices = get_args(literals[0])
+        if value not in choices and not (value is None and NoneType in arms):
+            listed = ", ".join(choices)
+            raise ValueError(f"{given.name} must be one of {listed}, got {shown(value)}")
     elif not _has_type(value, hint):
         raise ValueError(f"{given.name} must be of type {given.type}, got {shown(value)}")
     least = given.metadata["least"]
@@ -283,6 +307,15 @@ def _has_type(value: object, hint: Any) -> bool:
 
 
 _ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, str: (str, PathLike)}
+
+
+def _quantized(model: ModelConfig, quantization: Quantization) -> ModelConfig:
+    if model.implementation != "asyncllm":
+        raise ValueError(
+            f"quantization {quantization} is for asyncllm's own models: {model.architecture} is "
+            "run by transformers' code"
+        )
+    return replace(model, quantization=quantization)
 
 
 def _resolve_class(named: str | type) -> type:

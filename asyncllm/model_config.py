@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.gguf_file import SUFFIX, unpack_gguf
 from asyncllm.hub.cache import Repo, cache_folder
 from asyncllm.hub.download import find_or_download
 from asyncllm.hub.files import Part
@@ -50,6 +51,7 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
+Quantization = Literal["fp8", "int8", "int4"]
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
     "vocab_size",
@@ -90,6 +92,7 @@ class ModelConfig:
     dtype_name: str
     eos_token_ids: tuple[int, ...]
     implementation: Literal["asyncllm", "transformers"] = "asyncllm"
+    quantization: Quantization | None = None  # of a checkpoint in 16 bits, while it is loaded
     asked_implementation: ModelImplementation = "auto"
     fallback: str = ""  # why ours is not the implementation, of an architecture that we have
 
@@ -154,7 +157,8 @@ def hub_repo(name: str, revision: str | None = None) -> Repo | None:
 
     A folder wins over the hub's model of that name. Raises `ModelLoadError`.
     """
-    if name in BUILTIN_MODELS or Path(name).expanduser().is_dir():
+    file = Path(name).expanduser()
+    if name in BUILTIN_MODELS or file.is_dir() or (file.suffix == SUFFIX and file.is_file()):
         if revision is not None:
             raise ModelLoadError(f"revision {revision!r}: {name!r} is not on the hub, but here")
         return None
@@ -175,9 +179,11 @@ def resolve_model_path(
 ) -> Path:
     """A model's folder, absolute, with the needed parts of it, which may be downloaded.
 
-    name: built in, a folder, or ORG/NAME[@REVISION] on the hub; GGUF files would be told here.
+    name: built in, a folder, a GGUF file, or ORG/NAME[@REVISION] on the hub.
     Raises `ModelLoadError`.
     """
+    if (file := Path(name).expanduser()).suffix == SUFFIX and file.is_file():
+        return unpack_gguf(file)
     repo = hub_repo(name, revision)
     if repo is not None:
         return find_or_download(repo, cache_folder(download_dir), needs).resolve()

@@ -10,12 +10,16 @@ Which layer has which storage is the layout's to say (cache_spec.py). That of ke
 so that a swap is one contiguous copy per page. Page 0 is padding: anything may write its first
 position, nothing the others. Zeroed at the start: attention over padded rows multiplies by 0, and 0
 times garbage could be NaN.
+
+In FP8 a layer's keys and values are stored divided by its scales (`KVScales`); what is read is
+multiplied by them, in the scores and in the output.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +30,18 @@ from asyncllm.attention.host_pages import HostPages
 SWAP_CHUNK_PAGES = 32  # pages gathered per copy: bounds the temporary on the device
 
 
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """Of each layer."""
+
+    keys: list[float]
+    values: list[float]
+
+    @classmethod
+    def ones(cls, num_layers: int) -> KVScales:
+        return cls([1.0] * num_layers, [1.0] * num_layers)
+
+
 class KVCache:
     def __init__(
         self,
@@ -33,8 +49,10 @@ class KVCache:
         num_pages: int,
         device: torch.device,
         host_pages: HostPages | None = None,
+        scales: KVScales | None = None,
     ) -> None:
-        """`num_pages` counts the padding page."""
+        """`num_pages` counts the padding page. scales: of FP8."""
+        self.scales = scales or KVScales.ones(len(layout.specs))
         self.block_size = layout.block_size
         self.num_pages = num_pages
         self.group_of = layout.group_of  # by a layer's index
@@ -61,11 +79,20 @@ class KVCache:
         a latent v is not written."""
         cache = self.layers[layer]
         page, offset = slots // self.block_size, slots % self.block_size
+        if cache.dtype.itemsize == 1:
+            k = _as_fp8(k, self.scales.keys[layer], cache.dtype)
         if cache.dim() == 3:
             cache[page, offset] = k.squeeze(1)
             return
+        if cache.dtype.itemsize == 1:
+            v = _as_fp8(v, self.scales.values[layer], cache.dtype)
         cache[page, 0, offset] = k
         cache[page, 1, offset] = v
+
+    def read(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[*pages, 2, block_size, num_kv_heads, head_dim], or what a latent has, of these pages, in
+        `dtype`; what is FP8 still divided by the scales."""
+        return self.layers[layer][pages].to(dtype)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(from, to) on the device, all reads before all writes."""
@@ -105,6 +132,12 @@ class KVCache:
         device = self.storages[0].device
         indices = torch.tensor(pages, dtype=torch.int64, pin_memory=device.type == "cuda")
         return indices.to(device, non_blocking=True)  # pinned, so nothing waits
+
+
+def _as_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Cut off where it does not fit: infinity and NaN would spoil a whole row."""
+    most = torch.finfo(dtype).max
+    return (x.float() / scale).clamp_(-most, most).to(dtype)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -22,11 +22,19 @@ MODULES = {
 }
 
 
-def resolve_backend(name: AttentionBackendName, device: torch.device) -> AttentionBackendName:
-    """Settle `auto`: FlashInfer on CUDA where it is installed, else torch.
+def resolve_backend(
+    name: AttentionBackendName, device: torch.device, is_fp8: bool = False
+) -> AttentionBackendName:
+    """Settle `auto`: FlashInfer on CUDA where it is installed, else torch, as with an FP8 cache.
 
     Raises `ValueError` naming the flag where the backend cannot run here.
     """
+    if is_fp8:
+        if name not in ("auto", "torch"):
+            raise ValueError(f"attention_backend {name} has no FP8 KV cache: pass torch")
+        if device.type == "cuda":
+            logger.warning("falling back to attention_backend torch, for an FP8 KV cache: slow")
+        return "torch"
     if name == "auto":
         usable = device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
         return "flashinfer" if usable else "torch"

@@ -7,6 +7,7 @@ prefills row by row. Clear before fast; no kernel of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -95,25 +96,41 @@ class TorchAttention:
         tables = rows.block_tables[self._cache.group_of[layer.index]]
         if rows.max_len is not None:
             tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
-        keys, values = self._gather(layer, tables)
+        keys, values = self._gather(layer, tables, q.dtype)
         positions = rows.positions.unsqueeze(1)
-        return _attention(layer, q.unsqueeze(2), keys, values, positions).squeeze(2)
+        return self._attention(layer, q.unsqueeze(2), keys, values, positions).squeeze(2)
 
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
     ) -> torch.Tensor:
         """q [tokens, heads, dim], the last `tokens` of kv_len positions: [tokens, heads, dim]."""
-        keys, values = (x[:, :kv_len].unsqueeze(0) for x in self._gather(layer, pages))
+        keys, values = (x[:, :kv_len].unsqueeze(0) for x in self._gather(layer, pages, q.dtype))
         positions = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(0)
-        out = _attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
+        out = self._attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
         return out.squeeze(0).transpose(0, 1)
 
+    def _attention(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `_attention`, by the cache's scales."""
+        scales, index = self._cache.scales, layer.index
+        if scales.keys[index] != 1:
+            layer = replace(layer, scale=layer.scale * scales.keys[index])
+        out = _attention(layer, q, keys, values, positions)
+        scale = (scales.keys if layer.latent_dim is not None else scales.values)[index]
+        return out if scale == 1 else out * scale
+
     def _gather(
-        self, layer: AttentionLayer, pages: torch.Tensor
+        self, layer: AttentionLayer, pages: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """pages [..., pages] -> keys, values [..., kv_heads, length, dim]; a latent's values are
         smaller."""
-        found = self._cache.layers[layer.index][pages]
+        found = self._cache.read(layer.index, pages, dtype)
         if layer.latent_dim is not None:
             keys = values = found.unsqueeze(-2)
         else:

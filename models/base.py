@@ -23,7 +23,8 @@ class Load:
     The file's tensor has the view's shape and dtype (any float for a float), unless `file_shape`
     and `file_dtype` differ. `part` has a slice for each of its first dimensions, without
     steps: a shard reads its own bytes only. `transform` makes the view's contents of what was read,
-    which is on the view's device and may not be written to.
+    which is on the view's device and may not be written to; it fills `others` itself, where one
+    tensor of a file makes several. It raises `ValueError` in the words that follow the name.
     """
 
     name: str
@@ -32,6 +33,12 @@ class Load:
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     file_shape: tuple[int, ...] | None = None
     file_dtype: torch.dtype | None = None
+    others: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it fills."""
+        return self.view.nbytes + sum(other.nbytes for other in self.others)
 
 
 class TokenInputs(NamedTuple):

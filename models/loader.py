@@ -17,13 +17,18 @@ from tqdm import tqdm
 
 from asyncllm.config import LoadFormat
 from asyncllm.errors import ModelLoadError
+from asyncllm.gguf_file import LINK
 from asyncllm.models.base import CausalLM, Load
 from asyncllm.models.checkpoint import Checkpoint, list_keys
+from asyncllm.models.gguf_checkpoint import GGUFCheckpoint
 from asyncllm.models.weight_stream import Span, stream_weights
 
+AnyCheckpoint = Checkpoint | GGUFCheckpoint
 BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV cache
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+PLAIN_FLOATS = frozenset(FLOATS.values())
 DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
 STREAMED_DEVICES = ("cuda",)
 DUMMY_STD = 0.02
@@ -60,16 +65,22 @@ def load_weights(
         num_files = 0
         _fill_dummy(loads, seed)
     else:
-        checkpoint = Checkpoint(folder)
+        checkpoint = open_checkpoint(folder)
         num_files = checkpoint.num_files
         _check(checkpoint, loads, model.aliases)
         _copy(checkpoint, loads, progress)
     model.finish_loading()
-    num_bytes = sum(load.view.nbytes for load in loads)
+    num_bytes = sum(load.num_bytes for load in loads)
     return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
-def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None:
+def open_checkpoint(folder: Path) -> AnyCheckpoint:
+    """Raises `ModelLoadError` naming the file."""
+    file = folder / LINK
+    return GGUFCheckpoint(file) if file.is_file() else Checkpoint(folder)
+
+
+def _copy(checkpoint: AnyCheckpoint, loads: Sequence[Load], progress: bool) -> None:
     with ProgressBar(
         total=sum(load.view.nbytes for load in loads),
         desc="Loading weights",
@@ -80,7 +91,7 @@ def _copy(checkpoint: Checkpoint, loads: Sequence[Load], progress: bool) -> None
     ) as bar:
         spans = []
         for load in loads:
-            if _streams(checkpoint, load):
+            if isinstance(checkpoint, Checkpoint) and _streams(checkpoint, load):
                 spans.append(_span(checkpoint, load))
             else:
                 load.view.copy_(_read(checkpoint, load))
@@ -105,24 +116,29 @@ def _span(checkpoint: Checkpoint, load: Load) -> Span:
     return Span(file, offset, load.view)
 
 
-def _read(checkpoint: Checkpoint, load: Load) -> torch.Tensor:
+def _read(checkpoint: AnyCheckpoint, load: Load) -> torch.Tensor:
     """The view's contents, on the CPU and in the file's dtype where there is no transform."""
     tensor = checkpoint.read(load.name)[load.part]
     if load.transform is not None:
-        tensor = load.transform(tensor.to(load.view.device))
+        try:
+            tensor = load.transform(tensor.to(load.view.device))
+        except ValueError as error:
+            raise _misfit(checkpoint, load.name, str(error)) from error
     assert tensor.shape == load.view.shape, f"{load.name}: {tensor.shape} for {load.view.shape}"
     return tensor
 
 
 def _check(
-    checkpoint: Checkpoint, loads: Sequence[Load], aliases: Mapping[str, str | None]
+    checkpoint: AnyCheckpoint, loads: Sequence[Load], aliases: Mapping[str, str | None]
 ) -> None:
     """The checkpoint must be exactly what the model takes, copies and old buffers aside."""
     names = {load.name for load in loads}
     if missing := names - checkpoint.names:
         raise ModelLoadError(f"{checkpoint.source}: missing tensors: {list_keys(missing)}")
     if unexpected := {
-        name for name in checkpoint.names - names - aliases.keys() if not name.endswith(BUFFERS)
+        name
+        for name in checkpoint.names - names - aliases.keys()
+        if not name.endswith(BUFFERS + KV_SCALES)
     }:
         file = checkpoint.file(min(unexpected))
         raise ModelLoadError(f"{file}: unexpected tensors: {list_keys(unexpected)}")
@@ -134,7 +150,7 @@ def _check(
             raise _misfit(checkpoint, alias, f"differs from {of}, to which config.json ties it")
 
 
-def _check_header(checkpoint: Checkpoint, load: Load) -> None:
+def _check_header(checkpoint: AnyCheckpoint, load: Load) -> None:
     """The file's tensor must have the shape and the dtype that the load is made for."""
     shape, dtype = checkpoint.header(load.name)
     wanted_shape = list(load.view.shape if load.file_shape is None else load.file_shape)
@@ -149,15 +165,33 @@ def _check_header(checkpoint: Checkpoint, load: Load) -> None:
     assert fits or load.transform is not None, f"{load.name}: {load.part} for {load.view.shape}"
 
 
-def _misfit(checkpoint: Checkpoint, name: str, message: str) -> ModelLoadError:
+def _misfit(checkpoint: AnyCheckpoint, name: str, message: str) -> ModelLoadError:
     return ModelLoadError(f"{checkpoint.file(name)}: {name} {message}")
 
 
 def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
-    """Normal values, and ones for the norms, which are the one-dimensional weights. In place."""
+    """Normal values, and ones for the norms, which are the one-dimensional weights. In place; what
+    a transform makes is made of a file's tensor of such values."""
     generator = torch.Generator(loads[0].view.device).manual_seed(seed)
     for load in loads:
-        if load.view.dim() == 1 and load.name.endswith(".weight"):
+        if load.transform is not None:
+            load.view.copy_(load.transform(_dummy_file(load, generator)))
+        elif load.view.dim() == 1 and load.name.endswith(".weight"):
             load.view.fill_(1.0)
-        else:
+        elif load.view.dtype in PLAIN_FLOATS:
             load.view.normal_(0.0, DUMMY_STD, generator=generator)
+        else:
+            load.view.copy_(_dummy_file(load, generator))
+
+
+def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:
+    """A file's tensor: weights as above, any bits for integers, scales that are positive."""
+    shape = tuple(load.view.shape) if load.file_shape is None else load.file_shape
+    dtype, device = load.file_dtype or load.view.dtype, load.view.device
+    if not dtype.is_floating_point:
+        least, above = (0, 256) if dtype == torch.uint8 else (-128, 128)
+        return torch.randint(least, above, shape, dtype=dtype, device=device, generator=generator)
+    values = torch.empty(shape, device=device).normal_(0.0, DUMMY_STD, generator=generator)
+    if load.name.endswith(".weight"):
+        return (values if dtype in PLAIN_FLOATS else values / DUMMY_STD).to(dtype)
+    return values.abs_().add_(DUMMY_STD).to(dtype)  # scales

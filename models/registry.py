@@ -19,7 +19,6 @@ from asyncllm.models.glm4 import build_glm4, build_glm4_moe
 from asyncllm.models.gpt_oss import build_gpt_oss
 from asyncllm.models.granite import build_granite
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
@@ -29,6 +28,7 @@ from asyncllm.models.mixtral import build_mixtral
 from asyncllm.models.olmo import build_olmo2, build_olmo3
 from asyncllm.models.olmoe import build_olmoe
 from asyncllm.models.phi3 import build_phi3
+from asyncllm.models.quantization.select import linear_methods
 from asyncllm.models.qwen2 import build_qwen2
 from asyncllm.models.qwen2_moe import build_qwen2_moe
 from asyncllm.models.qwen3 import build_qwen3
@@ -72,8 +72,8 @@ def build_model(
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
-    linear_methods = {"": UnquantizedLinearMethod(dtype, device, ops)}
-    build = Build(dtype, device, ops, linear_methods, max_model_len, lora, keeps_latents)
+    methods = linear_methods(model_config, dtype, device, ops)
+    build = Build(dtype, device, ops, methods, max_model_len, lora, keeps_latents)
     if model_config.implementation == "transformers":
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel

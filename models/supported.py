@@ -97,8 +97,6 @@ def draft_names(config: ModelConfig) -> dict[str, None]:
 def check_decoder(config: ModelConfig) -> None:
     """All that every family takes for granted. Raises `ModelLoadError`."""
     hf = config.hf_config
-    if getattr(hf, "quantization_config", None) is not None:
-        raise unsupported(config, "quantization_config", "is not supported")
     if hf.num_attention_heads % config.num_kv_heads:
         reason = f"is no multiple of {config.num_kv_heads} key-value heads"
         raise ModelLoadError(_text(config, "num_attention_heads", reason))

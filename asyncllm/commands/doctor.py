@@ -263,9 +263,9 @@ def _needs(config: Any, model: Any) -> Iterator[Finding]:
     from asyncllm.cache_group import num_blocks_that_fit
     from asyncllm.worker.memory import CPU_KV_SHARE, GRAPH_RESERVE_BYTES
 
-    dtype = getattr(torch, config.dtype)
-    weights = sum(load.view.nbytes for load in model.loads())
-    layout = CacheLayout(model.attention_layers, config.block_size, dtype)
+    weights = sum(load.num_bytes for load in model.loads())
+    kv_dtype = getattr(torch, config.kv_cache_dtype)
+    layout = CacheLayout(model.attention_layers, config.block_size, kv_dtype)
     per_token = layout.windows.count(None) * layout.page_bytes // config.block_size
     windows = ", ".join(f"{w} tokens" for w in dict.fromkeys(layout.windows) if w is not None)
     beside = f", and for each sequence a window of {windows}" if windows else ""

@@ -7,7 +7,7 @@ OTHER = "other"  # of flags that are in none, which a test forbids
 GROUPS: dict[str, tuple[str, str]] = {
     "model": ("which model, under which name, how much of it", """
         model revision download_dir tokenizer skip_tokenizer_init served_model_name model_impl
-        max_model_len dtype load_format
+        max_model_len dtype load_format quantization
         """),
     "chat": ("templates, reasoning, tool calls", """
         chat_template chat_template_content_format default_chat_template_kwargs
@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, str]] = {
         """),
     "memory": ("the device's memory and the KV cache", """
         gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override block_size
-        enable_prefix_caching swap_space
+        enable_prefix_caching swap_space kv_cache_dtype calculate_kv_scales
         """),
     "scheduling": ("how many requests run and wait, in which order", """
         max_num_seqs max_num_batched_tokens chunked_prefill_size scheduling_policy preemption_mode

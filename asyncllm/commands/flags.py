@@ -21,6 +21,7 @@ import yaml
 
 from asyncllm.commands.flag_groups import GROUPS, OTHER
 
+SHORT = {"quantization": ("-q",)}
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -136,6 +137,7 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
         for field in members:
             groups[title].add_argument(
                 f"--{field.name.replace('_', '-')}",
+                *SHORT.get(field.name, ()),
                 dest=field.name,
                 default=argparse.SUPPRESS,
                 help=_help(field),

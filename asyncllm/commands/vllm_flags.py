@@ -29,7 +29,6 @@ SHORT = {
     "-dp": "data-parallel-size",
     "-ep": "enable-expert-parallel",
     "-asc": "api-server-count",
-    "-q": "quantization",
     "-cc": "compilation-config",
     "-ac": "attention-config",
     "-sc": "speculative-config",
@@ -86,9 +85,11 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         enable-elastic-ep? enable-ep-weight-filter? enable-eplb? eplb-config
         expert-placement-strategy=linear
         """),
-    ("not yet", "weights and KV cache are bfloat16, float16 or float32", """
-        quantization quantization-config allow-deprecated-quantization? kv-cache-dtype=auto
-        kv-cache-dtype-skip-layers+ calculate-kv-scales? override-attention-dtype
+    ("not yet", "a checkpoint's own config.json says how it is quantised", """
+        quantization-config allow-deprecated-quantization?
+        """),
+    ("not yet", "all layers' attention and KV cache have one type", """
+        kv-cache-dtype-skip-layers+ override-attention-dtype
         """),
     ("not yet", "config.json is the model's own", "hf-config-path"),
     ("not yet", "adapters have the model's dtype and all their layers", """

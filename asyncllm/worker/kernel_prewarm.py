@@ -26,6 +26,7 @@ from asyncllm.kernels.declaration import DenseShape, Start
 from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import model_without_memory
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
@@ -55,8 +56,12 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        is_dense=isinstance(model, DenseDecoder) and model.is_plain,
-        attention_backend=resolve_backend(config.attention_backend, device),
+        is_dense=isinstance(model, DenseDecoder)
+        and model.is_plain
+        and not is_quantized(config.model),
+        attention_backend=resolve_backend(
+            config.attention_backend, device, is_fp8=config.kv_cache_dtype != config.dtype
+        ),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
         free_decode_sizes=config.cuda_graph_sizes if is_free else (),

@@ -16,10 +16,11 @@ import torch
 from asyncllm.attention.base import AttentionLayer, AttentionMixer, RotatedHeads, Rotation
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.host_pages import HostPages
-from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.kv_cache import KVCache, KVScales
 from asyncllm.cache_group import CacheGroup, num_blocks_that_fit, num_pages_for
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.models.base import CausalLM, TokenInputs
+from asyncllm.models.kv_scales import measured_scales, stored_scales
 from asyncllm.types import SwapCost
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
@@ -127,17 +128,34 @@ def begin_host_pages(config: EngineConfig, layout: CacheLayout, device: torch.de
 
 
 def allocate_cache(
-    layout: CacheLayout, num_pages: int, host_pages: HostPages, device: torch.device
+    layout: CacheLayout,
+    num_pages: int,
+    host_pages: HostPages,
+    scales: KVScales | None,
+    device: torch.device,
 ) -> KVCache:
     """The KV cache: `num_pages` and the padding page. Raises `ValueError` naming the flags where
     the memory is not there."""
     try:
-        return KVCache(layout, num_pages + 1, device, host_pages)
+        return KVCache(layout, num_pages + 1, device, host_pages, scales)
     except (MemoryError, RuntimeError) as error:
         raise ValueError(
             f"no memory for {num_pages} KV pages: lower num_gpu_blocks_override, "
             "kv_cache_memory_bytes or gpu_memory_utilization"
         ) from error
+
+
+def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KVScales | None:
+    """Of an FP8 cache; None of another. Raises `ModelLoadError`."""
+    if config.kv_cache_dtype == config.dtype:
+        return None
+    if config.calculate_kv_scales:
+        if any(layer.latent_dim is not None for layer in model.attention_layers):
+            raise ValueError("calculate_kv_scales is for keys and values, not for latents")
+        model_len = config.max_model_len or config.model.context_window
+        dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
+        return measured_scales(model, config.model, dtype, model_len, device)
+    return stored_scales(config.model, len(model.attention_layers))
 
 
 def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:

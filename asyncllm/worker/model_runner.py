@@ -77,7 +77,7 @@ class ModelRunner:
         self.work = WorkCounts()
         most_tokens = max(config.prefill_graph_sizes, default=0)
         self.inputs = StaticInputs(most_tokens, config.num_slots, state, kernels.write_slots)
-        dtype = cache.layers[0].dtype
+        dtype = getattr(torch, config.dtype)
         self.mixed = MixedStep(
             model, attention, state, kernels, self.inputs, staging, config.block_size, lora, dtype
         )

@@ -46,6 +46,7 @@ from asyncllm.worker.memory import (
     allocate_cache,
     begin_host_pages,
     forward_without_attention,
+    kv_scales,
     measure_swap_cost,
     plan_memory,
     time_prefill_on_cpu,
@@ -100,9 +101,12 @@ class Worker:
         with self._phase("cache_layout"):
             self._config, model = settle(config)
             config, layers = self._config, model.attention_layers
-            layout = CacheLayout(layers, config.block_size, self._dtype)
+            kv_dtype = getattr(torch, config.kv_cache_dtype)
+            layout = CacheLayout(layers, config.block_size, kv_dtype)
         self.device = torch.device(config.device)
-        self.backend_name = resolve_backend(config.attention_backend, self.device)
+        self.backend_name = resolve_backend(
+            config.attention_backend, self.device, is_fp8=config.kv_cache_dtype != config.dtype
+        )
         host_pages = begin_host_pages(config, layout, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
@@ -124,7 +128,8 @@ class Worker:
             self.memory = plan_memory(model, config, layout, self.device)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
-            cache = allocate_cache(layout, num_pages, host_pages, self.device)
+            scales = kv_scales(model, config, self.device)
+            cache = allocate_cache(layout, num_pages, host_pages, scales, self.device)
             num_slots, vocab_size = config.num_slots, config.model.vocab_size
             table_pages = -(-self.memory.max_model_len // config.block_size)
             state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)

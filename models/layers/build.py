@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from asyncllm.models.layers.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """`linear_methods`: by prefix of a linear layer's name in the checkpoint, "" for any name.
+    """`method_for`: a linear layer's name in the checkpoint -> its method.
 
     `max_model_len` is the number of positions the model must know, in tokens. `keeps_latents`: the
     attention takes latents (`AttentionLayer.latent_dim`).
@@ -24,15 +24,10 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     ops: Ops
-    linear_methods: Mapping[str, LinearMethod]
+    method_for: Callable[[str], LinearMethod]
     max_model_len: int
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
     keeps_latents: bool = False
-
-    def method_for(self, name: str) -> LinearMethod:
-        """The method of the longest prefix that fits."""
-        prefixes = filter(name.startswith, self.linear_methods)
-        return self.linear_methods[max(prefixes, key=len)]
 
     @property
     def experts_method(self) -> ExpertsMethod:

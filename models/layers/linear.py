@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear_method import LinearShape, UnquantizedLinearMethod
@@ -30,7 +31,10 @@ class Linear:
         names = {f"{prefix}.{part}": size for part, size in parts.items()}
         self._shape = LinearShape(names, in_features, bias)
         self._method, *others = map(build.method_for, names)
-        assert all(other is self._method for other in others), f"{prefix}: one product, one method"
+        if any(other is not self._method for other in others):
+            raise ModelLoadError(
+                f"{prefix}: {', '.join(parts)} are one product, but not quantised alike"
+            )
         self._ops = build.ops
         self._rows: dict[str, torch.Tensor] = {}
         self.weights = self._method.create_weights(self._shape)

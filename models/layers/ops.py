@@ -28,7 +28,28 @@ Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
 
 
-class Ops(Protocol):
+class FusedProducts(Protocol):
+    """Products together with what comes after them, in one kernel, where there is one."""
+
+    def product_swiglu(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`swiglu` of the product, in its kernel; None: there is no such kernel for this x."""
+        return None
+
+    def product_add_rms_norm(
+        self,
+        x: Normed,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed | None:
+        """`add_rms_norm` of the product, in its kernel; None: there is none, nothing is added."""
+        return None
+
+
+class Ops(FusedProducts, Protocol):
     def before_capture(self) -> None:
         """Choose kernels for the calls since the last one, which will be captured."""
         return None
@@ -62,23 +83,6 @@ class Ops(Protocol):
         """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], a new tensor."""
         ...
 
-    def product_swiglu(
-        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """`swiglu` of the product, in its kernel; None: there is no such kernel for this x."""
-        return None
-
-    def product_add_rms_norm(
-        self,
-        x: Normed,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm: Norm,
-    ) -> Normed | None:
-        """`add_rms_norm` of the product, in its kernel; None: there is none, nothing is added."""
-        return None
-
 
 class Epilogue(Protocol[Out_co]):
     def apply(self, ops: Ops, product: torch.Tensor) -> Out_co:
@@ -86,7 +90,7 @@ class Epilogue(Protocol[Out_co]):
         ...
 
     def fused(
-        self, ops: Ops, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+        self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Out_co | None:
         """The same, of x times an unquantized weight [features, in]; None: not in one kernel."""
         ...
@@ -102,7 +106,7 @@ class SwiGLU:
         return ops.swiglu(product, self.activation)
 
     def fused(
-        self, ops: Ops, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+        self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         if self.activation != SILU:
             return None
@@ -132,7 +136,7 @@ class AddRMSNorm:
         return ops.add_rms_norm(product, self.residual, self.norm)
 
     def fused(
-        self, ops: Ops, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+        self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Normed | None:
         if self.norm is None or self.after is not None or self.scale != 1.0:
             return None

@@ -65,7 +65,7 @@ def test_what_is_accepted_changes_nothing(flag: VllmFlag) -> None:
     [
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is not served yet: one GPU"),
         (["-tp", "2"], "--tensor-parallel-size 2 is not served yet: one GPU"),
-        (["--kv_cache_dtype", "fp8"], "--kv-cache-dtype fp8 is not served yet: weights"),
+        (["--mamba_backend", "x"], "--mamba-backend x is not served yet: no state-space"),
         (["--no-enable-chunked-prefill"], "--enable-chunked-prefill off is not served yet"),
         (["--fully-sharded-loras"], "--fully-sharded-loras is not served yet: adapters have"),
         (["--cudagraph-capture-sizes", "1", "2"], "1 2: here it is --cuda-graph-sizes"),

@@ -101,8 +101,14 @@ def write_both(name: str, prefix: str, folder: Path) -> tuple[Path, Path]:
 
 def load(folder: Path, methods: dict[str, LinearMethod], ops: Ops | None = None) -> CausalLM:
     config, ops = ModelConfig.from_folder(folder), ops or TorchOps()
-    methods = {"": UnquantizedLinearMethod(torch.float32, CPU, ops)} | methods
-    build = Build(torch.float32, CPU, ops, methods, WINDOW)
+    plain = UnquantizedLinearMethod(torch.float32, CPU, ops)
+
+    def method_for(name: str) -> LinearMethod:
+        return next(
+            (method for prefix, method in methods.items() if name.startswith(prefix)), plain
+        )
+
+    build = Build(torch.float32, CPU, ops, method_for, WINDOW)
     model = ARCHITECTURES[config.architecture](config, build)
     load_weights(model, folder, "auto", seed=0, progress=False)
     return model

@@ -40,7 +40,11 @@ def write_config(folder: Path, config, **changes) -> Path:
     [
         ("llama", {"architectures": ["T5Model"]}, ["T5Model", "LlamaForCausalLM", "Qwen3"]),
         ("llama", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ("qwen2", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        (
+            "qwen2",
+            {"quantization_config": {"quant_method": "quark"}},
+            ["quant_method", "quark", "awq"],
+        ),
         ("qwen3", {"num_key_value_heads": 3}, ["num_attention_heads", "3"]),
         ("llama", TOO_FEW, ["rope_parameters", "longrope", "RuntimeError"]),
         ("llama", rope("proportional"), ["rope_parameters", "proportional", "yarn"]),

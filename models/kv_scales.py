@@ -1,0 +1,95 @@
+"""Scales of an FP8 KV cache: from the checkpoint, or measured at the start.
+
+A key is stored divided by its layer's scale, so that the layer's largest keys still fit. Without
+any scale it is 1, as keys of most models fit; values likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from asyncllm.attention.base import AttentionLayer, Mixer, RotatedHeads, Rotation
+from asyncllm.attention.heads import rotated_heads
+from asyncllm.attention.kv_cache import KVScales
+from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import CausalLM, TokenInputs
+from asyncllm.models.checkpoint import Checkpoint
+
+# Names below a layer's, of compressed-tensors and of modelopt.
+K_NAMES = "self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"
+V_NAMES = "self_attn.v_scale", "self_attn.attn.v_scale", "self_attn.v_proj.v_scale"
+MEASURED_TOKENS = 256
+HEADROOM = 2.0  # for what is larger than in the measured tokens
+
+
+def stored_scales(config: ModelConfig, num_layers: int) -> KVScales:
+    """The checkpoint's, 1 where it has none. Raises `ModelLoadError` for what is no scale."""
+    try:
+        checkpoint = Checkpoint(config.path)
+    except ModelLoadError:  # dummy weights; else it was raised where they were loaded
+        return KVScales.ones(num_layers)
+    layers = [f"model.layers.{index}" for index in range(num_layers)]
+    return KVScales(
+        [_stored(checkpoint, layer, K_NAMES) for layer in layers],
+        [_stored(checkpoint, layer, V_NAMES) for layer in layers],
+    )
+
+
+def _stored(checkpoint: Checkpoint, layer: str, names: tuple[str, ...]) -> float:
+    for name in (f"{layer}.{name}" for name in names):
+        if name in checkpoint.names:
+            tensor = checkpoint.read(name)
+            scale = tensor.float().item() if tensor.numel() == 1 else math.nan
+            if not 0 < scale < math.inf:
+                raise ModelLoadError(f"{checkpoint.file(name)}: {name} must be one positive number")
+            return scale
+    return 1.0
+
+
+def measured_scales(
+    model: CausalLM, config: ModelConfig, dtype: torch.dtype, max_len: int, device: torch.device
+) -> KVScales:
+    """By the largest numbers of a sequence of random tokens."""
+    num_tokens = min(MEASURED_TOKENS, max_len)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    lens = torch.full_like(positions, num_tokens) if model.uses_prompt_lens else None
+    mixer = _Measure(len(model.attention_layers), torch.finfo(dtype).max / HEADROOM)
+    device_lens = None if lens is None else lens.to(device)
+    model.forward(TokenInputs(ids.to(device), positions.to(device), device_lens), mixer)
+    return mixer.scales()
+
+
+class _Measure(Mixer):
+    """Attends within one sequence, and keeps the largest key and value of each layer."""
+
+    def __init__(self, num_layers: int, largest: float) -> None:
+        self._most: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
+        self._largest = largest
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor | RotatedHeads,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        q, k, v = rotated_heads(layer, qkv, rotation)
+        self._most[layer.index] = [k.abs().max(), v.abs().max()]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
+        return out.squeeze(0).transpose(0, 1).flatten(1)
+
+    def scales(self) -> KVScales:
+        return KVScales(*(list(self._of(which)) for which in (0, 1)))
+
+    def _of(self, which: int) -> Iterator[float]:
+        for most in self._most:
+            yield max(float(most[which]) / self._largest, torch.finfo(torch.float32).tiny)

@@ -1,0 +1,136 @@
+"""bitsandbytes: nf4 in blocks of a flat matrix, and int8 rows.
+
+Its int8 method computes some products in 16 bits, by their size; here all inputs are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.models.quantization.file_config import Keys, named_by
+from asyncllm.models.quantization.fp8_files import ReaderOf
+from asyncllm.models.quantization.method import Reader, Source
+from asyncllm.models.quantization.scheme import CODE_VALUES, Scheme
+from asyncllm.models.quantization.sources import Header, checked
+
+BLOCK = 64
+INT8_MAX = 127.0
+MAX_STATE_BYTES = 1 << 16
+
+
+def bitsandbytes(keys: Keys, header: Header) -> ReaderOf:
+    if keys.one_of("load_in_8bit", (True, False), False):
+        reader = Reader(Scheme("int8"), partial(_int8_sources, header))
+    else:
+        keys.one_of("load_in_4bit", (True,))
+        keys.one_of("bnb_4bit_quant_type", ("nf4",), "fp4")
+        keys.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
+        scheme = Scheme("nf4", BLOCK)
+        reader = Reader(scheme, partial(_nf4_sources, header))
+    is_left = named_by(keys.names("llm_int8_skip_modules"))
+    return lambda name: None if is_left(name) else reader
+
+
+def _int8_sources(header: Header, name: str, rows: int, columns: int) -> Iterator[Source]:
+    yield Source("weight", (rows, columns), torch.int8, ("weight",))
+    yield Source(
+        "SCB",
+        (rows,),
+        torch.float32,
+        ("scale",),
+        lambda most: [(checked(most) / INT8_MAX).unsqueeze(1)],
+    )
+    if (found := header(f"{name}.weight_format")) is not None:
+        yield Source("weight_format", found[0], torch.uint8, (), _check_row_major)
+
+
+def _check_row_major(weight_format: torch.Tensor) -> list[torch.Tensor]:
+    if int(weight_format) != 0:
+        raise ValueError(f"is {int(weight_format)}, only 0 (rows) is served")
+    return []
+
+
+def _nf4_sources(header: Header, name: str, rows: int, columns: int) -> Iterator[Source]:
+    if columns % BLOCK:
+        raise ModelLoadError(f"{name}: blocks of {BLOCK} do not divide its {columns} columns")
+    kept: dict[str, Any] = {}
+    num_blocks = rows * columns // BLOCK
+    suffix = "weight.quant_state.bitsandbytes__nf4"
+    found = header(f"{name}.{suffix}")
+    size = found[0] if found is not None and len(found[0]) == 1 else (0,)
+    if size[0] > MAX_STATE_BYTES:
+        raise ModelLoadError(f"{name}.{suffix}: {size[0]} bytes are more than {MAX_STATE_BYTES}")
+
+    def state(content: torch.Tensor) -> list[torch.Tensor]:
+        kept.update(_read_state(content, rows, columns))
+        return []
+
+    yield Source(suffix, size, torch.uint8, (), state)
+    yield Source("weight.quant_map", (16,), torch.float32, (), _check_map)
+    nested = (num_blocks,)
+    if header(f"{name}.weight.nested_absmax") is not None:
+        nested_blocks = header(f"{name}.weight.nested_absmax")
+        assert nested_blocks is not None
+
+        def keep(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+            kept[key] = tensor
+            return []
+
+        yield Source(
+            "weight.nested_absmax", nested_blocks[0], torch.float32, (), partial(keep, "absmax")
+        )
+        yield Source("weight.nested_quant_map", (256,), torch.float32, (), partial(keep, "map"))
+
+        def unnest(codes: torch.Tensor) -> list[torch.Tensor]:
+            size = int(kept["nested_blocksize"])
+            most = kept["absmax"].repeat_interleave(size)
+            if len(most) < num_blocks:
+                raise ValueError(f"has {num_blocks} blocks, more than nested_absmax has scales for")
+            scale = kept["map"][codes.int()] * most[:num_blocks] + kept["nested_offset"]
+            return [checked(scale).view(rows, -1)]
+
+        yield Source("weight.absmax", nested, torch.uint8, ("scale",), unnest)
+    else:
+        yield Source(
+            "weight.absmax",
+            nested,
+            torch.float32,
+            ("scale",),
+            lambda scale: [checked(scale).view(rows, -1)],
+        )
+    yield Source("weight", (rows * columns // 2, 1), torch.uint8, ("weight",), partial(_swap, rows))
+
+
+def _swap(rows: int, packed: torch.Tensor) -> list[torch.Tensor]:
+    """The earlier of two codes is in the high bits."""
+    return [(packed >> 4 | packed << 4).view(rows, -1)]
+
+
+def _check_map(values: torch.Tensor) -> list[torch.Tensor]:
+    expected = torch.tensor(CODE_VALUES["nf4"], device=values.device)
+    if not torch.allclose(values.float(), expected, atol=1e-6):
+        raise ValueError("holds other values than nf4 has")
+    return []
+
+
+def _read_state(content: torch.Tensor, rows: int, columns: int) -> Mapping[str, Any]:
+    try:
+        state = json.loads(bytes(content.tolist()))
+        shape, block, kind = list(state["shape"]), state["blocksize"], state["quant_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"is no state of bitsandbytes: {error!r}") from error
+    if kind != "nf4" or block != BLOCK or shape != [rows, columns]:
+        raise ValueError(
+            f"says {kind} in blocks of {block} of {shape}: only nf4 in blocks of {BLOCK} of "
+            f"{[rows, columns]} is served"
+        )
+    nested = state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
+    if not all(isinstance(number, int | float) for number in nested):
+        raise ValueError(f"nested_blocksize, nested_offset: {nested} are no numbers")
+    return {"nested_blocksize": nested[0], "nested_offset": nested[1]}

@@ -1,0 +1,153 @@
+"""Products with quantised matrices on CUDA.
+
+1 row               weights in 8 or 4 bits times 16-bit inputs, with what ends the product
+some rows           the same through tensor cores; FP8 by rows: cuBLAS, inputs in e4m3
+many rows           FP8 by rows as before; int8 by rows: cuBLAS, inputs in int8; what else there is
+                    becomes a matrix in 16 bits, for cuBLAS
+
+Fewer rows never have their inputs quantised where that would save nothing: they are more exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.kernels.quant_gemm.kernel import (
+    LEAST_CHUNK,
+    MAX_CHUNK,
+    Quantized,
+    dequantize,
+    one_row,
+    one_row_add_norm,
+    quantize_rows,
+    several_rows,
+)
+from asyncllm.models.layers.linear_method import Weights
+from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Ops, Out
+from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
+
+SOME_ROWS = 192  # above, a matrix in 16 bits pays
+PREPARED_ROWS = 4096  # at a time, for the sake of memory
+FP8_ALIGNMENT = 16  # of both sides of a matrix, in cuBLAS's FP8 and int8 products
+
+
+class CudaKernel:
+    """dtype: the model's, of 16 bits."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, ops: Ops | None = None) -> None:
+        self._dtype = dtype
+        self._ops = ops
+        self._tables = {
+            kind: torch.tensor(CODE_VALUES[kind], device=device) for kind in ("fp4", "nf4")
+        }
+
+    def prepare(self, scheme: Scheme, weights: Weights) -> None:
+        weight = weights["weight"]
+        if scheme.bits == 4:
+            half = chunk_of(scheme, weight.shape[1] * 2) // 2
+            for rows in weight.split(PREPARED_ROWS):
+                codes = unpack(rows).unflatten(1, (-1, 2, half))
+                rows.copy_((codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1))
+        if scheme.activations == "static":  # of parts that were measured alone: none may be cut off
+            weights["input_scale"].fill_(weights["input_scale"].max())
+
+    def matrix(self, scheme: Scheme, weights: Weights) -> Quantized:
+        return Quantized(
+            weights["weight"],
+            weights["scale"],
+            weights.get("offset"),
+            self._tables.get(scheme.kind),
+            weights.get("bias"),
+            scheme.group,
+            chunk_of(scheme, weights["weight"].shape[1] * 8 // scheme.bits),
+        )
+
+    def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
+        matrix, num_rows = self.matrix(scheme, weights), x.values.shape[0]
+        if num_rows == 1:
+            return one_row(_ordered(weights, x), matrix)
+        values = _ordered(weights, x).whole()
+        if _by_rows_of_fp8(scheme, weights):
+            return self._fp8(scheme, weights, values)
+        if num_rows <= SOME_ROWS and matrix.chunk >= LEAST_CHUNK:
+            return several_rows(values, matrix)
+        if scheme.kind == "int8" and scheme.activations is not None and _aligned(weights):
+            values8, scales = quantize_rows(values, torch.int8)
+            sums = torch._int_mm(values8, matrix.weight.T)
+            return _with_bias((sums * scales * matrix.scale.T).to(values.dtype), matrix.bias)
+        assert self._ops is not None
+        return self._ops.product(Normed(values), dequantize(matrix, values.dtype), matrix.bias)
+
+    def fused(
+        self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
+    ) -> Out | None:
+        if x.values.shape[0] > 1:
+            return None
+        ops = _OneRow(self.matrix(scheme, weights))
+        return epilogue.fused(ops, _ordered(weights, x), weights["weight"], weights.get("bias"))
+
+    def _fp8(self, scheme: Scheme, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        if scheme.activations == "static":
+            scale = weights["input_scale"][0]
+            values8 = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+            scales = scale.expand(len(x), 1).contiguous()
+        else:
+            values8, scales = quantize_rows(x, torch.float8_e4m3fn)
+        y = torch._scaled_mm(
+            values8, weights["weight"].T, scales, weights["scale"].T, out_dtype=x.dtype
+        )
+        return _with_bias(y, weights.get("bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class _OneRow(FusedProducts):
+    """One quantised matrix in place of each product's weight."""
+
+    matrix: Quantized
+
+    def product_swiglu(
+        self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return one_row(x, self.matrix, gated=True)
+
+    def product_add_rms_norm(
+        self,
+        x: Normed,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: Norm,
+    ) -> Normed:
+        return one_row_add_norm(x.whole(), self.matrix, residual, norm)
+
+
+def chunk_of(scheme: Scheme, columns: int) -> int:
+    """The most columns that tiles take together: a power of two that divides a group, and, of four
+    bits, also the columns."""
+    chunk = MAX_CHUNK
+    sizes = [scheme.group or chunk, *([columns] if scheme.bits == 4 else [])]
+    while any(size % chunk for size in sizes):
+        chunk //= 2
+    return chunk
+
+
+def _ordered(weights: Weights, x: Normed) -> Normed:
+    """The input's columns in the order of the weight's."""
+    if "order" not in weights:
+        return x
+    return Normed(x.values[:, weights["order"][0]], x.squares, x.eps)
+
+
+def _by_rows_of_fp8(scheme: Scheme, weights: Weights) -> bool:
+    is_by_row = scheme.kind == "fp8" and scheme.group is None
+    return is_by_row and scheme.activations is not None and _aligned(weights)
+
+
+def _aligned(weights: Weights) -> bool:
+    return all(size % FP8_ALIGNMENT == 0 for size in weights["weight"].shape)
+
+
+def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y.add_(bias)

@@ -1,0 +1,158 @@
+"""A linear layer whose weights are in a `Scheme`: storage, loading, and the product by a kernel.
+
+A reader says which tensors of a file become which field of the form (`Source`); the method puts
+each into its rows of the merged layer. Weights lie in memory as scheme.py says, so that a reload
+writes the same storage; what a kernel needs besides is made by `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.models.base import Load
+from asyncllm.models.layers.linear_method import LinearShape, Weights
+from asyncllm.models.layers.ops import Epilogue, Normed, Out
+from asyncllm.models.quantization.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of a file: `suffix` after the layer's name, its shape and dtype, and what becomes
+    of it.
+
+    convert: the contents of `fields`, in their order, [rows, ...] each; None: the tensor is the one
+    field. Without fields it only checks. Raises `ValueError` in the words that follow the tensor's
+    name. Sources are read in their order: a later one may use what an earlier one has kept.
+    """
+
+    suffix: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fields: tuple[str, ...] = ()
+    convert: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """The layout of linear layers in one file format.
+
+    sources: (name, rows, columns) -> all tensors of a layer but its bias. Raises `ModelLoadError`
+    for sizes that the format cannot have.
+    """
+
+    scheme: Scheme
+    sources: Callable[[str, int, int], Iterator[Source]]
+
+
+class Kernel(Protocol):
+    """Products with one layer's form on one device."""
+
+    def prepare(self, scheme: Scheme, weights: Weights) -> None:
+        """Add to `weights` what products need besides the form; again after a reload, in place."""
+        ...
+
+    def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
+        """[T, columns] -> [T, rows], a new tensor, with the bias where there is one."""
+        ...
+
+    def fused(
+        self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
+    ) -> Out | None:
+        """The epilogue of the product and its bias, by one kernel; None: there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedLinearMethod:
+    """dtype: the model's, of scales, offsets and biases in memory."""
+
+    reader: Reader
+    kernel: Kernel
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.reader.scheme
+
+    def create_weights(self, shape: LinearShape) -> Weights:
+        scheme, rows, columns = self.scheme, shape.out_features, shape.in_features
+        groups = scheme.num_groups(columns)
+        # A scale for a whole row is multiplied to sums; those of groups to weights, in their dtype.
+        scale_dtype = torch.float32 if scheme.group is None or scheme.kind == "fp8" else self.dtype
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "weight": ((rows, columns * scheme.bits // 8), scheme.dtype),
+            "scale": ((rows, groups), scale_dtype),
+        }
+        if scheme.has_offset:
+            sizes["offset"] = (rows, groups), scale_dtype
+        if scheme.has_order:
+            sizes["order"] = (len(shape.parts), columns), torch.int32
+        if scheme.activations == "static":
+            sizes["input_scale"] = (len(shape.parts), 1), torch.float32
+        if shape.bias:
+            sizes["bias"] = (rows,), self.dtype
+        return {
+            name: torch.empty(size, dtype=dtype, device=self.device)
+            for name, (size, dtype) in sizes.items()
+        }
+
+    def loads(self, shape: LinearShape, weights: Weights) -> Iterator[Load]:
+        start = 0
+        for number, (name, rows) in enumerate(shape.parts.items()):
+            own, by_row = slice(number, number + 1), slice(start, start + rows)
+            place = {"order": own, "input_scale": own}
+            for source in self.reader.sources(name, rows, shape.in_features):
+                views = [weights[field][place.get(field, by_row)] for field in source.fields]
+                yield self._load(name, source, views)
+            if shape.bias:
+                yield Load(f"{name}.bias", weights["bias"][by_row])
+            start += rows
+
+    def _load(self, name: str, source: Source, views: list[torch.Tensor]) -> Load:
+        transform = None
+        if source.convert is not None:
+            transform = partial(_fill, source.convert, views)
+        nothing = torch.empty(0, device=self.device)
+        return Load(
+            f"{name}.{source.suffix}",
+            views[0] if views else nothing,
+            transform=transform,
+            file_shape=source.shape,
+            file_dtype=source.dtype,
+            others=tuple(views[1:]),
+        )
+
+    def finish(self, weights: Weights) -> None:
+        order = weights.get("order")
+        if order is not None and not (order == order[0]).all():
+            raise ModelLoadError(
+                "g_idx differs between the parts of one product (q_proj, k_proj, v_proj or "
+                "gate_proj, up_proj), which is not supported"
+            )
+        self.kernel.prepare(self.scheme, weights)
+
+    def product(self, weights: Weights, x: Normed) -> torch.Tensor:
+        return self.kernel.product(self.scheme, weights, x)
+
+    def fused(self, weights: Weights, x: Normed, epilogue: Epilogue[Out]) -> Out | None:
+        return self.kernel.fused(self.scheme, weights, x, epilogue)
+
+
+def _fill(
+    convert: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    views: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    """A `Load`'s transform: the first view's contents. Where a tensor fills several, the others are
+    filled here, as a load has one."""
+    made = convert(tensor)
+    for view, contents in zip(views[1:], made[1:], strict=True):
+        view.copy_(contents)
+    return made[0] if made else tensor.new_empty(0)

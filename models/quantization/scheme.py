@@ -1,0 +1,134 @@
+"""The one form that every quantised matrix takes, whatever file it came from, and its meaning.
+
+    weight  [rows, columns]  element i of `kind`: e4m3, int8, or a code of four bits
+    scale   [rows, groups]   float; columns are cut into groups, the last one may be short
+    offset  [rows, groups]   float, where there are zero points
+    order   int32 [columns]  input column of each stored one, where they are sorted (act-order)
+
+    row r, column order[c] of the matrix  =  value(weight[r, c]) * scale[r, g(c)] + offset[r, g(c)]
+
+A scale per tensor, or per 128x128 block, is repeated for its rows. `dequantize` is the oracle for
+every kernel; `quantize` makes the form from 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["fp8", "int8", "int4", "fp4", "nf4"]
+Activations = Literal["dynamic", "static"]
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# Quantiles of the normal distribution, as bitsandbytes has them.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; the other codes are their negatives
+CODE_VALUES: dict[str, tuple[float, ...]] = {
+    "int4": tuple(float(code - 8) for code in range(16)),
+    "fp4": (*FP4_HALF, *(-value for value in FP4_HALF)),
+    "nf4": NF4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one linear layer is quantised.
+
+    group: columns that share a scale; None: all of a row. activations: how the input of a product
+    is quantised; None: it stays in 16 bits. "dynamic": by each token's largest value, "static": by
+    a scale of the checkpoint.
+    """
+
+    kind: Kind
+    group: int | None = None
+    has_offset: bool = False
+    has_order: bool = False
+    activations: Activations | None = None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.kind in ("fp8", "int8") else 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of `weight` in memory; two codes of four bits to a byte."""
+        return {"fp8": FP8, "int8": torch.int8}.get(self.kind, torch.uint8)
+
+    def num_groups(self, columns: int) -> int:
+        return -(-columns // (self.group or columns))
+
+    def __str__(self) -> str:
+        what = f"{self.kind} in groups of {self.group}" if self.group else self.kind
+        return what if self.activations is None else f"{what}, {self.activations} activations"
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, columns] below 16 -> [rows, columns / 2]; the earlier column in the low bits."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The opposite of `pack`."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+
+
+def values(scheme: Scheme, weight: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, columns] of a weight as it is stored."""
+    if scheme.bits == 8:
+        return weight.float()
+    table = torch.tensor(CODE_VALUES[scheme.kind], device=weight.device)
+    return table[unpack(weight).int()]
+
+
+def dequantize(
+    scheme: Scheme,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The matrix, float32 [rows, columns]."""
+    made = values(scheme, weight)
+    columns = made.shape[1]
+    made *= _by_column(scheme, scale, columns)
+    if offset is not None:
+        made += _by_column(scheme, offset, columns)
+    return made if order is None else made[:, order.argsort()]
+
+
+def _by_column(scheme: Scheme, by_group: torch.Tensor, columns: int) -> torch.Tensor:
+    if scheme.group is None:
+        return by_group.float()
+    return by_group.float().repeat_interleave(scheme.group, dim=1)[:, :columns]
+
+
+def quantize(scheme: Scheme, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight as stored, scale float32) of [rows, columns], symmetric; the columns must be a
+    multiple of the group. A group of zeros gets scale 1."""
+    rows, columns = matrix.shape
+    grouped = matrix.float().view(rows, scheme.num_groups(columns), -1)
+    most = grouped.abs().amax(2)
+    largest = {"fp8": FP8_MAX, "int8": 127.0, "int4": 7.0, "fp4": 6.0, "nf4": 1.0}[scheme.kind]
+    scale = torch.where(most > 0, most / largest, 1.0)
+    scaled = (grouped / scale.unsqueeze(2)).view(rows, columns)
+    if scheme.kind == "fp8":
+        return scaled.to(FP8), scale
+    if scheme.kind == "int8":
+        return scaled.round_().to(torch.int8), scale
+    if scheme.kind == "int4":
+        return pack((scaled.round_() + 8).to(torch.uint8)), scale
+    table = torch.tensor(CODE_VALUES[scheme.kind], device=matrix.device)
+    return pack((scaled.unsqueeze(2) - table).abs_().argmin(2).to(torch.uint8)), scale
+
+
+def quantize_rows(kind: Kind, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations [tokens, columns] by each token's largest value: e4m3 or int8, and float32
+    [tokens, 1]."""
+    return quantize(Scheme(kind), x)

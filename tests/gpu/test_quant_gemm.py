@@ -1,0 +1,144 @@
+"""Products with quantised matrices against their dequantised form in float32, in every layout.
+
+They run on a GPU, or without one under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from asyncllm.models.quantization.scheme import Scheme, dequantize, quantize
+from tests.models.dense_sequence import DenseSequence
+from tests.models.quantized_files import FORMATS, write_checkpoint
+from tests.models.tiny_checkpoints import load
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and not INTERPRETED, reason="needs a CUDA device"
+    ),
+]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+TOLERANCE = 2e-3 if INTERPRETED else 8e-3  # relative, of a product's norm
+SCHEMES = [
+    Scheme("fp8"),
+    Scheme("fp8", group=128),
+    Scheme("int8"),
+    Scheme("int8", group=32, has_offset=True),
+    Scheme("int4", group=128),
+    Scheme("int4", group=32, has_offset=True),
+    Scheme("int4"),
+    Scheme("int4", group=256),
+    Scheme("fp4", group=32),
+    Scheme("nf4", group=64),
+]
+SHAPES = [(48, 256), (70, 768)] if INTERPRETED else [(6144, 4096), (4096, 14336), (70, 768)]
+ROWS = [2, 17] if INTERPRETED else [2, 8, 17, 64, 200]
+
+
+def matrices(scheme: Scheme, shape: tuple[int, int], has_bias: bool):
+    """The matrix as a kernel takes it, and in float32; its bias."""
+    from asyncllm.models.quantization.cuda_kernel import CudaKernel
+
+    torch.manual_seed(0)
+    weight, scale = quantize(scheme, torch.randn(shape, device=DEVICE))
+    weights = {"weight": weight, "scale": scale}
+    if scheme.has_offset:
+        weights["offset"] = torch.randn(scale.shape, device=DEVICE) * scale
+    if has_bias:
+        weights["bias"] = torch.randn(shape[0], device=DEVICE, dtype=DTYPE)
+    exact = dequantize(scheme, weight, scale, weights.get("offset"))
+    kernel = CudaKernel(DEVICE, DTYPE)
+    kernel.prepare(scheme, weights)
+    return kernel.matrix(scheme, weights), exact, weights.get("bias", torch.zeros(1)).to(DEVICE)
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.float() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_products(scheme: Scheme, shape: tuple[int, int], has_bias: bool) -> None:
+    from asyncllm.kernels.quant_gemm.kernel import Tiles, one_row, several_rows
+    from asyncllm.kernels.quant_gemm.kernel import dequantize as dequantize_by_kernel
+    from asyncllm.kernels.records import Normed
+
+    matrix, exact, bias = matrices(scheme, shape, has_bias)
+    x = torch.randn(max(ROWS), shape[1], device=DEVICE, dtype=DTYPE)
+    expected = x.float() @ exact.T + bias.float()
+    assert error(dequantize_by_kernel(matrix, DTYPE), exact) < TOLERANCE
+    assert error(one_row(Normed(x[:1]), matrix), expected[:1]) < TOLERANCE
+    for rows in ROWS:
+        assert error(several_rows(x[:rows], matrix), expected[:rows]) < TOLERANCE
+    split = several_rows(x[:2], matrix, Tiles(16, 16, 2, 4, 2))
+    assert error(split, expected[:2]) < TOLERANCE
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_what_ends_a_product_of_one_row(scheme: Scheme) -> None:
+    from asyncllm.kernels.quant_gemm.kernel import one_row, one_row_add_norm
+    from asyncllm.kernels.records import Norm, Normed
+
+    shape = SHAPES[0]
+    matrix, exact, bias = matrices(scheme, shape, has_bias=True)
+    x = torch.randn(1, shape[1], device=DEVICE, dtype=DTYPE)
+    squares = torch.rand(1, 37, device=DEVICE)
+    normed = Normed(x, squares, 1e-5)
+    product = normed.whole().float() @ exact.T + bias.float()
+    gate, up = product.chunk(2, dim=1)
+    assert error(one_row(normed, matrix, gated=True), F.silu(gate) * up) < 2 * TOLERANCE
+
+    residual = torch.randn(1, shape[0], device=DEVICE, dtype=DTYPE)
+    norm = Norm(torch.randn(shape[0], device=DEVICE, dtype=DTYPE), 1e-5)
+    total = residual.float() + x.float() @ exact.T + bias.float()
+    ours = one_row_add_norm(x, matrix, residual, norm)
+    assert error(residual, total) < TOLERANCE
+    expected = total * (total.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.weight.float()
+    assert error(ours.whole(), expected) < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_rows_in_8_bits(dtype: torch.dtype) -> None:
+    from asyncllm.kernels.quant_gemm.kernel import quantize_rows
+
+    x = torch.randn(5, 300, device=DEVICE, dtype=DTYPE)
+    x[3] = 0
+    values, scales = quantize_rows(x, dtype)
+    made = values.float() * scales
+    step = 1 / 250
+    if dtype.is_floating_point:
+        step = 1 / 6 if INTERPRETED else 1 / 16  # the interpreter does not round to the nearest
+    assert (made - x.float()).abs().max() <= x.abs().max() * step
+    assert scales[3] == 1 and not values[3].float().any()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in float32: what CUDA has in 16 bits")
+@pytest.mark.parametrize("name", ["gptq-order", "ct-w8a16-fp8", "bnb-nf4", "gptq-v2-8"])
+def test_a_model_by_these_kernels_is_that_of_torch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill of several rows, then one row at a time, with all that ends their products."""
+    from asyncllm.models.quantization import select
+    from asyncllm.models.quantization.cuda_kernel import CudaKernel
+
+    token_ids = torch.arange(9)
+
+    def logits() -> torch.Tensor:
+        sequence = DenseSequence(load(tmp_path), num_prompt_tokens=6)
+        return torch.cat([sequence.logits(ids) for ids in (token_ids[:6], *token_ids[6:].split(1))])
+
+    with torch.inference_mode():
+        write_checkpoint(FORMATS[name], tmp_path)
+        expected = logits()
+        monkeypatch.setattr(select, "select_kernel", CudaKernel)
+        found = logits()
+    assert error(found, expected) < TOLERANCE
