@@ -81,6 +81,8 @@ class TransformersModel:
                 f"{config.path / 'config.json'}: architectures {config.architecture!r} {error}, "
                 "which is not served"
             ) from error
+        # A start warms kernels up in threads of its own, and the step is the model's, not a call's.
+        self._running = threading.Lock()
         for module in model.modules():
             setattr(module, HANDLER, step)
         for call, layer in zip(tried.calls, step.layers, strict=True):
@@ -107,6 +109,10 @@ class TransformersModel:
         return self._names.aliases
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
+        with self._running:
+            return self._forward(inputs, mixer)
+
+    def _forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         step, positions = self._step, inputs.positions
         # Before the first layer: kernels read them before their wait.
         rotations: Rotations = {
@@ -124,11 +130,12 @@ class TransformersModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        self._base.given = self._output(last_hidden_state=hidden[None])
-        try:
-            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            self._base.given = None
+        with self._running:
+            self._base.given = self._output(last_hidden_state=hidden[None])
+            try:
+                logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+            finally:
+                self._base.given = None
         return logits.to(hidden.dtype)
 
     def loads(self) -> Iterator[Load]:

@@ -283,10 +283,10 @@ def test_write_puts_q_where_it_is_told() -> None:
     layer = AttentionLayer(0, 32, 8, 128, 128**-0.5)
     caches = [make_cache(layer, 4) for _ in range(2)]
     qkv, rotation = make_projection(layer, 5)
-    slots = torch.tensor([17, 18, 40, 3, 4], device=CUDA)
+    slots = torch.tensor([17, 18, 40, 3, 4], device=CUDA)[None]
     qs = [torch.empty(5, 32, 128, device=CUDA, dtype=BF16) for _ in range(2)]
     FlashInferAttention(caches[0], [layer]).write(layer, qkv.clone(), rotation, slots, qs[0])
     TorchAttention(caches[1]).write(layer, qkv.clone(), rotation, slots, qs[1])
     assert torch.equal(qs[0], qs[1])
-    written = [cache.layers[0].transpose(1, 2).flatten(0, 1)[slots] for cache in caches]
+    written = [cache.layers[0].transpose(1, 2).flatten(0, 1)[slots[0]] for cache in caches]
     assert torch.equal(written[0], written[1])

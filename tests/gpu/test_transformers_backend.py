@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(
 
     forward = modeling_llama.LlamaModel.forward
 
+    @functools.wraps(forward)
     def waits(self: Any, input_ids: torch.Tensor, **others: Any) -> Any:
         if input_ids.device.type == "cuda":
             input_ids.sum().item()

@@ -148,10 +148,10 @@ def _experts_kernel(
             acc *= factor
             up *= factor
         if HAS_BIAS:
-            bias_ptr += expert.to(tl.int64) * (parts * FEATURES) + feature
-            acc += tl.load(bias_ptr, inside, other=0.0).to(tl.float32)[None, :]
+            bias_at = bias_ptr + expert.to(tl.int64) * (parts * FEATURES) + feature
+            acc += tl.load(bias_at, inside, other=0.0).to(tl.float32)[None, :]
             if GATED:
-                up += tl.load(bias_ptr + FEATURES, inside, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(bias_at + FEATURES, inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
             if ACTIVATION == 2:
                 gate = tl.minimum(acc, limit)
