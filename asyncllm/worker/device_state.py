@@ -58,7 +58,9 @@ class DeviceState:
         self.prompt_lens = int32(num_slots)
         self.block_tables = int32(num_groups, num_slots, pages_per_sequence)
         # One tensor, so that a slot's parameters arrive in one copy; the views name its rows.
-        self.float_params = torch.zeros(len(FLOAT_PARAMS), num_slots, device=device)
+        self.float_params = torch.zeros(
+            len(FLOAT_PARAMS), num_slots, dtype=torch.float32, device=device
+        )
         self.temperatures, self.top_ps, self.min_ps = self.float_params[:3]
         self.presence_penalties, self.frequency_penalties = self.float_params[3:5]
         self.repetition_penalties = self.float_params[5]
