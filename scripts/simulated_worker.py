@@ -78,6 +78,7 @@ class SimulatedWorker:
     prefill_graph_sizes = ()
     runs_on_host = False
     num_pending_graphs = 0
+    adapters = None
     backend_name = "none"
     num_graphs = 0
     step_s = 0.0

@@ -17,6 +17,7 @@ from tests.models.dense_sequence import DenseSequence
 from tests.models.quantized_files import FORMATS, write_checkpoint
 from tests.models.tiny_checkpoints import load
 
+pytest.importorskip("triton", reason="Triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.gpu,

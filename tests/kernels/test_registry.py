@@ -32,7 +32,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     )
     # FlashInfer is not installed without CUDA.
     monkeypatch.setattr(kernel_prewarm, "has_fast_ops", lambda device, dtype: True)
-    monkeypatch.setattr(kernel_prewarm, "resolve_backend", lambda name, device: _resolved(name))
+    monkeypatch.setattr(
+        kernel_prewarm, "resolve_backend", lambda name, device, is_fp8: _resolved(name)
+    )
     monkeypatch.setattr(nvcc, "find_compiler", lambda: gpu.compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return gpu

@@ -94,6 +94,7 @@ def test_examples_are_answered() -> None:
             for route in ROUTES:
                 if route.request is not None:
                     assert route.example is not None, route.path
+                if route.request is not None and route.is_served(server.service.args):
                     status, answer = await server.post(route.path, route.example)
                     assert status == 200, answer
                     check("POST", route.path, 200, answer)

@@ -59,7 +59,9 @@ LENIENT = {
     "POST /tokenize",
 }
 
-REQUESTS = {f"{route.method} {route.path}": route.request for route in ROUTES}
+# test_lora.py has the others: a server without adapters has no such routes.
+ASKED = [route for route in ROUTES if not route.path.endswith("lora_adapter")]
+REQUESTS = {f"{route.method} {route.path}": route.request for route in ASKED}
 
 
 def unless_spelt_in_strings(context: Any, response: Any, case: Any) -> bool | None:
@@ -79,7 +81,7 @@ def _fits(body: Any, request: type, strict: bool) -> bool:
     return True
 
 
-SCHEMA = schemathesis.openapi.from_dict(openapi(ROUTES, needs_key=False))
+SCHEMA = schemathesis.openapi.from_dict(openapi(ASKED, needs_key=False))
 OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
 
 
@@ -123,4 +125,4 @@ at_random = hypothesis.settings(
 
 
 def test_every_operation_is_asked() -> None:
-    assert set(OPERATIONS) >= WITHOUT_END and len(OPERATIONS) == len(ROUTES)
+    assert set(OPERATIONS) >= WITHOUT_END and len(OPERATIONS) == len(ASKED)
