@@ -133,6 +133,8 @@ class AdapterManager:
                 adapter.slot = slot
                 copy = self._store.load(adapter.place, slot)
                 adapter.copying = asyncio.create_task(copy, name="asyncllm adapter")
+                # Whoever asked may be gone by then, and what was copied for nobody is room.
+                adapter.copying.add_done_callback(lambda _: self._wake())
             await asyncio.shield(adapter.copying)
         except BaseException:
             self.release(adapter)
@@ -219,22 +221,17 @@ class AdapterManager:
             adapter.slot, adapter.copying = NO_ADAPTER, None
 
     async def _room(self) -> None:
-        """Until something was given back."""
+        """Until something was given back, which may be what others wait for, too."""
         room = asyncio.get_running_loop().create_future()
         self._waiting.append(room)
-        try:
-            await room
-        except asyncio.CancelledError:
-            if room.done() and not room.cancelled():
-                self._wake()  # what was meant for this one is the next one's
-            raise
+        await room
 
     def _wake(self) -> None:
-        while self._waiting:
-            room = self._waiting.popleft()
+        """All of them look again, in their order: some wait for a place, some for a slot."""
+        waiting, self._waiting = self._waiting, deque()
+        for room in waiting:
             if not room.done():
                 room.set_result(None)
-                return
 
     def check_integrity(self) -> None:
         """Assert that each place and each slot is somebody's or free."""
