@@ -63,8 +63,13 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-
-
+# What the longest sequence is called; models whose attention needs no positions (ALiBi) say it too.
+POSITION_KEYS = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "max_seq_len",
+    "seq_length",
+)
 GENERATION_FILE = "generation_config.json"
 SAMPLING_KEYS = {
     "temperature": "temperature",
@@ -124,7 +129,7 @@ class ModelConfig:
             architecture=hf.architectures[0],
             hf_config=hf,
             vocab_size=_size(file, text, "vocab_size"),
-            max_position_embeddings=_size(file, text, "max_position_embeddings"),
+            max_position_embeddings=_max_positions(file, text),
             context_window=_context_window(file, text),
             num_layers=_size(file, text, "num_hidden_layers"),
             num_kv_heads=num_kv_heads,
@@ -262,6 +267,12 @@ def _size(file: Path, hf: PretrainedConfig, key: str) -> int:
     return value
 
 
+def _max_positions(file: Path, hf: PretrainedConfig) -> int:
+    """By the first of its names that the configuration has. Raises `ModelLoadError`."""
+    found = (key for key in POSITION_KEYS if getattr(hf, key, None) is not None)
+    return _size(file, hf, next(found, POSITION_KEYS[0]))
+
+
 def _bad_size(file: Path, key: str, value: object) -> ModelLoadError:
     return ModelLoadError(f"{file}: {key} must be a positive integer, got {value!r}")
 
@@ -269,7 +280,7 @@ def _bad_size(file: Path, key: str, value: object) -> ModelLoadError:
 def _context_window(file: Path, hf: PretrainedConfig) -> int:
     """max_position_embeddings, stretched where the RoPE variant stretches it (as vLLM does)."""
     rope = getattr(hf, "rope_parameters", None) or {}
-    window = hf.max_position_embeddings
+    window = _max_positions(file, hf)
     if rope.get("rope_type") == "yarn":
         window = rope.get("original_max_position_embeddings") or window
     if rope.get("rope_type") in ("linear", "dynamic", "yarn"):

@@ -30,10 +30,11 @@ class LayerKinds:
     ) -> None:
         """group_of: each layer's cache group, by its index; None: they have one."""
         found: dict[tuple[object, ...], list[AttentionLayer]] = {}
-        for layer in layers:  # neither index nor weights of norms and sinks decide anything
+        for layer in layers:  # neither index nor weights of norms, sinks and slopes decide anything
             heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
-            scores = layer.scale, layer.window, layer.soft_cap, layer.sinks is not None
-            found.setdefault((*heads, *scores), []).append(layer)
+            scores = layer.scale, layer.window, layer.soft_cap
+            has = layer.sinks is not None, layer.slopes is not None
+            found.setdefault((*heads, *scores, *has), []).append(layer)
         self.layers = [alike[0] for alike in found.values()]  # one of each kind
         self.number_of = {  # layer index -> the number of its kind
             layer.index: number for number, alike in enumerate(found.values()) for layer in alike
@@ -82,4 +83,6 @@ def _xqa_limit(layer: AttentionLayer, block_size: int) -> str | None:
         return f"a soft cap of {layer.soft_cap}"
     if layer.sinks is not None:
         return "sinks"
+    if layer.slopes is not None:
+        return "slopes (ALiBi)"
     return None if block_size in XQA_PAGE_SIZES else f"block_size {block_size}"

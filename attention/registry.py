@@ -75,6 +75,8 @@ def build_backend(
             raise _unsupported(name, layer, "latents", "torch")
         if name == "flash_attn" and layer.sinks is not None:
             raise _unsupported(name, layer, "sinks", "auto")
+        if name == "flash_attn" and layer.slopes is not None:
+            raise _unsupported(name, layer, "slopes (ALiBi)", "auto")
         if name == "flash_attn" and layer.soft_cap is not None:
             raise _unsupported(name, layer, "a soft cap", "auto")
     if name == "flashinfer":

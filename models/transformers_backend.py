@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 import transformers
 from torch import nn
 from transformers.initialization import no_init_weights
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 from asyncllm.errors import ModelLoadError, one_line
@@ -39,8 +38,9 @@ from asyncllm.models.transformers_attention import (
     Trial,
     Unservable,
 )
+from asyncllm.models.transformers_experts import replace_experts
 from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rotation
-from asyncllm.models.transformers_legacy import LEGACY, replace_attention
+from asyncllm.models.transformers_legacy import LEGACY, REQUIRED, replace_attention
 from asyncllm.models.transformers_rope import (
     HANDLER,
     STATIC_ROPE_TYPES,
@@ -52,7 +52,6 @@ from asyncllm.models.transformers_weights import WeightNames
 
 META = torch.device("meta")
 TRIAL_TOKENS = 3
-EXPERTS = "asyncllm"
 KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -143,6 +142,7 @@ class TransformersModel:
 
     def finish_loading(self) -> None:
         self._names.finish_loading()
+        self._step.finish_loading()
         if self._fusion is not None:
             self._fusion.finish_loading()
 
@@ -158,8 +158,9 @@ def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     if model_class._is_stateful:
         raise Unservable("has recurrent layers")
     is_legacy = config.architecture in LEGACY
-    if is_legacy and getattr(config.hf_config, "is_decoder", True) is False:
-        raise Unservable("has is_decoder False")
+    for key, values in REQUIRED.items() if is_legacy else ():
+        if (value := getattr(config.hf_config, key, None)) not in values:
+            raise Unservable(f"has {key} {value!r}")
     try:
         with no_init_weights(), _parameters_on_meta():
             model = model_class._from_config(
@@ -171,22 +172,8 @@ def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     if is_legacy:
         replace_attention(model)
     _keep_in_float32(model, dtype)
-    with suppress(AttributeError, ValueError):  # it has no experts that could be set
-        model.set_experts_implementation(EXPERTS)
+    replace_experts(model)
     return model.eval()
-
-
-def _experts(
-    module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor
-) -> torch.Tensor:
-    """By grouped products, which wait for nothing; in the trial only their shape."""
-    if hidden.device == META:
-        return torch.empty_like(hidden)
-    out: torch.Tensor = grouped_mm_experts_forward(module, hidden, expert_ids, gates)
-    return out
-
-
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 @contextmanager
@@ -250,7 +237,7 @@ class Tried:
     calls: list[AttentionCall]
     base: Any  # the module that gives the hidden states
     output: type  # of what it returns
-    takes_positions: bool  # else it counts them, and modules that embed them take them
+    takes_positions: bool  # else modules that embed them take them, or there is no use for them
     named: dict[nn.Module, dict[str, Any]]  # modules with projections -> their arguments
     angles: list[tuple[tuple[Any, str | None], Any]]  # by whom cosines and sines were given
 
@@ -259,6 +246,7 @@ def _try(model: Any, max_model_len: int) -> Tried:
     trial = Trial(max_model_len)
     outputs: list[tuple[nn.Module, Any]] = []
     named: dict[nn.Module, dict[str, Any]] = {}
+    given: dict[nn.Module, Any] = {}  # what modules got as their positions
     angles: list[tuple[tuple[Any, str | None], Any]] = []
     for module in model.modules():
         setattr(module, HANDLER, trial)
@@ -282,11 +270,21 @@ def _try(model: Any, max_model_len: int) -> Tried:
         for module in model.modules()
         if has_projections(module)
     ]
-    tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=META)
+    hooks += [
+        module.register_forward_pre_hook(
+            lambda module, _, others: given.__setitem__(module, others.get("position_ids")),
+            with_kwargs=True,
+        )
+        for module in model.modules()
+        if "position_ids" in inspect.signature(module.forward).parameters
+    ]
+    tokens, positions = torch.zeros(2, 1, TRIAL_TOKENS, dtype=torch.int64, device=META)
     try:
         # Views of a mask name it as their base, but not in inference mode.
         with _tensors_on_meta(model), torch.inference_mode(False), torch.no_grad():
-            model(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
+            model(
+                input_ids=tokens, attention_mask=tokens + 1, position_ids=positions, use_cache=False
+            )
     except Unservable:
         raise
     except Exception as error:  # whatever its code cannot do there
@@ -307,8 +305,9 @@ def _try(model: Any, max_model_len: int) -> Tried:
         raise Unservable("does not get its hidden states from its base model")
     base: Any
     base, output = outputs[-1]  # the outermost ends last
-    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
-    if not takes_positions and not list(position_modules(base)):
+    takes_positions = any(given.get(module) is positions for module in base.modules())
+    has_use = any(call.slopes is None for call in trial.calls)
+    if not takes_positions and has_use and not list(position_modules(base)):
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
     return Tried(trial.calls, base, type(output), takes_positions, named, angles)
 

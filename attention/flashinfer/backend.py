@@ -225,6 +225,7 @@ def _bind_triton(
             num_sms=num_sms,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
+            slopes=layer.slopes,
         )
 
     return decode

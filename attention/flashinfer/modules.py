@@ -17,7 +17,7 @@ import torch
 
 from asyncllm.attention.base import AttentionLayer
 from asyncllm.attention.flashinfer.api import jit
-from asyncllm.attention.flashinfer.prefill import prefill_backend
+from asyncllm.attention.flashinfer.prefill import position_mode, prefill_backend
 from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
 
 PARALLEL_BUILDS = 4  # each runs its own compilers side by side
@@ -63,7 +63,7 @@ def modules_for(
         found = [
             jit.gen_batch_prefill_module(
                 prefill_backend(capability, layer), dtype, dtype, dtype, torch.int32,
-                dim, dim, 0, has_window, has_cap, False,
+                dim, dim, position_mode(layer), has_window, has_cap, False,
             )
         ]  # fmt: skip
         if "xqa" in choose_decode_kernels(layer, dtype, block_size, capability).names:

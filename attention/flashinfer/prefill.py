@@ -118,7 +118,8 @@ class PrefillModule:
         self._backend = _backend(layer, device)
         self._module = api.private.get_batch_prefill_module(
             self._backend, dtype, dtype, dtype, torch.int32, layer.head_dim, layer.head_dim,
-            0, layer.window is not None, layer.soft_cap is not None, False,  # no f16 products
+            position_mode(layer), layer.window is not None, layer.soft_cap is not None,
+            False,  # no f16 products
         )  # fmt: skip
         if lists is None:
             lists = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -157,7 +158,7 @@ class PrefillModule:
         after = (
             rows.last_page_lens, out, lse, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer),
             self._pdl,
-            *[None] * 6,  # custom masks, ALiBi, several items in a row
+            *[None] * 2, self._layer.slopes, *[None] * 3,  # no custom masks, no items in a row
             self._layer.soft_cap or 0.0, self._layer.scale,
             *[None] * 3,  # scales of FP8
             1.0, 1e4, 0, 0,  # rotation and items, unused
@@ -176,6 +177,11 @@ class PublicWrapper:
     """The same by FlashInfer's public calls."""
 
     def __init__(self, layer: AttentionLayer, cache: KVCache, workspace: torch.Tensor) -> None:
+        if layer.slopes is not None:  # these calls have only those that they make themselves
+            raise ValueError(
+                f"attention_backend flashinfer does slopes (ALiBi) with version "
+                f"{api.TESTED_VERSION} alone: pass torch"
+            )
         self._layer = layer
         self._block_size = cache.block_size
         self._dtype = cache.layers[0].dtype
@@ -222,10 +228,15 @@ def _add_sinks(layer: AttentionLayer, lse: torch.Tensor, out: torch.Tensor) -> N
     out.mul_((lse * LN_2 - layer.sinks).sigmoid_().unsqueeze(-1))
 
 
+def position_mode(layer: AttentionLayer) -> int:
+    """flashinfer.utils.PosEncodingMode: none, or ALiBi."""
+    return 0 if layer.slopes is None else 2
+
+
 def prefill_backend(capability: tuple[int, int], layer: AttentionLayer) -> str:
     """FlashInfer's name of the kernel for such layers. FA3 has soft caps, too, but a module of it
     takes ten times as long to compile as one of FA2."""
-    is_plain = layer.window is None and layer.soft_cap is None
+    is_plain = layer.window is None and layer.soft_cap is None and layer.slopes is None
     return "fa3" if capability[0] == 9 and is_plain else "fa2"
 
 

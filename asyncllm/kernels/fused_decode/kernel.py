@@ -228,6 +228,7 @@ class FusedDecode:
         self._max_rows = max_rows
         self._num_sms = num_sms
         self._group = layer.num_heads // layer.num_kv_heads
+        self._has_slopes = layer.slopes is not None
         parts = (max_rows, layer.num_heads, MAX_SPLITS)
         self._partial = torch.empty((*parts, layer.head_dim), dtype=torch.float32, device=device)
         self._lse = torch.empty(parts, dtype=torch.float32, device=device)
@@ -236,7 +237,7 @@ class FusedDecode:
         self._launch_flags = launch_flags(device)
 
     def takes(self, num_rows: int) -> bool:
-        return num_rows <= self._max_rows and self._group <= MAX_GROUP
+        return num_rows <= self._max_rows and self._group <= MAX_GROUP and not self._has_slopes
 
     def __call__(
         self,
