@@ -246,7 +246,7 @@ def _transformers_classes() -> set[str]:
 def _check_decoder(file: Path, hf: PretrainedConfig, text: PretrainedConfig) -> None:
     """Of models that transformers runs, before their code is imported."""
     architecture = hf.architectures[0]
-    if getattr(text, "num_attention_heads", None) is None:
+    if _value(text, "num_attention_heads") is None:
         raise _unsupported(file, architecture, "num_attention_heads is missing: it is recurrent; ")
     if value := getattr(hf, "quantization_config", None):
         raise ModelLoadError(f"{file}: quantization_config {value!r} is not supported")
@@ -259,9 +259,15 @@ def _unsupported(file: Path, architecture: str, reason: str) -> ModelLoadError:
     )
 
 
+def _value(hf: PretrainedConfig, key: str) -> Any:
+    """Of layers that differ, the first's."""
+    layer = hf.per_layer_config[0] if getattr(hf, "is_heterogeneous", False) else hf
+    return getattr(layer, key, None)
+
+
 def _size(file: Path, hf: PretrainedConfig, key: str) -> int:
     """A key that counts something. Raises `ModelLoadError`."""
-    value: Any = getattr(hf, key, None)
+    value: Any = _value(hf, key)
     if not isinstance(value, int) or value < 1:
         raise _bad_size(file, key, value)
     return value

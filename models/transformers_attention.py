@@ -92,6 +92,8 @@ class Trial:
         if mask is None and not is_causal:  # where there is a mask, it says so
             raise Unservable(f"has attention that is not causal in {type(module).__name__}")
         for name, value in others.items():
+            if isinstance(value, torch.Tensor) and not value.numel():
+                continue  # it says nothing
             if name not in HARMLESS and value is not None and value is not False:
                 what = "a tensor" if isinstance(value, torch.Tensor) else repr(value)[:60]
                 raise Unservable(f"passes {name} ({what}) to attention in {type(module).__name__}")

@@ -40,6 +40,7 @@ from asyncllm.models.transformers_attention import (
 )
 from asyncllm.models.transformers_experts import replace_experts
 from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rotation
+from asyncllm.models.transformers_indexed import SEEN, check_index, leave_out_index
 from asyncllm.models.transformers_legacy import LEGACY, REQUIRED, replace_attention
 from asyncllm.models.transformers_rope import (
     HANDLER,
@@ -53,7 +54,7 @@ from asyncllm.models.transformers_weights import WeightNames
 META = torch.device("meta")
 TRIAL_TOKENS = 3
 KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
-SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *SEEN}
 
 
 class TransformersModel:
@@ -64,7 +65,7 @@ class TransformersModel:
     def __init__(self, config: ModelConfig, build: Build) -> None:
         """Raises `ModelLoadError` where the class would not compute what it does by itself."""
         try:
-            self._model = model = _without_weights(config, build.dtype)
+            self._model = model = _without_weights(config, build)
             rotaries = _step_rotaries(model, build.max_model_len)
             tried = _try(model, build.max_model_len)
             self._base, self._output = tried.base, tried.output
@@ -147,20 +148,26 @@ class TransformersModel:
             self._fusion.finish_loading()
 
 
-def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
+def _without_weights(config: ModelConfig, build: Build) -> Any:
     """The class's model: buffers on the CPU, parameters on the meta device."""
     model_class = getattr(transformers, config.architecture)
     if not isinstance(config.hf_config, model_class.config_class):
         raise Unservable(f"does not fit model_type {config.hf_config.model_type!r}")
-    kinds = set(getattr(config.hf_config, "layer_types", None) or ()) - SERVED_LAYER_TYPES
+    text, dtype = config.hf_config.get_text_config(decoder=True), build.dtype
+    kinds = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYER_TYPES
     if kinds:
         raise Unservable(f"has layer_types {', '.join(sorted(map(repr, kinds)))}")
+    check_index(text, build.max_model_len)
     if model_class._is_stateful:
         raise Unservable("has recurrent layers")
     is_legacy = config.architecture in LEGACY
     for key, values in REQUIRED.items() if is_legacy else ():
         if (value := getattr(config.hf_config, key, None)) not in values:
             raise Unservable(f"has {key} {value!r}")
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = (
+            None  # between an image's tokens, of which there are none
+        )
     try:
         with no_init_weights(), _parameters_on_meta():
             model = model_class._from_config(
@@ -173,6 +180,7 @@ def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
         replace_attention(model)
     _keep_in_float32(model, dtype)
     replace_experts(model)
+    leave_out_index(model)
     return model.eval()
 
 
@@ -358,7 +366,9 @@ def _let_give(base: Any) -> None:
 
     base.given = None
     # A subclass, as a function of this one module would keep the module that keeps it.
-    base.__class__ = type(model_class.__name__, (model_class,), {"forward": forward})
+    # The library's tables of names hold for modules of its own.
+    changes = {"forward": forward, "__module__": model_class.__module__}
+    base.__class__ = type(model_class.__name__, (model_class,), changes)
 
 
 def _bases(model: Any) -> list[nn.Module]:
