@@ -74,7 +74,7 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
     problem: Exception | None = None
     for variant in VARIANTS:
         try:
-            config = small_config(architecture, variant, BY_CLASS.get(architecture, {}) | changes)
+            config = small_config(architecture, BY_CLASS.get(architecture, {}) | changes, variant)
             with torch.inference_mode():
                 random_model(config, architecture)(input_ids=torch.arange(3, 9)[None])
             return config
@@ -84,15 +84,19 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
     raise problem
 
 
-def small_config(architecture: str, variant: dict[str, Any], changes: dict[str, Any]) -> Any:
-    """variant: of which what the configuration has counts; changes: which all count."""
+def small_config(
+    architecture: str, changes: dict[str, Any], variant: dict[str, Any] | None = None
+) -> Any:
+    """variant: of which only what the configuration has counts."""
     model_type = next(t for t, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if c == architecture)
     model_class = getattr(transformers, architecture)
     config_class = model_class.config_class or CONFIG_MAPPING[model_type]
     if "text_config" in config_class().to_dict():
         inner = type(config_class().get_text_config())
-        return config_class(text_config=_sizes(inner, variant) | changes, tie_word_embeddings=False)
-    return config_class(**(_sizes(config_class, variant) | changes))
+        return config_class(
+            text_config=_sizes(inner, variant or {}) | changes, tie_word_embeddings=False
+        )
+    return config_class(**(_sizes(config_class, variant or {}) | changes))
 
 
 def _sizes(config_class: Any, variant: dict[str, Any]) -> dict[str, Any]:
