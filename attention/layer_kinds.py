@@ -34,7 +34,7 @@ class LayerKinds:
             heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
             scores = layer.scale, layer.window, layer.soft_cap
             has = layer.sinks is not None, layer.slopes is not None
-            found.setdefault((*heads, *scores, *has), []).append(layer)
+            found.setdefault((*heads, *scores, *has, layer.latent_dim), []).append(layer)
         self.layers = [alike[0] for alike in found.values()]  # one of each kind
         self.number_of = {  # layer index -> the number of its kind
             layer.index: number for number, alike in enumerate(found.values()) for layer in alike
@@ -65,6 +65,8 @@ def choose_decode_kernels(
 ) -> DecodeKernels:
     """For decode steps of several rows. The first may miss some, by their number or for want of a
     compiler; the next takes these. One row has fused_decode before all."""
+    if layer.latent_dim is not None:
+        return DecodeKernels(("latent_attention",), "the others do not do latents")
     gpu = f"compute capability {capability}"
     limits: dict[str, str | None] = {"balanced_decode": gpu, "xqa": gpu}
     if capability in balanced_decode.KERNEL.capabilities:

@@ -111,10 +111,10 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
 
 
 def keeps_latents(config: EngineConfig) -> bool:
-    """Whether attention takes latents: torch's does, where it is what was asked for. With adapters
+    """Whether attention takes latents: torch's does, and a kernel of ours on CUDA. With adapters
     keys and values are made, as an adapter may change how."""
     backend = resolve_backend(config.attention_backend, torch.device(config.device))
-    return backend == "torch" and not config.enable_lora
+    return backend in ("torch", "flashinfer") and not config.enable_lora
 
 
 def model_without_memory(

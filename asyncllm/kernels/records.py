@@ -47,8 +47,8 @@ class AttentionLayer:
     is added the head's slope times key position minus query position (ALiBi). latent_dim: there is
     one KV head, a latent vector of which q's heads see all of head_dim as their key and the first
     latent_dim entries as their value (MLA, with the projections from the latent to keys and values
-    done on q and on the output); pages hold it once. The output's entries behind latent_dim are
-    zeros.
+    done on q and on the output); pages hold it once. The output's entries behind latent_dim mean
+    nothing.
     """
 
     index: int

@@ -27,7 +27,7 @@ from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.quantization.select import is_quantized
-from asyncllm.models.registry import model_without_memory
+from asyncllm.models.registry import keeps_latents, model_without_memory
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
 from asyncllm.worker.packed_step import NO_FEATURE
@@ -41,7 +41,8 @@ ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
 
 def early_start(config: EngineConfig, device: torch.device) -> Start:
     """Before the model is built: by one without memory."""
-    model = model_without_memory(config.model, getattr(torch, config.dtype), ANY_LENGTH)
+    dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
+    model = model_without_memory(config.model, dtype, ANY_LENGTH, latents)
     return start_of(config, model, device)
 
 

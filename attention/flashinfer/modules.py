@@ -57,7 +57,7 @@ def modules_for(
     if jit is None:
         return []
     specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module
-    for layer in LayerKinds(layers).layers:
+    for layer in LayerKinds([each for each in layers if each.latent_dim is None]).layers:
         dim, has_window = layer.head_dim, layer.window is not None
         has_cap = layer.soft_cap is not None
         found = [

@@ -13,33 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
 from asyncllm.attention.flashinfer import api
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
+from asyncllm.attention.uploaded_rows import Rows, RowsUpload
 
 WORKSPACE_BYTES = 8 << 20  # for a plan, as the wrapper has it
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 LN_2 = math.log(2)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
-
-    pages: torch.Tensor  # of all cache groups, one after another
-    query_indptr: torch.Tensor
-    page_indptr: torch.Tensor
-    last_page_lens: torch.Tensor
-    kv_lens: torch.Tensor
 
 
 # (layer, its keys and values, [pages, block_size, kv_heads, head_dim] each)
@@ -55,21 +44,10 @@ class PrefillPlan:
         kernel = PublicWrapper if api.private is None else PrefillModule
         self._kinds = kinds
         self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
-        self._device = workspace.device
-        self._allocate(1 << 12)
+        self._upload = RowsUpload(cache.block_size, workspace.device)
 
     def prepare(self, rows: PrefillRows) -> None:
-        num_pages = np.diff(rows.page_indptr)
-        last_page_lens = rows.kv_lens - (num_pages - 1) * self._cache.block_size
-        host, device = self._upload(
-            [
-                rows.pages.reshape(-1),
-                rows.query_indptr,
-                rows.page_indptr,
-                last_page_lens,
-                rows.kv_lens,
-            ]
-        )
+        host, device = self._upload(rows)
         for kernel in self._kernels:
             kernel.plan(host, device)
 
@@ -82,21 +60,6 @@ class PrefillPlan:
             calls[number_of[layer.index]](layer, *keys_values[layer.index])
 
         return attend
-
-    def _allocate(self, size: int) -> None:
-        self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
-
-    def _upload(self, arrays: list[np.ndarray]) -> tuple[Rows, Rows]:
-        """One copy for all, from memory that the next `prepare` overwrites."""
-        sizes = [len(array) for array in arrays]
-        total = sum(sizes)
-        if total > len(self._pinned):
-            self._allocate(2 * total)
-        np.concatenate(arrays, out=self._pinned.numpy()[:total], casting="same_kind")
-        host, device = self._pinned[:total], self._on_device[:total]
-        device.copy_(host, non_blocking=True)
-        return Rows(*host.split(sizes)), Rows(*device.split(sizes))
 
 
 class PrefillModule:
