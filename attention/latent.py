@@ -6,6 +6,8 @@ are copied there once for all layers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from asyncllm.attention.base import (
@@ -26,6 +28,17 @@ from asyncllm.kernels.latent_attention.kernel import attend_latents
 NUM_UPLOADS = 2  # steps that may be between upload and completion: one running, one launched ahead
 
 
+class _Rows(NamedTuple):
+    """As `attend_latents` takes them."""
+
+    pages: torch.Tensor
+    page_indptr: torch.Tensor
+    query_indptr: torch.Tensor
+    lengths: torch.Tensor
+    max_queries: int
+    max_len: int
+
+
 class LatentPages:
     """An `AttentionBackend` for layers with `latent_dim`, of one cache group and without a
     window."""
@@ -41,7 +54,7 @@ class LatentPages:
 
     def decode(self, rows: DecodeRows) -> Attend:
         (write_slots,) = rows.write_slots(self._cache.block_size)
-        arguments = self._decode_arguments(rows)
+        of_rows = self._decode_rows(rows)
 
         def attend(
             layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
@@ -49,7 +62,7 @@ class LatentPages:
             heads = self._write(layer, qkv, write_slots)
             q = heads.q.contiguous()
             out = torch.empty_like(q)
-            self._attend(layer, q, out, *arguments)
+            self._attend(layer, q, out, of_rows)
             return out.flatten(1)
 
         return attend
@@ -72,11 +85,11 @@ class LatentPages:
         out: torch.Tensor,
     ) -> AttendRows:
         start = 0 if decodes is None else len(decodes.positions)
-        of_decodes = None if decodes is None else self._decode_arguments(decodes)
+        of_decodes = None if decodes is None else self._decode_rows(decodes)
         with self._uploads as upload:
             _, rows = upload(prefills)
         indptr, kv_lens = prefills.query_indptr, prefills.kv_lens
-        of_prefills = (
+        of_prefills = _Rows(
             rows.pages, rows.page_indptr, rows.query_indptr, rows.kv_lens,
             int((indptr[1:] - indptr[:-1]).max()), int(kv_lens.max()),
         )  # fmt: skip
@@ -84,21 +97,20 @@ class LatentPages:
 
         def attend(layer: AttentionLayer) -> None:
             if of_decodes is not None:
-                self._attend(layer, q[:start], out[:start], *of_decodes)
-            self._attend(layer, q[start:end], out[start:end], *of_prefills)
+                self._attend(layer, q[:start], out[:start], of_decodes)
+            self._attend(layer, q[start:end], out[start:end], of_prefills)
 
         return attend
 
     def step_attention(self, max_tokens: int) -> None:
         return None
 
-    def _decode_arguments(self, rows: DecodeRows) -> tuple[torch.Tensor | int, ...]:
+    def _decode_rows(self, rows: DecodeRows) -> _Rows:
         (tables,) = rows.block_tables
-        num_rows, device = len(rows.positions), tables.device
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        starts = torch.arange(len(rows.positions) + 1, dtype=torch.int32, device=tables.device)
         max_len = tables.shape[1] * self._cache.block_size
         page_indptr = starts * tables.stride(0)
-        return tables, page_indptr, starts, rows.positions + 1, 1, max_len
+        return _Rows(tables, page_indptr, starts, rows.positions + 1, 1, max_len)
 
     def _write(
         self, layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, slots: torch.Tensor
@@ -109,18 +121,10 @@ class LatentPages:
         return qkv
 
     def _attend(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        pages: torch.Tensor,
-        page_indptr: torch.Tensor,
-        query_indptr: torch.Tensor,
-        lengths: torch.Tensor,
-        max_queries: int,
-        max_len: int,
+        self, layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor, rows: _Rows
     ) -> None:
         attend_latents(
-            layer, q, self._cache.layers[layer.index], pages, page_indptr, query_indptr, lengths,
-            out, max_queries=max_queries, max_len=max_len, num_sms=self._num_sms,
+            layer, q, self._cache.layers[layer.index], rows.pages, rows.page_indptr,
+            rows.query_indptr, rows.lengths, out, max_queries=rows.max_queries,
+            max_len=rows.max_len, num_sms=self._num_sms,
         )  # fmt: skip

@@ -97,7 +97,8 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     What a native family does not serve is left to transformers, unless ours was asked for. Raises
     as `build_model`.
     """
-    dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
+    backend = resolve_backend(config.attention_backend, torch.device(config.device))
+    dtype, latents = getattr(torch, config.dtype), keeps_latents(config, backend)
     model_len = config.max_model_len or config.model.context_window
     try:
         return config, model_without_memory(config.model, dtype, model_len, latents)
@@ -110,10 +111,9 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     return config, model_without_memory(config.model, dtype, model_len)
 
 
-def keeps_latents(config: EngineConfig) -> bool:
+def keeps_latents(config: EngineConfig, backend: str) -> bool:
     """Whether attention takes latents: torch's does, and a kernel of ours on CUDA. With adapters
-    keys and values are made, as an adapter may change how."""
-    backend = resolve_backend(config.attention_backend, torch.device(config.device))
+    keys and values are made, as an adapter may change how. backend: as `resolve_backend` says."""
     return backend in ("torch", "flashinfer") and not config.enable_lora
 
 

@@ -41,7 +41,8 @@ ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
 
 def early_start(config: EngineConfig, device: torch.device) -> Start:
     """Before the model is built: by one without memory."""
-    dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
+    dtype = getattr(torch, config.dtype)
+    latents = keeps_latents(config, _backend(config, device))
     model = model_without_memory(config.model, dtype, ANY_LENGTH, latents)
     return start_of(config, model, device)
 
@@ -60,14 +61,17 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         is_dense=isinstance(model, DenseDecoder)
         and model.is_plain
         and not is_quantized(config.model),
-        attention_backend=resolve_backend(
-            config.attention_backend, device, is_fp8=config.kv_cache_dtype != config.dtype
-        ),
+        attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
         free_decode_sizes=config.cuda_graph_sizes if is_free else (),
         new_state=lambda num_pages, vocab_size: DeviceState(1, num_pages, vocab_size, device),
     )
+
+
+def _backend(config: EngineConfig, device: torch.device) -> str:
+    is_fp8 = config.kv_cache_dtype != config.dtype
+    return resolve_backend(config.attention_backend, device, is_fp8=is_fp8)
 
 
 class KernelPrewarm:

@@ -27,7 +27,11 @@ PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64  # one program merges them in one go
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+# Where a step's rows begin in their upload differs from step to step.
+ROW_POINTERS = ["pages_ptr", "page_indptr", "query_indptr", "lengths_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=ROW_POINTERS)
 def _attend(
     q_ptr, cache_ptr, pages_ptr, page_indptr, query_indptr, lengths_ptr, out_ptr, partial_ptr,
     lse_ptr, page_stride, scale_log2, num_splits,
