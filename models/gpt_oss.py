@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
         size=hf.intermediate_size,
         load=_load,
         bias=True,
-        activation=Activation("clamped", limit=hf.swiglu_limit, alpha=hf.swiglu_alpha),
+        activation=_activation(hf),
     )
     top_k = positive(config, "num_experts_per_tok", at_most="num_local_experts")
     routing = Routing(top_k, "top_softmax")
@@ -42,6 +43,12 @@ def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
         feed_forward=feed_forward,
     )
     return DenseDecoder(config, spec, build)
+
+
+def _activation(hf: Any) -> Activation:
+    """Older configurations have no keys for it; these are the values that their code has."""
+    limit, alpha = getattr(hf, "swiglu_limit", 7.0), getattr(hf, "swiglu_alpha", 1.702)
+    return Activation("clamped", limit=limit, alpha=alpha)
 
 
 def _load(name: str, weights: ExpertWeights) -> Iterator[Load]:

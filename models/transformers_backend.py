@@ -41,7 +41,12 @@ from asyncllm.models.transformers_attention import (
 from asyncllm.models.transformers_experts import replace_experts
 from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rotation
 from asyncllm.models.transformers_indexed import SEEN, check_index, leave_out_index
-from asyncllm.models.transformers_legacy import LEGACY, REQUIRED, replace_attention
+from asyncllm.models.transformers_legacy import (
+    LEGACY,
+    HidesNothing,
+    check_legacy,
+    replace_attention,
+)
 from asyncllm.models.transformers_rope import (
     HANDLER,
     STATIC_ROPE_TYPES,
@@ -161,9 +166,8 @@ def _without_weights(config: ModelConfig, build: Build) -> Any:
     if model_class._is_stateful:
         raise Unservable("has recurrent layers")
     is_legacy = config.architecture in LEGACY
-    for key, values in REQUIRED.items() if is_legacy else ():
-        if (value := getattr(config.hf_config, key, None)) not in values:
-            raise Unservable(f"has {key} {value!r}")
+    if is_legacy:
+        check_legacy(config.architecture, config.hf_config)
     if getattr(text, "use_bidirectional_attention", None) == "vision":
         text.use_bidirectional_attention = (
             None  # between an image's tokens, of which there are none

@@ -126,6 +126,16 @@ class _SortedExperts(_Replaced):
         return F.grouped_mm(inputs, self.weight.transpose(1, 2), offs=ends)
 
 
+class _SortedTransposed(_Replaced):
+    """Aria's: the same by weights [experts, in, out]."""
+
+    def forward(self, input: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        if input.device.type == "meta":
+            return input.new_empty(len(input), self.out_features)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(input, self.weight, offs=ends)
+
+
 class _OneLanguage(_Replaced):
     """X-MOD's adapters: all tokens have that of the default language."""
 
@@ -142,6 +152,7 @@ class _OneLanguage(_Replaced):
 
 
 REPLACED: dict[str, type[nn.Module]] = {
+    "AriaGroupedExpertsGemm": _SortedTransposed,  # of older versions
     "DbrxExperts": _StackedExperts,
     "JetMoeParallelExperts": _SortedExperts,
     "JetMoeTopKGating": _DeviceSizes,

@@ -18,6 +18,7 @@ from asyncllm.models.transformers_attention import Unservable
 # By type of layers: how many tokens each sees at least, and what says so.
 SEEN: dict[str, tuple[Callable[[Any], int], str]] = {
     "indexed_attention": (lambda text: int(text.index_topk), "index_topk"),
+    "deepseek_sparse_attention": (lambda text: int(text.index_topk), "index_topk"),  # older
     "minimax_m3_sparse": (
         lambda text: int(text.index_topk_blocks * text.index_block_size),
         "index_topk_blocks * index_block_size",

@@ -29,17 +29,28 @@ LEGACY = frozenset(
         "RemBertForCausalLM", "RoFormerForCausalLM", "TrOCRForCausalLM", "XGLMForCausalLM",
     }
 )  # fmt: skip
-# What else these would compute: a key and the values of it that are served.
-REQUIRED: dict[str, tuple[object, ...]] = {
-    "is_decoder": (True, None),
-    "attention_type": ("original_full", None),  # else BigBird's are sparse
-}
+# Encoders, unless their configuration says otherwise.
+ENCODERS = frozenset(
+    {
+        "BigBirdForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM",
+        "RoFormerForCausalLM",
+    }
+)  # fmt: skip
 SLOPES = "asyncllm_slopes"  # the attribute of modules whose scores get them
 PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm}
 DIVISIONS = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.__itruediv__}
 MULTIPLICATIONS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__imul__}
 SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
 KEEPING = {F.softmax, F.dropout, torch.max, torch.where, torch.softmax}  # ours does it, or nobody
+
+
+def check_legacy(architecture: str, config: Any) -> None:
+    """Of a class of LEGACY. Raises `Unservable` where it would compute something else."""
+    is_decoder = getattr(config, "is_decoder", None)
+    if is_decoder is False or (is_decoder is None and architecture in ENCODERS):
+        raise Unservable(f"has is_decoder {is_decoder!r}")
+    if getattr(config, "attention_type", "original_full") != "original_full":
+        raise Unservable(f"has attention_type {config.attention_type!r}")
 
 
 class Scores:

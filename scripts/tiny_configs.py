@@ -44,12 +44,14 @@ VARIANTS: list[dict[str, Any]] = [
 
 # What else a class needs: sizes under names of its own, or choices that it checks.
 BY_CLASS: dict[str, dict[str, Any]] = {
-    "BigBirdForCausalLM": {"attention_type": "original_full"},
+    "BigBirdForCausalLM": {"attention_type": "original_full", "is_decoder": True},
     "BloomForCausalLM": {"n_layer": 3, "n_head": 4, "seq_length": 64},
     "CohereCompassForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1],
+            },
             "full_attention": None,
         },
     },
@@ -63,8 +65,11 @@ BY_CLASS: dict[str, dict[str, Any]] = {
         "num_heads": 4,
     },
     "LongcatFlashForCausalLM": {"num_layers": 2, "head_dim": 4},
+    "MegatronBertForCausalLM": {"is_decoder": True},
     "MoshiForCausalLM": {"sliding_window": 64},
     "MptForCausalLM": {"n_heads": 4, "n_layers": 3, "max_seq_len": 64},
+    "RemBertForCausalLM": {"is_decoder": True},
+    "RoFormerForCausalLM": {"is_decoder": True},
     "XmodForCausalLM": {"default_language": "en_XX", "languages": ["de_DE", "en_XX"]},
 }  # fmt: skip
 
