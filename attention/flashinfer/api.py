@@ -42,7 +42,7 @@ def _find_prefill_module() -> Callable[..., Any] | None:
         except ImportError as error:
             reason = str(error)
         else:
-            return get_batch_prefill_module  # type: ignore[no-any-return]
+            return get_batch_prefill_module
     logger.warning("falling back to FlashInfer's public calls, which are slower: %s", reason)
     return None
 
