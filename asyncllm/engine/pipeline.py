@@ -23,14 +23,7 @@ from typing import Protocol
 
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
-
-
-class Launched(Protocol):
-    """A step that the device has been given, all of it or its forward pass."""
-
-    async def wait(self) -> StepResult:
-        """Its tokens. Never blocks the event loop; raises what the device raised."""
-        ...
+from asyncllm.worker.executor import LaunchedStep
 
 
 class Steps(Protocol):
@@ -41,11 +34,11 @@ class Steps(Protocol):
         ...
 
     def plan(self) -> StepPlan | None: ...
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device; without its sampling if it `needs_host`."""
         ...
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
         """Launch the sampling of a step that `needs_host`; all steps before are finished.
 
         It calls `emit` when nothing more can be done for the device.
@@ -67,7 +60,7 @@ class Steps(Protocol):
 
 async def run_ahead(steps: Steps) -> None:
     """Run for ever, one step ahead. Ends by cancellation or by what a verb raises."""
-    in_flight: tuple[StepPlan, Launched] | None = None
+    in_flight: tuple[StepPlan, LaunchedStep] | None = None
     while True:
         if in_flight is not None:
             await steps.wait_to_plan()

@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from asyncllm.engine import prefill_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
+from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
@@ -108,7 +109,6 @@ class World:
         self.num_to_come = rng.randint(4, 16)
         self.rush = rng.choice([0, 0, 1, 6])  # most event loop turns between two arrivals
         self.abort_rate = rng.choice([0.0, 0.02, 0.1, 0.2])
-        self.masks = np.zeros((max_num_seqs, VOCAB_SIZE // 32), np.int32)
         self.bases = [[rng.randint(0, 2) for _ in range(12)] for _ in range(2)]
 
     # --- the verbs of the pipeline ---
@@ -155,7 +155,7 @@ class World:
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+    async def constrain(self, plan: StepPlan, launched: Any) -> None:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
         assert isinstance(launched, FakeLaunched)
@@ -174,7 +174,7 @@ class World:
 
     def host(self) -> np.ndarray:
         """As a mask buffer."""
-        return self.masks
+        return self.device.masks
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.seen["wasted row"] += sum(
