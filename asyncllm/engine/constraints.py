@@ -18,7 +18,6 @@ import numpy as np
 
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Sequence, SequenceStatus
-from asyncllm.worker.packed_step import NO_ROWS
 
 # Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
 # That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
@@ -58,7 +57,7 @@ def constrain(
         if seq.constraint is not None and seq.status is not SequenceStatus.FINISHED
     ]
     if not rows:
-        sample(NO_ROWS)
+        sample(np.zeros(0, np.int32))
         return Constrained([], [], time.monotonic() - start)
     seqs = [seq for _, seq in rows]
     bits = buffer()[: len(rows)]

@@ -19,11 +19,13 @@ tokens. Both are tested with a fake device.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
-from asyncllm.worker.executor import LaunchedStep
+
+if TYPE_CHECKING:  # torch is behind it
+    from asyncllm.worker.executor import LaunchedStep
 
 
 class Steps(Protocol):
