@@ -19,7 +19,6 @@ import random
 from dataclasses import dataclass, field
 from statistics import fmean
 
-import numpy as np
 from simulated_device import DEVICES, Device
 
 from asyncllm.config import PREFILL_GRAPH_SIZES
@@ -104,9 +103,6 @@ class SimulatedStep:
     """A `LaunchedStep` whose times are known at its launch."""
 
     times: DeviceTimes
-
-    def sample(self, masked_rows: np.ndarray) -> None:
-        raise NotImplementedError
 
     async def wait(self) -> StepResult:
         raise NotImplementedError

@@ -26,9 +26,8 @@ from asyncllm.server.service import SERVICE, Service
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import Sequence, StepResult
 from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.executor import DeviceTimes
+from asyncllm.worker.executor import DeviceTimes, HostStep, LaunchedStep
 from asyncllm.worker.memory import MemoryPlan
-from asyncllm.worker.packed_step import NO_ROWS
 from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
@@ -52,19 +51,16 @@ class SimulatedStep:
 
     def __init__(
         self,
+        tokens: torch.Tensor,
+        event: SimulatedEvent,
         waiter: EventWaiter,
         step_s: float,
         shape: StepShape,
-        rest: Callable[[], tuple[torch.Tensor, float]],
     ) -> None:
-        """rest: gives the tokens, and when the device is done with them."""
+        self.event = event
         self._step_s, self._shape = step_s, shape
-        self._waiter, self._rest = waiter, rest
+        self._tokens, self._waiter = tokens, waiter
         self._submitted_s = time.perf_counter()
-
-    def sample(self, masked_rows: np.ndarray) -> None:
-        self._tokens, due_s = self._rest()
-        self.event = SimulatedEvent(due_s)
 
     async def wait(self) -> StepResult:
         await self._waiter.wait(self.event, self._submitted_s, self._shape)
@@ -112,7 +108,7 @@ class SimulatedWorker:
     def processors_for(self, params: object) -> tuple[int, ...]:
         return ()
 
-    def launch(self, plan: StepPlan) -> SimulatedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         inputs = self.packer.pack(plan)
         step_s, host_s = self.step_s, self.decode_host_s
         if plan.prefills:
@@ -122,26 +118,27 @@ class SimulatedWorker:
         kind = StepKind.of(len(plan.decodes), plan.num_tokens - len(plan.decodes))
         shape = StepShape(kind, plan.num_tokens)
         _spin(host_s)
+        if not plan.needs_host:
+            return self._step(self._words(len(inputs.sampled_slots)), step_s, shape)
 
-        def end() -> tuple[torch.Tensor, float]:
-            if not plan.needs_host:
-                return self._words(len(inputs.sampled_slots)), self._free_s
+        def end(masked_rows: np.ndarray) -> LaunchedStep:
             self.packer.pack_edits(inputs)
             late_s = time.perf_counter() - self._free_s
             self.lateness_s.append(late_s)
             self._free_s += max(0.0, late_s)
             said = [self.answer(seq)[seq.num_output_tokens] for seq in plan.sampled]
-            return torch.tensor(said, dtype=torch.int32), self._free_s
+            return self._step(torch.tensor(said, dtype=torch.int32), step_s, shape)
 
-        step = SimulatedStep(self._waiter, step_s, shape, end)
-        self.in_flight.append(step)
-        if not plan.needs_host:
-            step.sample(NO_ROWS)
-        return step
+        return HostStep(end)
 
     def _words(self, number: int) -> torch.Tensor:
         self._next = (self._next + 997) % (len(self._tokens) - number)
         return self._tokens[self._next : self._next + number]
+
+    def _step(self, tokens: torch.Tensor, step_s: float, shape: StepShape) -> SimulatedStep:
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, step_s, shape)
+        self.in_flight.append(step)
+        return step
 
     def drain(self) -> None:
         time.sleep(max(0.0, self._free_s - time.perf_counter()))

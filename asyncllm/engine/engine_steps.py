@@ -18,6 +18,7 @@ from functools import partial
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.non_finite import end_without_token
+from asyncllm.engine.pipeline import Launched
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger, StepRecord
 from asyncllm.engine.step_clock import LoopLag, StepClock
@@ -25,7 +26,7 @@ from asyncllm.engine.watchdog import Watchdog
 from asyncllm.host import in_own_thread
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
-from asyncllm.worker.executor import LaunchedStep
+from asyncllm.worker.executor import HostStep
 from asyncllm.worker.worker import CaptureGraph, Worker
 
 logger = logging.getLogger("asyncllm")
@@ -106,7 +107,7 @@ class EngineSteps:
         self._host_seconds["plan"] += time.monotonic() - start
         return plan
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> Launched:
         start = time.monotonic()
         launched = self._worker.launch(plan)
         now = time.monotonic()
@@ -115,12 +116,13 @@ class EngineSteps:
         self._live.scheduler.publish_planned()  # now that the device is at work
         return launched
 
-    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         """Let grammars and processors speak, off the loop, and launch the sampling with it.
 
         Clients get their tokens while masks are filled, which needs no GIL: neither waits for the
         other.
         """
+        assert isinstance(launched, HostStep)
         loop, filling = asyncio.get_running_loop(), asyncio.Event()
         masks, begun = (
             self._worker.token_masks.host,

@@ -19,13 +19,18 @@ tokens. Both are tested with a fake device.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 
-if TYPE_CHECKING:  # torch is behind it
-    from asyncllm.worker.executor import LaunchedStep
+
+class Launched(Protocol):
+    """A step that the device has been given, all of it or its forward pass."""
+
+    async def wait(self) -> StepResult:
+        """Its tokens. Never blocks the event loop; raises what the device raised."""
+        ...
 
 
 class Steps(Protocol):
@@ -36,11 +41,11 @@ class Steps(Protocol):
         ...
 
     def plan(self) -> StepPlan | None: ...
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> Launched:
         """Give the step to the device; without its sampling if it `needs_host`."""
         ...
 
-    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         """Launch the sampling of a step that `needs_host`; all steps before are finished.
 
         It calls `emit` when nothing more can be done for the device.
@@ -62,7 +67,7 @@ class Steps(Protocol):
 
 async def run_ahead(steps: Steps) -> None:
     """Run for ever, one step ahead. Ends by cancellation or by what a verb raises."""
-    in_flight: tuple[StepPlan, LaunchedStep] | None = None
+    in_flight: tuple[StepPlan, Launched] | None = None
     while True:
         if in_flight is not None:
             await steps.wait_to_plan()

@@ -2,9 +2,9 @@
 
 `submit(work)` gives the device one step. `work()` does it and returns `collect`, which reads the
 results once the device is done. Steps run in the order of their submission, always: that order
-is what makes slots and pages reusable at once (see scheduler.py). `begin(first, rest)` gives it the
-first part of a step; its `sample` gives it the rest, later and from any thread, before anything
-else.
+is what makes slots and pages reusable at once (see scheduler.py). `begin(first)` gives it the first
+part of a step; the function that it returns gives it the rest, later and from any thread, before
+anything else.
 Steps of one `shape` last about as long, which says how long the next of them is waited for.
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,50 +42,51 @@ class DeviceTimes:
     ended: float = 0.0
 
 
-# Made of the rows that have masks, int32 [masked]: what does the rest of a step, given what its
-# first part returned.
-Rest = Callable[[np.ndarray], Callable[[T], Collect]]
-
-
 class LaunchedStep(Protocol):
-    def sample(self, masked_rows: np.ndarray) -> None:
-        """Launch the rest of a step that was begun, once, all steps before being finished."""
-        ...
-
-    async def wait(self) -> StepResult:
-        """Its tokens. Never blocks the event loop; raises what the device raised."""
-        ...
+    async def wait(self) -> StepResult: ...
 
     def device_times(self) -> DeviceTimes:
         """When the device worked on it; after `wait`."""
         ...
 
 
-class _ThreadStep:
-    """A step whose parts are jobs of one thread."""
+# Gives a begun step the rest of its work, which gets what the first part returned: once.
+EndStep = Callable[[Callable[[T], Collect]], LaunchedStep]
 
-    def __init__(self, thread: ThreadPoolExecutor, rest: Rest[Any] | None = None) -> None:
-        """rest: None for a step that is submitted whole."""
-        self._thread, self._rest = thread, rest
-        self._times = DeviceTimes()
 
-    def submit(self, job: Callable[[], Any]) -> _ThreadStep:
-        self._done = self._thread.submit(_timed, job, self._times)
-        return self
+class HostStep:
+    """A step whose forward pass is launched: what is sampled from waits on the device for what the
+    host has to say. `sample`, once, launches the rest; then `wait`."""
+
+    def __init__(self, end: Callable[[np.ndarray], LaunchedStep]) -> None:
+        self._end = end
+        self._whole: LaunchedStep | None = None
 
     def sample(self, masked_rows: np.ndarray) -> None:
-        assert self._rest is not None, "a step is sampled twice"
-        rest, begun, self._rest = self._rest(masked_rows), self._done, None
-        # `begun` is done by then, this thread's job before, and raises what its job raised.
-        self.submit(lambda: rest(begun.result())())
+        """From any thread, all steps before being finished, and before any other launch.
+        masked_rows: int32, the rows that the first masks in the buffer are for."""
+        assert self._whole is None, "a step is sampled twice"
+        self._whole = self._end(masked_rows)
 
     async def wait(self) -> StepResult:
-        assert self._rest is None, "a step is awaited that nobody samples"
-        result: StepResult = await asyncio.wrap_future(self._done)
-        return result
+        assert self._whole is not None, "a step is awaited that nobody samples"
+        return await self._whole.wait()
 
     def device_times(self) -> DeviceTimes:
-        return self._times
+        assert self._whole is not None
+        return self._whole.device_times()
+
+
+@dataclass(slots=True, eq=False)
+class _ThreadStep:
+    future: Future[StepResult]
+    times: DeviceTimes
+
+    async def wait(self) -> StepResult:
+        return await asyncio.wrap_future(self.future)
+
+    def device_times(self) -> DeviceTimes:
+        return self.times
 
 
 class ThreadExecutor:
@@ -95,12 +96,19 @@ class ThreadExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-cpu")
 
     def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
-        return _ThreadStep(self._thread).submit(lambda: work()())
+        times = DeviceTimes()
+        return _ThreadStep(self._thread.submit(_timed, lambda: work()(), times), times)
 
-    def begin(
-        self, first: Callable[[], T], rest: Rest[T], shape: StepShape | None = None
-    ) -> LaunchedStep:
-        return _ThreadStep(self._thread, rest).submit(first)
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
+        times = DeviceTimes()
+        begun = self._thread.submit(_timed, first, times)
+
+        def end(rest: Callable[[T], Collect]) -> LaunchedStep:
+            # `begun` is done by then, this thread's job before, and raises what `first` raised.
+            done = self._thread.submit(_timed, lambda: rest(begun.result())(), times)
+            return _ThreadStep(done, times)
+
+        return end
 
     def between_steps(self) -> AbstractContextManager[None]:
         """Work of the calling thread, after all steps so far; done when it is left."""
@@ -158,11 +166,9 @@ class EventStep:
         waiter: EventWaiter,
         clock: StreamClock,
         shape: StepShape | None,
-        rest: Callable[[np.ndarray], Collect] | None = None,
     ) -> None:
-        """Right before the first of its work is enqueued. rest: enqueues what `sample` launches."""
+        """Right before the first of its work is enqueued."""
         self._stream, self._waiter, self._clock, self._shape = stream, waiter, clock, shape
-        self._rest = rest
         self._submitted_s = time.perf_counter()
         self._start = torch.cuda.Event(enable_timing=True)
         self._start.record(stream)  # said, not looked up: that takes longer
@@ -176,14 +182,7 @@ class EventStep:
         self._done.record(self._stream)
         return self
 
-    def sample(self, masked_rows: np.ndarray) -> None:
-        assert self._rest is not None, "a step is sampled twice"
-        rest, self._rest = self._rest, None
-        with torch.inference_mode(), self._stream:
-            self.end(rest(masked_rows))
-
     async def wait(self) -> StepResult:
-        assert self._rest is None, "a step is awaited that nobody samples"
         await self._waiter.wait(self._done, self._submitted_s, self._shape)
         self._seen = time.monotonic()
         return self._collect()
@@ -213,16 +212,15 @@ class StreamExecutor:
         with torch.inference_mode(), self.stream:
             return EventStep(self.stream, self._waiter, self._clock, shape).end(work())
 
-    def begin(
-        self, first: Callable[[], T], rest: Rest[T], shape: StepShape | None = None
-    ) -> LaunchedStep:
-        def go_on(masked_rows: np.ndarray) -> Collect:
-            return rest(masked_rows)(value)
-
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
         with torch.inference_mode(), self.stream:
-            step = EventStep(self.stream, self._waiter, self._clock, shape, go_on)
-            value = first()
-        return step
+            step, value = EventStep(self.stream, self._waiter, self._clock, shape), first()
+
+        def end(rest: Callable[[T], Collect]) -> LaunchedStep:
+            with torch.inference_mode(), self.stream:
+                return step.end(rest(value))
+
+        return end
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 `launch` packs the plan on the host and gives the executor `_forward` (page moves, state changes,
 forward pass) and `StepSampling.run` (sampling, the copies back); they only enqueue. A step of
 decodes only is `decode_step`, eager or from a graph: the same function. Where rows need the host,
-`launch` gives only `_forward`, and `LaunchedStep.sample` the rest.
+`launch` gives only `_forward`, and `HostStep.sample` the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_step import MixedStep, eager_shape
@@ -88,7 +88,7 @@ class ModelRunner:
         )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Give the step to the device, only its forward pass where the plan `needs_host`.
+        """Give the step to the device, a `HostStep` where the plan `needs_host`.
 
         The plan's effects are as if it were done already.
         """
@@ -101,12 +101,15 @@ class ModelRunner:
             return self._executor.submit(
                 lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape
             )
+        end = self._executor.begin(lambda: self._forward(step, graph), shape)
 
-        def sample(masked_rows: np.ndarray) -> Callable[[Forwarded | None], Collect]:
+        def sample(masked_rows: np.ndarray) -> LaunchedStep:
             edits = self._packer.pack_edits(step)  # now: the tokens will move on
-            return lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masked_rows)
+            return end(
+                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masked_rows)
+            )
 
-        return self._executor.begin(lambda: self._forward(step, graph), sample, shape)
+        return HostStep(sample)
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""

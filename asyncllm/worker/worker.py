@@ -212,7 +212,7 @@ class Worker:
         return self._processors.needed_by(params)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """All of it, or its forward pass where it `needs_host`."""
+        """All of it, or (`HostStep`) its forward pass where it `needs_host`."""
         return self.runner.launch(plan)
 
     def drain(self) -> None:

@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from asyncllm.engine import prefill_planner as planner_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.pipeline import run_ahead, run_synchronous
+from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
@@ -155,7 +154,7 @@ class World:
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
 
-    async def constrain(self, plan: StepPlan, launched: Any) -> None:
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
         assert isinstance(launched, FakeLaunched)

@@ -28,7 +28,7 @@ from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, TokenConstraint
-from asyncllm.worker.executor import _ThreadStep
+from asyncllm.worker.executor import HostStep
 from tests.engine.automaton import Automaton
 from tests.engine.sampled_in_full import count_in_full
 from tests.waiting import PATIENCE_SECONDS
@@ -392,10 +392,10 @@ def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
 def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
     async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _ThreadStep.sample
+    plain = HostStep.sample
     num_left = 5
 
-    def sample(self: _ThreadStep, masked_rows: np.ndarray) -> None:
+    def sample(self: HostStep, masked_rows: np.ndarray) -> None:
         nonlocal num_left
         num_left -= 1
         if num_left == 0:
@@ -406,7 +406,7 @@ def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
         async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
             params = by(automaton(1), GREEDY)
             expected = await tokens(engine, PROMPTS[0], params)
-            monkeypatch.setattr(_ThreadStep, "sample", sample)
+            monkeypatch.setattr(HostStep, "sample", sample)
             failed = await tokens(engine, PROMPTS[0], params)
             assert isinstance(failed, RequestFailedError)
             assert "no memory for a sampling" in str(failed)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncllm.engine.pipeline import Steps, run_ahead, run_synchronous
+from asyncllm.engine.pipeline import Launched, Steps, run_ahead, run_synchronous
 from asyncllm.step_plan import NO_DECODES, StepPlan
 from asyncllm.types import Sequence, StepResult
 from tests.engine.builders import make_request, make_scheduler
@@ -64,7 +64,7 @@ class Script:
         self.note(f"launch {plan.step_id}")
         return ScriptLaunched(self, plan.step_id)
 
-    async def constrain(self, plan: StepPlan, launched: Any) -> None:
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         await asyncio.sleep(0)
         self.note(f"constrain {plan.step_id}")
         self.emit()
@@ -270,7 +270,7 @@ class SmallEngine:
     def emit(self) -> None:
         pass
 
-    async def constrain(self, plan: StepPlan, launched: Any) -> None:
+    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         assert isinstance(launched, FakeLaunched)
         launched.sample(np.zeros(0, np.int32))
 

@@ -9,7 +9,6 @@ import pytest
 
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import Collect, ThreadExecutor
-from asyncllm.worker.packed_step import NO_ROWS
 
 
 def test_a_step_in_two_parts_runs_in_order_and_counts_as_one() -> None:
@@ -27,10 +26,10 @@ def test_a_step_in_two_parts_runs_in_order_and_counts_as_one() -> None:
             order.append("rest")
             return lambda: StepResult([value])
 
-        step = executor.begin(first, lambda masked_rows: rest)
+        end = executor.begin(first)
         assert order == [], "it runs on the device, not here"
         may_begin.set()
-        await asyncio.to_thread(step.sample, NO_ROWS)
+        step = await asyncio.to_thread(end, rest)
         after = executor.submit(lambda: lambda: StepResult([len(order)]))
         assert (await step.wait()).token_ids == [7]
         assert (await after.wait()).token_ids == [2]
@@ -52,8 +51,7 @@ def test_what_the_first_part_raises_comes_out_of_the_step() -> None:
         def never(value: int) -> Collect:
             raise AssertionError("the rest of a step that failed")
 
-        step = executor.begin(boom, lambda masked_rows: never)
-        step.sample(NO_ROWS)
+        step = executor.begin(boom)(never)
         with pytest.raises(RuntimeError, match="boom"):
             await step.wait()
         assert (await executor.submit(lambda: lambda: StepResult([1])).wait()).token_ids == [1]
