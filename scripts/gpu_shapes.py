@@ -26,7 +26,7 @@ import torch
 from gpu_questions import EAGER, ROOMY, Args
 from model_shapes import SHAPES, bytes_of_step, cut, write_shape
 
-from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, TokensPrompt
 
 TIGHT = ROOMY | {"num_gpu_blocks_override": 60}  # all prompts and answers need 200 or more
 TIE = 0.25  # of two log-probabilities in bf16, whose sums another path adds in another order
@@ -49,7 +49,7 @@ async def answer(model: Path, args: Args, times: int = 1) -> list[list[RequestOu
     async with AsyncLLMEngine(str(model), **settings | args) as engine:
         answers = []
         for _ in range(times):
-            requests = ({"prompt_token_ids": ids} for ids in PROMPTS)
+            requests = [TokensPrompt(prompt_token_ids=ids) for ids in PROMPTS]
             answers.append(
                 await asyncio.gather(*(engine.generate(each, GREEDY) for each in requests))
             )
