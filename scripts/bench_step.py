@@ -33,7 +33,7 @@ from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.persistent_decode import PersistentDecode
-from asyncllm.worker.packed_step import CaptureGraph
+from asyncllm.worker.ranks.messages import CaptureGraph
 from asyncllm.worker.worker import Worker
 
 REPEATS = 30

@@ -108,23 +108,6 @@ class PromptLogprobs:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClearPages:
-    """Zero these pages, after all that was launched before."""
-
-    page_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureGraph:
-    """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
-
-
-# Work beside the steps, in the order of launches and commands. A record of numbers, as a
-# `PackedStep` is: whatever has a share of the model does the same in the same order.
-WorkerCommand = ClearPages | CaptureGraph
-
-
 TOKEN_STRIDE = 7919  # a prime: tokens of a padding step differ as far as the vocabulary goes
 NO_ROWS = np.zeros(0, np.int32)
 NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS[None])

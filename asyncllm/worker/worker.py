@@ -52,8 +52,8 @@ from asyncllm.worker.memory import (
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
-from asyncllm.worker.packed_step import CaptureGraph, ClearPages, WorkerCommand
 from asyncllm.worker.ranks.group import WorkerGroup
+from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, WorkerCommand
 from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.token_masks import TokenMaskBuffer

@@ -26,9 +26,16 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
 from asyncllm.models.parallel.gloo import GlooMesh, find_store
 from asyncllm.models.parallel.mesh import Mesh
-from asyncllm.worker.packed_step import CaptureGraph, ClearPages
 from asyncllm.worker.ranks.connection import READ_BYTES, Frames
-from asyncllm.worker.ranks.messages import Kind, Message, decode_config, decode_step, encode
+from asyncllm.worker.ranks.messages import (
+    CaptureGraph,
+    ClearPages,
+    Kind,
+    Message,
+    decode_config,
+    decode_step,
+    encode,
+)
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")

@@ -29,11 +29,14 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.models.parallel.gloo import GlooMesh, open_store
 from asyncllm.models.parallel.mesh import Mesh
-from asyncllm.worker.packed_step import CaptureGraph, ClearPages, PackedStep, WorkerCommand
+from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.connection import PeerThread
 from asyncllm.worker.ranks.messages import (
+    CaptureGraph,
+    ClearPages,
     Kind,
     Message,
+    WorkerCommand,
     encode,
     encode_config,
     encode_step,

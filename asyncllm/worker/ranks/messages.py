@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,23 @@ from asyncllm.worker.packed_step import (
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class ClearPages:
+    """Zero these pages, after all that was launched before."""
+
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureGraph:
+    """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
+
+
+# Work beside the steps, in the order of launches and commands. A record of numbers, as a
+# `PackedStep` is: whatever has a share of the model does the same in the same order.
+WorkerCommand = ClearPages | CaptureGraph
 
 
 class Kind(enum.IntEnum):
