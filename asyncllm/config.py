@@ -37,6 +37,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
 ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+DataParallelBackend = Literal["uni"]
 
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -98,6 +99,9 @@ class EngineConfig:
     max_queued_tokens: int
     max_queue_seconds: float
     watchdog_timeout: float
+    data_parallel_size: int
+    data_parallel_backend: DataParallelBackend
+    data_parallel_rank: int = 0
 
     @cached_property
     def num_slots(self) -> int:
@@ -193,6 +197,10 @@ class EngineArgs:
     watchdog_timeout: float = flag(
         30.0, "seconds without a finished step, amid requests, until /health says so"
     )
+    data_parallel_size: int = flag(
+        1, "engines, each with all of the model; a request runs on one of them", least=1
+    )
+    data_parallel_backend: DataParallelBackend = flag("uni", "uni: all engines in this process")
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
@@ -207,6 +215,8 @@ class EngineArgs:
                 f"{model.context_window} tokens"
             )
         device = _resolve_device(self.device)
+        if self.data_parallel_size > 1 and device != "cpu":
+            raise ValueError("data_parallel_size: engines of one process share its one CUDA device")
         max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
         resolved: dict[str, Any] = {
             "model": model,
@@ -226,7 +236,10 @@ class EngineArgs:
                 self.generation_config, path, self.override_generation_config
             ),
         }
-        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
+        given = {f.name for f in fields(EngineArgs)}
+        rest = {
+            f.name for f in fields(EngineConfig)
+        } & given - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
     def _model_path(self) -> Path:

@@ -26,7 +26,6 @@ REMOTE_CODE = "trust-remote-code"
 SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
-    "-dp": "data-parallel-size",
     "-ep": "enable-expert-parallel",
     "-asc": "api-server-count",
     "-cc": "compilation-config",
@@ -42,7 +41,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         """),
     ("accepted", "one process: there is nothing to choose", """
         api-server-count=1 renderer-num-workers=1 distributed-executor-backend=uni,mp
-        nnodes=1 node-rank=0 data-parallel-backend=mp max-parallel-loading-workers=*
+        nnodes=1 node-rank=0 max-parallel-loading-workers=*
         disable-custom-all-reduce?* disable-nccl-for-dp-synchronization?*
         distributed-timeout-seconds=* cpu-distributed-timeout-seconds=* headless?
         """),
@@ -74,7 +73,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
     ("other name", "the environment's HF_TOKEN", "hf-token"),
     ("other name", "--tokenizer ORG/NAME@REVISION", "tokenizer-revision"),
     ("not yet", "one GPU for each server", """
-        tensor-parallel-size=1 pipeline-parallel-size=1 data-parallel-size=1
+        tensor-parallel-size=1 pipeline-parallel-size=1
         data-parallel-size-local=1 prefill-context-parallel-size=1 decode-context-parallel-size=1
         enable-expert-parallel? all2all-backend cp-kv-cache-interleave-size=1
         dcp-kv-cache-interleave-size=1 dcp-comm-backend device-ids+ data-parallel-address
