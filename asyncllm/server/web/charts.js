@@ -58,29 +58,18 @@ export const bars = uPlot.paths.bars({ size: [0.8, 8], align: 0 });
 
 /** A square per letter of `cells`; `colours` by letter. */
 export function drawPages(canvas, cells, colours) {
-  const size = cellSize(canvas.clientWidth, cells.length);
-  const columns = Math.max(1, Math.floor(canvas.clientWidth / size));
-  const context = prepare(canvas, Math.ceil(cells.length / columns) * size);
+  const width = canvas.clientWidth;
+  const fitting = Math.floor(Math.sqrt((width * KV_HEIGHT_PX) / Math.max(1, cells.length)));
+  const size = Math.min(CELL_PX.max, Math.max(CELL_PX.min, fitting));
+  const columns = Math.max(1, Math.floor(width / size));
+  const height = Math.ceil(cells.length / columns) * size;
+  canvas.style.height = `${height}px`;
+  [canvas.width, canvas.height] = [width * devicePixelRatio, height * devicePixelRatio]; // clears it
+  const context = canvas.getContext("2d");
+  context.scale(devicePixelRatio, devicePixelRatio);
   const side = size - (size > 6 ? 2 : 1);
   for (let i = 0; i < cells.length; i++) {
     context.fillStyle = colours[cells[i]];
     context.fillRect((i % columns) * size, Math.floor(i / columns) * size, side, side);
   }
-}
-
-/** A context in CSS pixels, cleared; the canvas gets as many pixels as the screen has. */
-function prepare(canvas, height) {
-  const scale = devicePixelRatio;
-  canvas.style.height = `${height}px`;
-  const [wide, tall] = [canvas.clientWidth, height].map((size) => Math.round(size * scale));
-  if (canvas.width !== wide || canvas.height !== tall) [canvas.width, canvas.height] = [wide, tall];
-  const context = canvas.getContext("2d");
-  context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, canvas.clientWidth, height);
-  return context;
-}
-
-function cellSize(width, cells) {
-  const fitting = Math.floor(Math.sqrt((width * KV_HEIGHT_PX) / Math.max(1, cells)));
-  return Math.min(CELL_PX.max, Math.max(CELL_PX.min, fitting));
 }

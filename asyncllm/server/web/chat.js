@@ -2,13 +2,12 @@
 
 import { eventBatches, request } from "./api.js";
 import { applyChunk, describe, fail, newAnswer, reopen } from "./answer.js";
-import { AnswerView } from "./answer_view.js";
 import { ContextGauge } from "./context_gauge.js";
 import { branch, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
-import { byId, el, oncePerFrame } from "./dom.js";
+import { button, byId, el, oncePerFrame } from "./dom.js";
+import { AnswerView, userMessage } from "./messages.js";
 import { requestFields } from "./settings.js";
 import { saveConversation } from "./store.js";
-import { userMessage } from "./user_message.js";
 
 const SAVE_EVERY_MS = 1000; // while an answer grows
 const NEAR_END_PX = 48; // so close to the end, the view follows the text
@@ -16,7 +15,7 @@ const NEAR_END_PX = 48; // so close to the end, the view follows the text
 export class Chat {
   conversation = null;
 
-  #runs = new Map(); // conversation id -> {controller, answer, conversation}
+  #runs = new Map(); // conversation id -> {controller, conversation}
   #views = [];
   #follows = true;
   #leaving = false; // a reload breaks connections before it says so
@@ -27,7 +26,7 @@ export class Chat {
   #messages = byId("messages");
   #drawSoon = oncePerFrame(() => this.#draw());
 
-  /** `changed(conversation)`: titles or states to show elsewhere; `model()`: {id, max_model_len}. */
+  /** `changed()`: titles or states to show elsewhere; `model()`: {id, max_model_len}. */
   constructor(changed, model) {
     this.#changed = changed;
     this.#model = model;
@@ -35,11 +34,11 @@ export class Chat {
     byId("to-end").addEventListener("click", () => this.#toEnd());
     new ResizeObserver(() => this.#follow()).observe(this.#scroller);
     addEventListener("beforeunload", () => (this.#leaving = true));
-    addEventListener("pagehide", () => this.#runs.forEach((run) => save(run.conversation)));
+    addEventListener("pagehide", () => this.#runs.forEach((run) => saveConversation(run.conversation)));
   }
 
   get busy() {
-    return this.#runs.has(this.conversation?.id);
+    return this.isBusy(this.conversation?.id);
   }
 
   isBusy(id) {
@@ -63,9 +62,7 @@ export class Chat {
   /** Another answer in the place of `answer`, of the last one by default. */
   regenerate(answer = this.conversation.messages.at(-1)) {
     if (this.busy || answer?.role !== "assistant") return;
-    const branches = branch(this.conversation, this.#at(answer));
-    this.#redraw();
-    this.#answer({ ...newAnswer(performance.now()), branches });
+    this.#answer({ ...newAnswer(performance.now()), branches: this.#branch(answer) });
   }
 
   /** The last answer goes on where it stopped. */
@@ -81,9 +78,7 @@ export class Chat {
   /** `message` with another text; what followed stays to be turned back to. */
   edit(message, text) {
     if (this.busy || !text.trim()) return;
-    const branches = branch(this.conversation, this.#at(message));
-    this.#redraw();
-    this.#ask({ role: "user", content: text, branches });
+    this.#ask({ role: "user", content: text, branches: this.#branch(message) });
   }
 
   editLast() {
@@ -121,6 +116,13 @@ export class Chat {
     return this.conversation.messages.indexOf(message);
   }
 
+  /** Takes `message` and what follows away, and returns them as branches of what comes next. */
+  #branch(message) {
+    const branches = branch(this.conversation, this.#at(message));
+    this.#redraw();
+    return branches;
+  }
+
   #change(action) {
     if (this.busy) return;
     action();
@@ -138,7 +140,7 @@ export class Chat {
 
   async #answer(answer) {
     const { conversation } = this;
-    const run = { controller: new AbortController(), answer, conversation };
+    const run = { controller: new AbortController(), conversation };
     this.#runs.set(conversation.id, run);
     this.#leaving = false; // it was called off
     const history = messagesFor(conversation);
@@ -149,7 +151,7 @@ export class Chat {
     this.#add(answer);
     this.#toEnd();
     this.#note(conversation);
-    await this.#stream(run, history);
+    await this.#stream(run, answer, history);
     if (this.#runs.get(conversation.id) !== run) return; // deleted meanwhile
     this.#runs.delete(conversation.id);
     this.#drawSoon();
@@ -157,36 +159,30 @@ export class Chat {
     byId("status").textContent = answer.error ?? `Answer complete. ${describe(answer)}`;
   }
 
-  async #stream(run, history) {
-    const { answer, controller, conversation } = run;
+  async #stream({ controller: { signal }, conversation }, answer, history) {
+    let saved = performance.now();
     try {
-      const response = await request("v1/chat/completions", {
-        body: body(history, this.#model().id), signal: controller.signal,
-      });
-      let saved = performance.now();
+      const response = await request("v1/chat/completions", { body: body(history, this.#model().id), signal });
       for await (const events of eventBatches(response)) {
         const now = performance.now();
-        for (const event of events) {
-          if (event !== "[DONE]") applyChunk(answer, JSON.parse(event), now);
-        }
+        for (const event of events) if (event !== "[DONE]") applyChunk(answer, JSON.parse(event), now);
         this.#drawSoon();
-        if (now - saved > SAVE_EVERY_MS) {
-          saved = now;
-          save(conversation);
-        }
+        if (now - saved <= SAVE_EVERY_MS) continue;
+        saved = now;
+        saveConversation(conversation);
       }
       if (!answer.finish) fail(answer, "The connection ended before the answer did.");
     } catch (error) {
-      if (controller.signal.aborted || this.#leaving) answer.finish = "stopped";
+      if (signal.aborted || this.#leaving) answer.finish = "stopped";
       else fail(answer, error.message);
     }
   }
 
   #note(conversation) {
     const notice = byId("notice");
-    notice.hidden = save(conversation);
+    notice.hidden = saveConversation(conversation);
     notice.textContent = "This browser's storage is full: the conversation is not kept.";
-    this.#changed(conversation);
+    this.#changed();
   }
 
   // --- drawing and scrolling ---
@@ -204,8 +200,7 @@ export class Chat {
 
   #divider(count) {
     const again = () => this.#change(() => (this.conversation.numDropped = 0));
-    return el("p", { class: "divider" }, `${count} messages above are not sent.`,
-      el("button", { type: "button", class: "quiet", onclick: again }, "Send them again"));
+    return el("p", { class: "divider" }, `${count} messages above are not sent.`, button("Send them again", again));
   }
 
   #add(message) {
@@ -224,7 +219,7 @@ export class Chat {
 
   /** Again when the model is known, or another one. */
   drawGauge() {
-    this.#gauge.draw(this.conversation, this.#model()?.max_model_len);
+    this.#gauge.draw(this.conversation, this.#model().max_model_len);
   }
 
   #follow() {
@@ -243,8 +238,6 @@ export class Chat {
     byId("to-end").hidden = this.#follows;
   }
 }
-
-const save = saveConversation;
 
 function body(messages, model) {
   const goesOn = messages.at(-1)?.role === "assistant";

@@ -29,8 +29,7 @@ export class Dashboard {
   #panel;
   #isVisible = false;
   #controller = null;
-  #rates = { generation: [], prompt: [] };
-  #steps = [];
+  #rates = []; // of the last snapshots
   #latest = null;
   #finishedPerS = 0;
   #drawSoon = oncePerFrame(() => this.#draw());
@@ -77,48 +76,28 @@ export class Dashboard {
         this.#say("lost", "The server ended the feed. Trying again …");
       } catch (error) {
         if (signal.aborted) return;
-        if (error.status === 401) return this.#giveUp(error.message);
-        this.#say("lost", `${error.message} Trying again …`);
+        const isRefused = error.status === 401; // nobody gave the key: to be asked again, open the panel again
+        this.#say("lost", isRefused ? error.message : `${error.message} Trying again …`);
+        if (isRefused) return (this.#controller = null);
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     }
   }
 
-  /** Nobody gave the key: to be asked again, close the panel and open it. */
-  #giveUp(message) {
-    this.#controller = null;
-    this.#say("lost", message);
-  }
-
   #take(snapshot) {
     if (snapshot.server) return this.#begin(snapshot.server);
-    const before = this.#latest;
+    const { monotonic, totals, rates } = snapshot;
+    const before = this.#latest ?? snapshot;
+    const seconds = Math.max(monotonic - before.monotonic, 1e-3);
+    this.#finishedPerS = (sum(totals.finished) - sum(before.totals.finished)) / seconds;
+    this.#rates.push(rates);
+    this.#rates.splice(0, this.#rates.length - HISTORY);
     this.#latest = snapshot;
-    if (before) this.#note(before, snapshot);
-    const last = this.#steps.at(-1)?.step_id ?? -1;
-    this.#steps.push(...snapshot.steps.filter((step) => step.step_id > last));
-    this.#steps.splice(0, this.#steps.length - MAX_STEPS);
     this.#drawSoon();
   }
 
-  /** Rates are differences of totals over the time between two snapshots. */
-  #note({ monotonic, totals: old }, { monotonic: now, totals }) {
-    const seconds = Math.max(now - monotonic, 1e-3);
-    const computed = (counts) => counts.prompt_tokens - counts.cached_tokens;
-    const rates = {
-      generation: (totals.generation_tokens - old.generation_tokens) / seconds,
-      prompt: (computed(totals) - computed(old)) / seconds,
-    };
-    for (const [name, values] of Object.entries(this.#rates)) {
-      values.push(rates[name]);
-      if (values.length > HISTORY) values.shift();
-    }
-    this.#finishedPerS = (sum(totals.finished) - sum(old.finished)) / seconds;
-  }
-
   #begin(server) {
-    this.#rates = { generation: [], prompt: [] };
-    this.#steps = [];
+    this.#rates = [];
     this.#latest = null;
     this.#say("live", [server.architecture, server.dtype, server.device, server.attention_backend].join(" · "));
   }
@@ -165,7 +144,6 @@ export class Dashboard {
     this.#drawLines();
     this.#drawPages(snapshot.pages);
     this.#drawSteps();
-    this.#parts.latencyNote.textContent = "ms, last minute";
     this.#parts.latency.replaceChildren(...LATENCIES.map(([name, label]) => {
       const values = SHARES.map((share) => snapshot.latencies[name][`${share}_ms`]);
       const shown = values.map((value) => el("td", {}, value === null ? "–" : ms(value)));
@@ -185,7 +163,8 @@ export class Dashboard {
   }
 
   #drawLines() {
-    const { generation, prompt } = this.#rates;
+    const rates = [({ generation_tokens_per_s: out }) => out, ({ prefill_tokens_per_s: prompt }) => prompt];
+    const [generation, prompt] = rates.map((rate) => this.#rates.map(rate));
     const peak = (values) => whole(Math.max(0, ...values));
     this.#label("lines", `peaks ${peak(generation)} and ${peak(prompt)}`);
     const ago = generation.map((_, i) => (i + 1 - generation.length) * PERIOD_S);
@@ -200,12 +179,12 @@ export class Dashboard {
   }
 
   #drawSteps() {
-    const steps = this.#steps;
-    const longest = Math.max(0, ...steps.map(({ duration }) => duration * 1000));
-    this.#label("steps", steps.length ? `last ${steps.length}, longest ${ms(longest)} ms` : "none yet");
+    const steps = this.#latest.steps.slice(-MAX_STEPS);
+    const durations = steps.map(({ duration }) => duration * 1000);
+    this.#label("steps", steps.length ? `last ${steps.length}, longest ${ms(Math.max(...durations))} ms` : "none yet");
     this.#charts.steps.draw([
       steps.map(({ step_id: id }) => id),
-      steps.map(({ duration }) => duration * 1000),
+      durations,
       steps.map(({ duration, tokens, prefill_tokens: prompt }) => (duration * 1000 * prompt) / Math.max(1, tokens)),
     ]);
   }

@@ -1,28 +1,23 @@
 // The API's description, made from /openapi.json: one operation at a time, named by the hash.
 
 import { authorization, key, request, setKey } from "./api.js";
-import { byId, el } from "./dom.js";
+import { byId, el, setPanel, wide } from "./dom.js";
 import { fieldNames, schemaView } from "./schema_view.js";
 import { tryIt } from "./try_it.js";
 
-const METHODS = ["get", "post", "delete"];
-const wide = matchMedia("(min-width: 72rem)"); // as in base.css
 let spec = null;
-let operations = []; // {id, method, path, tag, summary, body, responses, needsKey, words}
+let operations = []; // {id, method, path, tag, summary, body, parameters, failures, ok, needsKey, words}
 
 // --- reading the document ---
 
-function readOperations() {
-  const found = [];
-  for (const [path, item] of Object.entries(spec.paths)) {
-    for (const method of METHODS.filter((one) => item[one])) {
-      const { operationId: id, tags, summary, requestBody, responses, parameters = [], security } = item[method];
-      const body = requestBody?.content["application/json"] ?? null;
-      const words = [path, summary, ...(body ? fieldNames(body.schema, spec) : [])].join(" ").toLowerCase();
-      found.push({ id, method: method.toUpperCase(), path, tag: tags[0], summary, body, responses, parameters, needsKey: Boolean(security), words });
-    }
-  }
-  return found;
+const readOperations = () => Object.entries(spec.paths).flatMap(([path, item]) =>
+  Object.entries(item).map(([method, operation]) => readOperation(path, method.toUpperCase(), operation)));
+
+function readOperation(path, method, { operationId: id, tags: [tag], summary, requestBody, responses, parameters = [], security }) {
+  const body = requestBody?.content["application/json"] ?? null;
+  const { 200: ok, ...failures } = responses;
+  const words = [path, summary, ...fieldNames(body?.schema, spec)].join(" ").toLowerCase();
+  return { id, method, path, tag, summary, body, parameters, failures, ok, needsKey: Boolean(security), words };
 }
 
 // --- the list ---
@@ -50,14 +45,13 @@ const currentId = () => location.hash.slice(1);
 
 function draw() {
   const one = operations.find(({ id }) => id === currentId());
-  byId("content").replaceChildren(...(one ? operationView(one) : overview()).filter((node) => node !== null));
+  byId("content").replaceChildren(...(one ? operationView(one) : overview()).filter(Boolean));
   document.title = `${one ? `${one.method} ${one.path}` : "API"} – asyncllm`;
   drawList();
   byId("scroller").scrollTop = 0;
 }
 
 function overview() {
-  const first = operations.find((one) => one.body);
   return [
     el("h2", {}, "What this server answers to"),
     el("p", {}, spec.info.description),
@@ -68,17 +62,17 @@ function overview() {
     el("h3", {}, "Routes"),
     el("table", { class: "routes" }, el("tbody", {}, ...operations.map((one) =>
       el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#${one.id}` }, methodTag(one.method), one.path)), el("td", {}, one.summary))))),
-    first && el("p", { class: "muted" }, `asyncllm ${spec.info.version}`),
+    el("p", { class: "muted" }, `asyncllm ${spec.info.version}`),
   ];
 }
 
 function errorShapes() {
-  const names = new Set(operations.flatMap((one) => failures(one).map(([, answer]) => answer.content["application/json"].schema.$ref)));
+  const answers = operations.flatMap(({ failures }) => Object.values(failures));
+  const names = new Set(answers.map(({ content }) => content["application/json"].schema.$ref));
   return [...names].map(($ref) => schemaView({ $ref }, spec));
 }
 
 function operationView(one) {
-  const { "200": ok } = one.responses;
   return [
     el("h2", { class: "operation" }, methodTag(one.method), one.path),
     el("p", {}, one.summary, one.needsKey ? el("span", { class: "muted" }, " · needs the API key") : null),
@@ -88,10 +82,10 @@ function operationView(one) {
     one.body && el("h3", {}, "Request"),
     one.body && schemaView(one.body.schema, spec, { open: true }),
     el("h3", {}, "Answer"),
-    ...answerView(ok),
+    ...answerView(one.ok),
     el("h3", {}, "Errors"),
-    errorTable(one),
-  ].filter(Boolean);
+    ...errorTable(Object.entries(one.failures)),
+  ];
 }
 
 function answerView(ok) {
@@ -100,10 +94,9 @@ function answerView(ok) {
   return content.flatMap(([type, { schema }]) => {
     if (type === "application/json") return [el("p", {}, "200: ", el("code", {}, type)), schemaView(schema, spec, { open: true })];
     const event = schema.properties?.data;
-    return [
-      el("p", {}, event ? "With " : "200: ", event ? el("code", {}, '"stream": true') : null, event ? " instead " : null, el("code", {}, type), event ? ", each event's data being" : null),
-      event ? schemaView(chunkOf(event), spec) : null,
-    ].filter(Boolean);
+    if (!event) return [el("p", {}, "200: ", el("code", {}, type))];
+    const said = ["With ", el("code", {}, '"stream": true'), " instead ", el("code", {}, type), ", each event's data being"];
+    return [el("p", {}, ...said), schemaView(chunkOf(event), spec)];
   });
 }
 
@@ -113,15 +106,11 @@ function chunkOf(data) {
   return json.contentSchema.anyOf?.[0] ?? json.contentSchema;
 }
 
-const failures = (one) => Object.entries(one.responses).filter(([status]) => Number(status) >= 400);
-
-function errorTable(one) {
-  const rows = failures(one).map(([status, { description }]) =>
+function errorTable(failures) {
+  const rows = failures.map(([status, { description }]) =>
     el("tr", {}, el("th", { scope: "row" }, status), el("td", {}, description)));
-  const [, any] = failures(one)[0];
-  return el("div", {},
-    el("table", { class: "errors" }, el("tbody", {}, ...rows)),
-    schemaView(any.content["application/json"].schema, spec));
+  const [, any] = failures[0];
+  return [el("table", { class: "errors" }, el("tbody", {}, ...rows)), schemaView(any.content["application/json"].schema, spec)];
 }
 
 // --- the key ---
@@ -135,10 +124,7 @@ function keyField() {
 
 // --- the frame ---
 
-function setList(isOpen) {
-  document.body.dataset.list = isOpen ? "open" : "closed";
-  byId("toggle-list").setAttribute("aria-expanded", String(isOpen));
-}
+const setList = (isOpen) => setPanel("list", isOpen);
 
 byId("toggle-list").addEventListener("click", () => setList(document.body.dataset.list !== "open"));
 byId("scrim").addEventListener("click", () => setList(false));

@@ -5,15 +5,15 @@ import { Chat } from "./chat.js";
 import { newConversation } from "./conversation.js";
 import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
-import { byId, el } from "./dom.js";
+import { button, byId, el, onSubmit, setPanel, wide } from "./dom.js";
 import { asText, download, fileButton, quoted } from "./files.js";
+import { isSend } from "./messages.js";
 import { chooseModel, chosenModel, openSettings } from "./settings.js";
 import * as store from "./store.js";
 
 const EXAMPLES = ["What is the capital of France?", "Tell me a story about a fox.", "What is 12 + 30?"];
 const CURRENT = "asyncllm.current";
 const BOARD = "asyncllm.board"; // whether the dashboard is shown beside the chat
-const wide = matchMedia("(min-width: 72rem)"); // as in base.css
 
 const prompt = byId("prompt");
 let models = []; // as /v1/models says
@@ -23,10 +23,14 @@ const chat = new Chat(refresh, () => models.find(({ id }) => id === byId("model"
 const list = new ConversationList({ open, rename, remove, isBusy: (id) => chat.isBusy(id) });
 const dashboard = new Dashboard(byId("board"));
 
+const on = (id, event, act) => byId(id).addEventListener(event, act);
+
 // --- conversations ---
 
+const withId = (id) => conversations.find((one) => one.id === id);
+
 function open(id) {
-  const found = conversations.find((one) => one.id === id) ?? conversations[0] ?? newConversation();
+  const found = withId(id) ?? conversations[0] ?? newConversation();
   if (!conversations.includes(found)) conversations.unshift(found);
   sessionStorage.setItem(CURRENT, found.id);
   chat.show(found);
@@ -35,43 +39,45 @@ function open(id) {
 }
 
 function openNew() {
-  const empty = conversations.find((one) => !one.messages.length) ?? newConversation();
-  if (!conversations.includes(empty)) conversations.unshift(empty);
-  open(empty.id);
+  if (conversations.every((one) => one.messages.length)) conversations.unshift(newConversation());
+  open(conversations.find((one) => !one.messages.length).id);
   prompt.focus();
 }
 
 function remove(id) {
   chat.forget(id);
   store.deleteConversation(id);
+  replace(id);
+}
+
+/** Shows conversation `id` as it is stored, or no more. */
+function replace(id, fresh) {
   conversations = conversations.filter((one) => one.id !== id);
-  if (chat.conversation.id === id) open(conversations[0]?.id);
+  if (fresh) conversations.unshift(fresh);
+  if (chat.conversation.id === id) open(id);
   else refresh();
 }
 
 function rename(id, title) {
-  const found = conversations.find((one) => one.id === id);
-  found.title = title;
-  store.saveConversation(found);
+  store.saveConversation(Object.assign(withId(id), { title }));
   refresh();
 }
 
-function takeImported(name, bytes) {
+fileButton("import", "import-file", (name, bytes) => {
   const found = store.imported(new TextDecoder().decode(bytes));
   if (!found.every(store.saveConversation)) throw new Error("this browser's storage is full");
   conversations = store.loadConversations();
   open(found[0]?.id);
-}
+});
 
-byId("export").addEventListener("click", () => {
+on("export", "click", () => {
   const day = new Date().toISOString().slice(0, 10);
   download(`asyncllm-${day}.json`, store.exported(conversations.filter((one) => one.messages.length)));
 });
-fileButton("import", "import-file", takeImported);
 
 function openNeighbour(by) {
-  const at = conversations.indexOf(chat.conversation) + by;
-  if (conversations[at]) open(conversations[at].id);
+  const next = conversations[conversations.indexOf(chat.conversation) + by];
+  if (next) open(next.id);
 }
 
 function refresh() {
@@ -81,21 +87,18 @@ function refresh() {
   byId("welcome").hidden = chat.conversation.messages.length > 0;
 }
 
-store.onOtherTab((id) => {
-  if (chat.isBusy(id)) return; // this tab writes it
-  const fresh = store.loadConversation(id);
-  conversations = conversations.filter((one) => one.id !== id);
-  if (fresh) conversations.unshift(fresh);
-  if (chat.conversation.id === id) open(id);
-  else refresh();
-});
+store.onOtherTab((id) => chat.isBusy(id) || replace(id, store.loadConversation(id))); // this tab writes a busy one
 
 // --- the message box ---
 
 function submit() {
   if (chat.busy || !prompt.value.trim()) return;
   chat.send(prompt.value);
-  prompt.value = "";
+  setPrompt("");
+}
+
+function setPrompt(text) {
+  prompt.value = text;
   fitPrompt();
 }
 
@@ -104,58 +107,49 @@ function fitPrompt() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-byId("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  if (chat.busy) chat.stop();
-  else submit();
-});
+onSubmit(byId("composer"), () => (chat.busy ? chat.stop() : submit()));
 prompt.addEventListener("input", fitPrompt);
 prompt.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (!isSend(event)) return;
   event.preventDefault();
   submit();
 });
 fileButton("attach", "attach-file", (name, bytes) => {
-  prompt.value = `${prompt.value && `${prompt.value.trimEnd()}\n\n`}${quoted(name, asText(bytes))}`;
-  fitPrompt();
+  setPrompt(`${prompt.value && `${prompt.value.trimEnd()}\n\n`}${quoted(name, asText(bytes))}`);
   prompt.focus();
 });
-byId("examples").append(...EXAMPLES.map((text) =>
-  el("li", {}, el("button", { type: "button", onclick: () => chat.busy || chat.send(text) }, text))));
+byId("examples").append(...EXAMPLES.map((text) => el("li", {}, button(text, () => chat.send(text), { class: null }))));
 
 // --- panels: beside the chat where there is room, else drawers over it ---
 
-function setPanel(name, isOpen) {
-  document.body.dataset[name] = isOpen ? "open" : "closed";
-  byId(`toggle-${name}`).setAttribute("aria-expanded", String(isOpen));
+function show(name, isOpen) {
+  setPanel(name, isOpen);
   if (name === "board") dashboard.setVisible(isOpen);
 }
 
 function toggle(name) {
   const isOpen = document.body.dataset[name] !== "open";
-  if (!wide.matches) closeDrawers();
-  setPanel(name, isOpen);
-  if (name === "board" && wide.matches) localStorage.setItem(BOARD, isOpen ? "open" : "closed");
-  if (isOpen && !wide.matches) byId(name).querySelector("button, [tabindex]")?.focus();
+  closeDrawers();
+  show(name, isOpen);
+  if (!wide.matches && isOpen) byId(name).querySelector("button, [tabindex]")?.focus();
+  if (wide.matches && name === "board") localStorage.setItem(BOARD, isOpen ? "open" : "closed");
 }
 
 function closeDrawers() {
-  if (wide.matches) return;
-  setPanel("list", false);
-  setPanel("board", false);
+  if (!wide.matches) layOut();
 }
 
 function layOut() {
-  setPanel("list", wide.matches);
-  setPanel("board", wide.matches && localStorage.getItem(BOARD) !== "closed");
+  show("list", wide.matches);
+  show("board", wide.matches && localStorage.getItem(BOARD) !== "closed");
 }
 
 wide.addEventListener("change", layOut);
-byId("toggle-list").addEventListener("click", () => toggle("list"));
-byId("toggle-board").addEventListener("click", () => toggle("board"));
-byId("scrim").addEventListener("click", closeDrawers);
-byId("new-chat").addEventListener("click", openNew);
-byId("open-settings").addEventListener("click", settings);
+on("toggle-list", "click", () => toggle("list"));
+on("toggle-board", "click", () => toggle("board"));
+on("scrim", "click", closeDrawers);
+on("new-chat", "click", openNew);
+on("open-settings", "click", settings);
 
 function settings() {
   openSettings(chat.conversation, () => store.saveConversation(chat.conversation));
@@ -175,22 +169,26 @@ const ALT_KEYS = {
 };
 
 addEventListener("keydown", (event) => {
-  if (document.querySelector("dialog[open]") || event.isComposing) return;
-  const action = event.altKey && !event.ctrlKey && !event.metaKey ? ALT_KEYS[event.code] : null;
-  const types = event.target.matches("input, textarea, select");
+  const { key, code, altKey, isComposing, target } = event;
+  const isCommand = event.ctrlKey || event.metaKey;
+  if (isComposing || document.querySelector("dialog[open]")) return;
+  const action = altKey && !isCommand ? ALT_KEYS[code] : null;
   if (action) action();
-  else if (event.key === "Escape") onEscape();
-  else if (event.key === "/" && !types && !event.ctrlKey && !event.metaKey) prompt.focus();
-  else return;
+  else if (key === "Escape") onEscape();
+  else if (key === "/" && !isCommand && !target.matches("input, textarea, select")) prompt.focus();
+  else {
+    // What is typed when nothing has the focus is meant for the message box, after a dialog too.
+    const isText = key.length === 1 && !isCommand && !altKey;
+    if (isText && document.activeElement === document.body) prompt.focus();
+    return;
+  }
   event.preventDefault();
 });
 
-// What is typed when nothing has the focus is meant for the message box, after a dialog too.
-addEventListener("keydown", ({ key, ctrlKey, metaKey, altKey }) => {
-  const isText = key.length === 1 && !ctrlKey && !metaKey && !altKey;
-  if (isText && document.activeElement === document.body) prompt.focus();
-});
-for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("close", () => prompt.focus());
+for (const dialog of document.querySelectorAll("dialog")) {
+  dialog.querySelector(".cancel").addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => prompt.focus());
+}
 
 function onEscape() {
   const isDrawerOpen = !wide.matches && document.body.matches("[data-list=open], [data-board=open]");
@@ -202,33 +200,30 @@ function onEscape() {
 // --- the model ---
 
 async function showModels() {
-  const about = byId("welcome-about");
   try {
-    const { data } = await (await request("v1/models")).json();
-    byId("model").replaceChildren(...data.map(({ id }) => el("option", { selected: id === chosenModel() }, id)));
-    byId("model").disabled = data.length < 2;
-    models = data;
+    ({ data: models } = await (await request("v1/models")).json());
+    byId("model").append(...models.map(({ id }) => el("option", { selected: id === chosenModel() }, id)));
+    byId("model").disabled = models.length < 2;
     describeModel();
-    chat.drawGauge();
   } catch (error) {
     byId("welcome-model").textContent = "No model to talk to";
-    about.textContent = `The server did not say which model it serves: ${error.message}`;
+    byId("welcome-about").textContent = `The server did not say which model it serves: ${error.message}`;
   }
 }
 
 function describeModel() {
   const current = models.find(({ id }) => id === byId("model").value) ?? models[0];
-  byId("welcome-model").textContent = `This is ${current.id}`;
-  byId("examples").hidden = false;
   const context = current.max_model_len.toLocaleString("en");
+  byId("welcome-model").textContent = `This is ${current.id}`;
   byId("welcome-about").textContent =
     `${context} tokens of context. What you write stays in this browser and on this server. Try:`;
+  byId("examples").hidden = false;
+  chat.drawGauge();
 }
 
-byId("model").addEventListener("change", () => {
+on("model", "change", () => {
   chooseModel(byId("model").value);
   describeModel();
-  chat.drawGauge();
 });
 
 layOut();
