@@ -1,17 +1,10 @@
 // Requests to the server that served this page, and the events of its streams. (EventSource can send
 // neither a body nor an API key.) A 401 asks for the key once and tries again.
 
-import { byId } from "./dom.js";
+import { byId, parse } from "./dom.js";
 
 const KEY = "asyncllm.key";
 let asking = null;
-
-export class ApiError extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
 
 export const key = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
 
@@ -21,7 +14,7 @@ export function setKey(value, remember) {
   if (value) (remember ? localStorage : sessionStorage).setItem(KEY, value);
 }
 
-/** fetch, with the key; `body` is sent as JSON. Throws ApiError for what is not a 2xx. */
+/** fetch, with the key; `body` is sent as JSON. Throws an Error with `status` for what is not a 2xx. */
 export async function request(path, { body, signal } = {}) {
   const sent = body && { method: "POST", body: JSON.stringify(body) };
   for (;;) {
@@ -29,7 +22,7 @@ export async function request(path, { body, signal } = {}) {
     const headers = { ...authorization(used), ...(body && { "Content-Type": "application/json" }) };
     const response = await answerOf(new URL(path, document.baseURI), { headers, signal, ...sent });
     if (response.ok) return response;
-    const error = await readError(response);
+    const error = readError(response, await response.text());
     if (response.status !== 401 || !(await newKey(used, signal))) throw error;
   }
 }
@@ -40,14 +33,15 @@ export async function answerOf(url, options) {
     return await fetch(url, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server does not answer. Is it still running?");
+    throw new Error("The server does not answer. Is it still running?");
   }
 }
 
 /** Headers carry bytes: a key with other characters travels as UTF-8. */
-const encodeKey = (value) => String.fromCharCode(...new TextEncoder().encode(value));
-
-export const authorization = (used = key()) => (used ? { Authorization: `Bearer ${encodeKey(used)}` } : {});
+export function authorization(used = key()) {
+  const bytes = new TextEncoder().encode(used ?? "");
+  return bytes.length ? { Authorization: `Bearer ${String.fromCharCode(...bytes)}` } : {};
+}
 
 /** True when there is another key to try. One dialog, however many requests were refused. */
 async function newKey(used, signal) {
@@ -92,21 +86,12 @@ export async function* eventBatches(response) {
   for await (const part of textParts(response)) {
     const events = (rest + part.replaceAll("\r", "")).split("\n\n");
     rest = events.pop();
-    const found = events.map(dataOf).filter(Boolean);
-    if (found.length) yield found;
+    const lines = events.flatMap((event) => event.split("\n")).filter((line) => line.startsWith("data:"));
+    if (lines.length) yield lines.map((line) => line.slice(5).trim()); // this server's data have no line breaks
   }
 }
 
-function dataOf(event) {
-  const lines = event.split("\n").filter((line) => line.startsWith("data:"));
-  return lines.map((line) => line.slice(5).trim()).join("\n");
-}
-
-async function readError(response) {
-  const text = await response.text();
-  try {
-    return new ApiError(response.status, JSON.parse(text).error.message);
-  } catch {
-    return new ApiError(response.status, text.slice(0, 300) || response.statusText);
-  }
+function readError({ status, statusText }, text) {
+  const { error } = parse(text) ?? {};
+  return Object.assign(new Error(error?.message ?? (text.slice(0, 300) || statusText)), { status });
 }

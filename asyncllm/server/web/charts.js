@@ -15,12 +15,17 @@ export class Chart {
 
   /** `x` and `series` are uPlot's series, `axes` its axes but for what they look like. */
   constructor(place, { x, series, axes, scales }) {
+    const style = (name) => () => getComputedStyle(place)[name];
+    const look = {
+      stroke: style("color"), font: "10px system-ui, sans-serif", size: 34, gap: 3,
+      grid: { stroke: style("borderTopColor"), width: 1 }, ticks: { show: false },
+    };
     this.#place = place;
     this.#options = {
       height: HEIGHT_PX,
       series: [x, ...series.map((one) => ({ width: 1.5, points: { show: false }, ...one }))],
-      axes: axes.map((one) => ({ ...this.#axisLook(), ...one })),
-      scales: { x: { time: false }, ...scales },
+      axes: axes.map((one) => ({ ...look, ...one })),
+      scales,
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       padding: [8, 4, 0, 0],
     };
@@ -39,18 +44,6 @@ export class Chart {
   forgetColours() {
     this.#plot?.destroy();
     this.#plot = null;
-  }
-
-  #axisLook() {
-    const style = (name) => () => getComputedStyle(this.#place)[name];
-    return {
-      stroke: style("color"),
-      font: "10px system-ui, sans-serif",
-      size: 34,
-      gap: 3,
-      grid: { stroke: style("borderTopColor"), width: 1 },
-      ticks: { show: false },
-    };
   }
 }
 

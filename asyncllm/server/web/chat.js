@@ -3,7 +3,7 @@
 import { eventBatches, request } from "./api.js";
 import { applyChunk, describe, fail, newAnswer, reopen } from "./answer.js";
 import { ContextGauge } from "./context_gauge.js";
-import { branch, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
+import { branch, dropOldest, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
 import { button, byId, el, oncePerFrame } from "./dom.js";
 import { AnswerView, userMessage } from "./messages.js";
 import { requestFields } from "./settings.js";
@@ -37,12 +37,12 @@ export class Chat {
     addEventListener("pagehide", () => this.#runs.forEach((run) => saveConversation(run.conversation)));
   }
 
-  get busy() {
-    return this.isBusy(this.conversation?.id);
+  isBusy(id = this.conversation.id) {
+    return this.#runs.has(id);
   }
 
-  isBusy(id) {
-    return this.#runs.has(id);
+  get busy() {
+    return this.isBusy();
   }
 
   show(conversation) {
@@ -53,15 +53,20 @@ export class Chat {
 
   // --- what the reader does ---
 
-  send(text) {
+  /** `text` is asked next, or in the place of `message`: what followed stays to be turned back to. */
+  send(text, message) {
     if (this.busy || !text.trim()) return;
+    const branches = message && this.#branch(message);
+    const question = { role: "user", content: text, branches };
     this.conversation.title ||= text.trim().split("\n")[0].slice(0, 60);
-    this.#ask({ role: "user", content: text });
+    this.conversation.messages.push(question);
+    this.#add(question);
+    this.#answer(newAnswer(performance.now()));
   }
 
-  /** Another answer in the place of `answer`, of the last one by default. */
-  regenerate(answer = this.conversation.messages.at(-1)) {
-    if (this.busy || answer?.role !== "assistant") return;
+  /** Another answer in the place of `answer`. */
+  regenerate(answer) {
+    if (this.busy) return;
     this.#answer({ ...newAnswer(performance.now()), branches: this.#branch(answer) });
   }
 
@@ -75,32 +80,22 @@ export class Chat {
     this.#answer(answer);
   }
 
-  /** `message` with another text; what followed stays to be turned back to. */
-  edit(message, text) {
-    if (this.busy || !text.trim()) return;
-    this.#ask({ role: "user", content: text, branches: this.#branch(message) });
-  }
-
-  editLast() {
-    if (!this.busy) [...this.#messages.querySelectorAll(".user .edit")].at(-1)?.click();
-  }
-
   remove(message) {
-    this.#change(() => removeMessage(this.conversation, this.#at(message)));
+    this.#change(removeMessage, message);
   }
 
   turn(message, by) {
-    this.#change(() => turnTo(this.conversation, this.#at(message), by));
+    this.#change(turnTo, message, by);
   }
 
   /** The oldest turns are not sent any more, so that the rest has room. */
   drop() {
     const count = numToDrop(this.conversation, this.#model().max_model_len);
     if (count === null) return;
-    this.#change(() => (this.conversation.numDropped = count));
+    this.#change(dropOldest, count);
     this.#toEnd();
     const last = this.conversation.messages.at(-1);
-    if (last.error && !last.content) this.regenerate();
+    if (last.error && !last.content) this.regenerate(last);
   }
 
   stop() {
@@ -112,31 +107,21 @@ export class Chat {
     this.#runs.delete(id);
   }
 
-  #at(message) {
-    return this.conversation.messages.indexOf(message);
-  }
-
   /** Takes `message` and what follows away, and returns them as branches of what comes next. */
   #branch(message) {
-    const branches = branch(this.conversation, this.#at(message));
+    const branches = branch(this.conversation, message);
     this.#redraw();
     return branches;
   }
 
-  #change(action) {
+  #change(action, ...values) {
     if (this.busy) return;
-    action();
+    action(this.conversation, ...values);
     this.#redraw();
     this.#note(this.conversation);
   }
 
   // --- asking ---
-
-  #ask(message) {
-    this.conversation.messages.push(message);
-    this.#add(message);
-    this.#answer(newAnswer(performance.now()));
-  }
 
   async #answer(answer) {
     const { conversation } = this;
@@ -191,16 +176,11 @@ export class Chat {
     const { messages, numDropped = 0 } = this.conversation;
     this.#messages.replaceChildren();
     this.#views = [];
-    messages.forEach((message, i) => {
-      if (numDropped && i === numDropped) this.#messages.append(this.#divider(numDropped));
-      this.#add(message);
-    });
+    const again = button("Send them again", () => this.#change(dropOldest, 0));
+    const divider = el("p", { class: "divider" }, `${numDropped} messages above are not sent.`, again);
+    messages.forEach((message) => this.#add(message));
+    if (numDropped) this.#messages.children[numDropped]?.before(divider);
     this.#draw();
-  }
-
-  #divider(count) {
-    const again = () => this.#change(() => (this.conversation.numDropped = 0));
-    return el("p", { class: "divider" }, `${count} messages above are not sent.`, button("Send them again", again));
   }
 
   #add(message) {

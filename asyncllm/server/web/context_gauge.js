@@ -1,7 +1,7 @@
 // How much of the model's context the conversation takes, and what to do when it is nearly full.
 
 import { contextUsed, numToDrop } from "./conversation.js";
-import { byId, el } from "./dom.js";
+import { button, byId, el } from "./dom.js";
 
 const WARN_SHARE = 0.8;
 
@@ -13,33 +13,23 @@ export class ContextGauge {
 
   /** `drop()` leaves the oldest turns out. */
   constructor(drop) {
-    this.#drop = el("button", { type: "button", onclick: drop }, "Drop the oldest turns");
+    this.#drop = button("Drop the oldest turns", drop, { class: null });
     byId("context").append(this.#meter, this.#text, this.#warning, this.#drop);
   }
 
   draw(conversation, maxTokens) {
-    const isKnown = Boolean(maxTokens && conversation?.messages.length);
-    byId("context").hidden = !isKnown;
-    if (!isKnown) return;
+    const last = conversation?.messages.at(-1);
+    byId("context").hidden = !maxTokens || !last;
+    if (!maxTokens || !last) return;
     const used = contextUsed(conversation);
-    const isFull = used >= WARN_SHARE * maxTokens || isRefused(conversation.messages.at(-1));
+    const isRefused = last.error?.includes("maximum context length"); // the server's words for each limit
+    const isFull = isRefused || used >= WARN_SHARE * maxTokens;
     const canDrop = isFull && numToDrop(conversation, maxTokens) !== null;
+    const tooLong = canDrop ? "This is more than the context holds." : "This message alone is too long: edit it, or allow fewer tokens for the answer.";
+    const warning = isRefused ? tooLong : isFull ? "The context is nearly full." : "";
     this.#meter.value = Math.min(1, used / maxTokens);
-    set(this.#text, `${used.toLocaleString("en")} of ${maxTokens.toLocaleString("en")} tokens`);
-    set(this.#warning, isFull ? warning(conversation.messages.at(-1), canDrop) : "");
+    this.#text.textContent = `${used.toLocaleString("en")} of ${maxTokens.toLocaleString("en")} tokens`;
+    if (this.#warning.textContent !== warning) this.#warning.textContent = warning; // announced when it changes
     this.#drop.hidden = !canDrop;
   }
-}
-
-/** Announced when it changes, not with each token. */
-function set(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
-
-/** The server says so in these words, whichever limit was met. */
-const isRefused = (message) => message.error?.includes("maximum context length") ?? false;
-
-function warning(last, canDrop) {
-  if (!isRefused(last)) return "The context is nearly full.";
-  return canDrop ? "This is more than the context holds." : "This message alone is too long: edit it, or allow fewer tokens for the answer.";
 }

@@ -52,12 +52,21 @@ async function copyText(text) {
   }
 }
 
-/** `act()` in place of sending: the policy allows no form to be sent. */
+/** `act(event)` in place of sending: the policy allows no form to be sent. */
 export function onSubmit(form, act) {
   form.onsubmit = (event) => {
     event.preventDefault();
-    act();
+    act(event);
   };
+}
+
+/** Enter sends the form of `area`; with Shift, or while a letter is composed, it does not. */
+export function enterSends(area) {
+  area.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    area.form.requestSubmit();
+  });
 }
 
 /** Calls `draw` at most once per frame, however often it is asked. */
@@ -77,11 +86,14 @@ export function setPanel(name, isOpen) {
   byId(`toggle-${name}`).setAttribute("aria-expanded", String(isOpen));
 }
 
-/** JSON text with its lines indented by `width`; text that is no JSON, or none yet, as it is. */
-export function indented(text, width) {
+/** The value of JSON text; null for what is none. */
+export function parse(text) {
   try {
-    return JSON.stringify(JSON.parse(text), null, width);
+    return JSON.parse(text);
   } catch {
-    return text;
+    return null;
   }
 }
+
+/** JSON text with its lines indented by `width`; text that is no JSON, or none yet, as it is. */
+export const indented = (text, width) => (parse(text) === null ? text : JSON.stringify(parse(text), null, width));

@@ -5,13 +5,11 @@ import { Chat } from "./chat.js";
 import { newConversation } from "./conversation.js";
 import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
-import { button, byId, el, onSubmit, setPanel, wide } from "./dom.js";
+import { byId, el, enterSends, onSubmit, setPanel, wide } from "./dom.js";
 import { asText, download, fileButton, quoted } from "./files.js";
-import { isSend } from "./messages.js";
 import { chooseModel, chosenModel, openSettings } from "./settings.js";
 import * as store from "./store.js";
 
-const EXAMPLES = ["What is the capital of France?", "Tell me a story about a fox.", "What is 12 + 30?"];
 const CURRENT = "asyncllm.current";
 const BOARD = "asyncllm.board"; // whether the dashboard is shown beside the chat
 
@@ -19,9 +17,10 @@ const prompt = byId("prompt");
 let models = []; // as /v1/models says
 let conversations = store.loadConversations();
 
-const chat = new Chat(refresh, () => models.find(({ id }) => id === byId("model").value) ?? {});
+const model = () => models.find(({ id }) => id === byId("model").value) ?? {};
+const chat = new Chat(refresh, model);
 const list = new ConversationList({ open, rename, remove, isBusy: (id) => chat.isBusy(id) });
-const dashboard = new Dashboard(byId("board"));
+new Dashboard(byId("board"));
 
 const on = (id, event, act) => byId(id).addEventListener(event, act);
 
@@ -63,7 +62,7 @@ function rename(id, title) {
   refresh();
 }
 
-fileButton("import", "import-file", (name, bytes) => {
+fileButton("import", (name, bytes) => {
   const found = store.imported(new TextDecoder().decode(bytes));
   if (!found.every(store.saveConversation)) throw new Error("this browser's storage is full");
   conversations = store.loadConversations();
@@ -107,30 +106,22 @@ function fitPrompt() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-onSubmit(byId("composer"), () => (chat.busy ? chat.stop() : submit()));
+// While an answer is written the button stops it; Enter does nothing.
+onSubmit(byId("composer"), ({ submitter }) => (chat.busy && submitter ? chat.stop() : submit()));
+enterSends(prompt);
 prompt.addEventListener("input", fitPrompt);
-prompt.addEventListener("keydown", (event) => {
-  if (!isSend(event)) return;
-  event.preventDefault();
-  submit();
-});
-fileButton("attach", "attach-file", (name, bytes) => {
+fileButton("attach", (name, bytes) => {
   setPrompt(`${prompt.value && `${prompt.value.trimEnd()}\n\n`}${quoted(name, asText(bytes))}`);
   prompt.focus();
 });
-byId("examples").append(...EXAMPLES.map((text) => el("li", {}, button(text, () => chat.send(text), { class: null }))));
+on("examples", "click", ({ target }) => target.matches("button") && chat.send(target.textContent));
 
 // --- panels: beside the chat where there is room, else drawers over it ---
-
-function show(name, isOpen) {
-  setPanel(name, isOpen);
-  if (name === "board") dashboard.setVisible(isOpen);
-}
 
 function toggle(name) {
   const isOpen = document.body.dataset[name] !== "open";
   closeDrawers();
-  show(name, isOpen);
+  setPanel(name, isOpen);
   if (!wide.matches && isOpen) byId(name).querySelector("button, [tabindex]")?.focus();
   if (wide.matches && name === "board") localStorage.setItem(BOARD, isOpen ? "open" : "closed");
 }
@@ -140,8 +131,8 @@ function closeDrawers() {
 }
 
 function layOut() {
-  show("list", wide.matches);
-  show("board", wide.matches && localStorage.getItem(BOARD) !== "closed");
+  setPanel("list", wide.matches);
+  setPanel("board", wide.matches && localStorage.getItem(BOARD) !== "closed");
 }
 
 wide.addEventListener("change", layOut);
@@ -149,37 +140,25 @@ on("toggle-list", "click", () => toggle("list"));
 on("toggle-board", "click", () => toggle("board"));
 on("scrim", "click", closeDrawers);
 on("new-chat", "click", openNew);
-on("open-settings", "click", settings);
-
-function settings() {
-  openSettings(chat.conversation, () => store.saveConversation(chat.conversation));
-}
+on("open-settings", "click", () => openSettings(chat.conversation, () => store.saveConversation(chat.conversation)));
 
 // --- keys ---
 
-const ALT_KEYS = {
-  KeyN: openNew,
-  KeyR: () => chat.regenerate(),
-  KeyC: () => chat.continueAnswer(),
-  KeyE: () => chat.editLast(),
-  KeyS: settings,
-  KeyD: () => toggle("board"),
-  ArrowUp: () => openNeighbour(-1),
-  ArrowDown: () => openNeighbour(1),
-};
+const NEIGHBOURS = { ArrowUp: -1, ArrowDown: 1 };
 
 addEventListener("keydown", (event) => {
-  const { key, code, altKey, isComposing, target } = event;
-  const isCommand = event.ctrlKey || event.metaKey;
-  if (isComposing || document.querySelector("dialog[open]")) return;
-  const action = altKey && !isCommand ? ALT_KEYS[code] : null;
-  if (action) action();
+  const { key, code, altKey, ctrlKey, metaKey, target } = event;
+  const isCommand = ctrlKey || metaKey;
+  if (event.isComposing || document.querySelector("dialog[open]")) return;
+  // A button names its key; of several, the last message's is meant.
+  const named = document.querySelectorAll(`[aria-keyshortcuts="Alt+${code.replace("Key", "")}"]`);
+  if (altKey && !isCommand && named.length) [...named].at(-1).click();
+  else if (altKey && !isCommand && NEIGHBOURS[key]) openNeighbour(NEIGHBOURS[key]);
   else if (key === "Escape") onEscape();
   else if (key === "/" && !isCommand && !target.matches("input, textarea, select")) prompt.focus();
   else {
     // What is typed when nothing has the focus is meant for the message box, after a dialog too.
-    const isText = key.length === 1 && !isCommand && !altKey;
-    if (isText && document.activeElement === document.body) prompt.focus();
+    if (key.length === 1 && !isCommand && !altKey && document.activeElement === document.body) prompt.focus();
     return;
   }
   event.preventDefault();
@@ -212,11 +191,10 @@ async function showModels() {
 }
 
 function describeModel() {
-  const current = models.find(({ id }) => id === byId("model").value) ?? models[0];
-  const context = current.max_model_len.toLocaleString("en");
-  byId("welcome-model").textContent = `This is ${current.id}`;
+  const { id, max_model_len: context } = model();
+  byId("welcome-model").textContent = `This is ${id}`;
   byId("welcome-about").textContent =
-    `${context} tokens of context. What you write stays in this browser and on this server. Try:`;
+    `${context.toLocaleString("en")} tokens of context. What you write stays in this browser and on this server. Try:`;
   byId("examples").hidden = false;
   chat.drawGauge();
 }

@@ -3,9 +3,8 @@
 // with each update, and is cut where it grows longer than LIMIT; top-level code grows by whole lines.
 // So the work per update is bounded, however long the answer.
 
-import { CodeBlock } from "./code_block.js";
 import { Marked, Tokenizer } from "./marked.js";
-import { plain, renderTokens } from "./markdown_nodes.js";
+import { CodeBlock, plain, renderTokens } from "./markdown_nodes.js";
 import { MATH } from "./math.js";
 
 const LIMIT = 4096; // characters of the open block

@@ -1,21 +1,21 @@
 // A message on the page: what the reader wrote, and one answer. An answer's `update` is called as
 // often as it grows and touches only what is new; the answer itself (answer.js) may come from a
-// stream or from storage. `chat` is what acts: edit, remove, turn, regenerate, continueAnswer.
+// stream or from storage. `chat` is what acts: send, remove, turn, regenerate, continueAnswer.
 
 import { describe, formatMs } from "./answer.js";
-import { button, copyButton, el, indented, onSubmit, sureButton } from "./dom.js";
+import { button, copyButton, el, enterSends, indented, onSubmit, sureButton } from "./dom.js";
 import { MarkdownStream } from "./markdown.js";
 import { TokensView } from "./tokens_view.js";
 
 export function userMessage(message, chat) {
   const text = el("div", { class: "plain" }, message.content);
-  const edit = button("Edit", open, { class: "quiet edit idle", title: "Alt+E edits the last one" });
+  const edit = button("Edit", open, { class: "quiet edit idle", title: "Alt+E edits the last one", "aria-keyshortcuts": "Alt+E" });
   const footer = el("footer", {}, el("span", { class: "actions" }, pager(message, chat), edit,
     copyButton(() => message.content), sureButton("Delete", () => chat.remove(message))));
   const node = el("article", { class: "message user", "aria-label": "You" }, text, footer);
 
   function open() {
-    node.replaceChildren(editor(message.content, (changed) => chat.edit(message, changed), close));
+    node.replaceChildren(editor(message.content, (changed) => chat.send(changed, message), close));
     node.querySelector("textarea").focus();
   }
   function close() {
@@ -32,18 +32,14 @@ function editor(text, save, cancel) {
   const form = el("form", { class: "editor" }, area,
     el("div", { class: "buttons" }, button("Cancel", cancel), el("button", { type: "submit", class: "primary" }, "Send")));
   onSubmit(form, () => save(area.value));
+  enterSends(area);
   form.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") cancel();
-    else if (event.target !== area || !isSend(event)) return;
-    else save(area.value);
-    event.preventDefault();
-    event.stopPropagation();
+    if (event.key !== "Escape") return;
+    event.stopPropagation(); // elsewhere it stops an answer
+    cancel();
   });
   return form;
 }
-
-/** Enter sends; with Shift, or while a letter is composed, it does not. */
-export const isSend = ({ key, shiftKey, isComposing }) => key === "Enter" && !shiftKey && !isComposing;
 
 /** Turns between the answers, or the questions, that were at one place; null where there was one. */
 function pager(message, chat) {
@@ -61,9 +57,10 @@ export class AnswerView {
   #shown = { content: 0, reasoning: 0 };
   #text = el("div", { class: "markdown" });
   #markdown = new MarkdownStream(this.#text);
-  #reasoning = null; // {title, text}
+  #thought = el("summary");
+  #reasoning = el("div", { class: "thoughts" });
+  #fold = el("details", { class: "fold reasoning", hidden: true }, this.#thought, this.#reasoning);
   #tools = el("div");
-  #toolNodes = []; // {name, body, length}
   #tokens = new TokensView();
   #error = el("p", { class: "error", role: "alert", hidden: true });
   #stats = el("span", { class: "stats" });
@@ -76,16 +73,16 @@ export class AnswerView {
     this.answer = answer;
     this.#chat = chat;
     this.node = el("article", { class: "message assistant waiting", "aria-label": "Answer" },
-      this.#text, this.#tokens.node, this.#tools, this.#error,
+      this.#fold, this.#text, this.#tokens.node, this.#tools, this.#error,
       el("footer", {}, this.#stats, this.#actions));
   }
 
   /** Shows what the answer has got since the last call. */
   update() {
     const { answer } = this;
-    if (answer.reasoning.length > this.#shown.reasoning) this.#updateReasoning();
     this.#markdown.append(answer.content.slice(this.#shown.content));
     this.#shown.content = answer.content.length;
+    if (answer.reasoning) this.#updateReasoning(answer.reasoning);
     answer.toolCalls.forEach((call, i) => this.#updateTool(call, i));
     this.#tokens.update(answer.tokens ?? []);
     this.#stats.textContent = describe(answer);
@@ -97,11 +94,10 @@ export class AnswerView {
     const { answer } = this;
     this.isDone = true;
     this.#markdown.finish();
-    if (this.#reasoning) this.#reasoning.title.textContent = thought(answer);
     this.#error.hidden = !answer.error;
     this.#error.textContent = answer.error ?? "";
     const action = (name, keys, act) =>
-      button(name, act, { class: `quiet idle ${name.toLowerCase()}`, title: `${name} (${keys})` });
+      button(name, act, { class: `quiet idle ${name.toLowerCase()}`, title: `${name} (${keys})`, "aria-keyshortcuts": keys });
     const canGoOn = answer.finish !== "stop" && answer.content && !answer.toolCalls?.length;
     this.#actions.append(...[
       pager(answer, this.#chat),
@@ -113,34 +109,21 @@ export class AnswerView {
     ].filter(Boolean));
   }
 
-  #updateReasoning() {
-    const { reasoning } = this.answer;
-    this.#reasoning ??= this.#openReasoning();
-    this.#reasoning.title.textContent = thought(this.answer);
-    this.#reasoning.text.append(reasoning.slice(this.#shown.reasoning)); // side by side: no text is ever copied
-    this.#shown.reasoning = reasoning.length;
+  #updateReasoning(text) {
+    this.#fold.hidden = false;
+    this.#thought.textContent = thought(this.answer);
+    this.#reasoning.append(text.slice(this.#shown.reasoning)); // side by side: no text is ever copied
+    this.#shown.reasoning = text.length;
   }
 
-  #openReasoning() {
-    const title = el("summary");
-    const text = el("div", { class: "plain" });
-    this.node.prepend(el("details", { class: "fold reasoning" }, title, text));
-    return { title, text };
-  }
-
-  #updateTool(call, index) {
-    const nodes = (this.#toolNodes[index] ??= this.#openTool());
-    if (nodes.length === call.arguments.length && nodes.name.textContent === call.name) return;
-    nodes.name.textContent = call.name;
-    nodes.body.textContent = indented(call.arguments, 2);
-    nodes.length = call.arguments.length;
-  }
-
-  #openTool() {
-    const name = el("code");
-    const body = el("pre", { tabindex: "0" });
-    this.#tools.append(el("details", { class: "fold tool" }, el("summary", {}, "Calls ", name), body));
-    return { name, body, length: -1 };
+  #updateTool({ name, arguments: text }, index) {
+    const length = String(name.length + text.length); // they only ever grow
+    const shown = this.#tools.children[index];
+    if (shown?.dataset.length === length) return;
+    const body = [el("summary", {}, "Calls ", el("code", {}, name)), el("pre", { tabindex: "0" }, indented(text, 2))];
+    if (shown) shown.replaceChildren(...body);
+    else this.#tools.append(el("details", { class: "fold tool" }, ...body));
+    this.#tools.children[index].dataset.length = length;
   }
 
   #tokensButton() {
