@@ -2,7 +2,7 @@
 
 import { eventBatches, request } from "./api.js";
 import { applyChunk, describe, fail, newAnswer, reopen } from "./answer.js";
-import { ContextGauge } from "./context_gauge.js";
+import { drawGauge, onDrop } from "./context_gauge.js";
 import { branch, dropOldest, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
 import { button, byId, el, oncePerFrame } from "./dom.js";
 import { AnswerView, userMessage } from "./messages.js";
@@ -21,7 +21,6 @@ export class Chat {
   #leaving = false; // a reload breaks connections before it says so
   #changed;
   #model;
-  #gauge = new ContextGauge(() => this.drop());
   #scroller = byId("scroller");
   #messages = byId("messages");
   #drawSoon = oncePerFrame(() => this.#draw());
@@ -31,7 +30,8 @@ export class Chat {
     this.#changed = changed;
     this.#model = model;
     this.#scroller.addEventListener("scroll", () => this.#noteScroll(), { passive: true });
-    byId("to-end").addEventListener("click", () => this.#toEnd());
+    byId("to-end").onclick = () => this.#toEnd();
+    onDrop(() => this.#drop());
     new ResizeObserver(() => this.#follow()).observe(this.#scroller);
     addEventListener("beforeunload", () => (this.#leaving = true));
     addEventListener("pagehide", () => this.#runs.forEach((run) => saveConversation(run.conversation)));
@@ -41,21 +41,15 @@ export class Chat {
     return this.#runs.has(id);
   }
 
-  get busy() {
-    return this.isBusy();
-  }
-
   show(conversation) {
     this.conversation = this.#runs.get(conversation.id)?.conversation ?? conversation;
     this.#redraw();
     this.#toEnd();
   }
 
-  // --- what the reader does ---
-
   /** `text` is asked next, or in the place of `message`: what followed stays to be turned back to. */
   send(text, message) {
-    if (this.busy || !text.trim()) return;
+    if (this.isBusy() || !text.trim()) return;
     const branches = message && this.#branch(message);
     const question = { role: "user", content: text, branches };
     this.conversation.title ||= text.trim().split("\n")[0].slice(0, 60);
@@ -66,14 +60,14 @@ export class Chat {
 
   /** Another answer in the place of `answer`. */
   regenerate(answer) {
-    if (this.busy) return;
+    if (this.isBusy()) return;
     this.#answer({ ...newAnswer(performance.now()), branches: this.#branch(answer) });
   }
 
   /** The last answer goes on where it stopped. */
   continueAnswer() {
     const answer = this.conversation.messages.at(-1);
-    if (this.busy || !answer?.content) return;
+    if (this.isBusy() || !answer?.content) return;
     reopen(answer, performance.now());
     this.conversation.messages.pop();
     this.#redraw();
@@ -89,7 +83,7 @@ export class Chat {
   }
 
   /** The oldest turns are not sent any more, so that the rest has room. */
-  drop() {
+  #drop() {
     const count = numToDrop(this.conversation, this.#model().max_model_len);
     if (count === null) return;
     this.#change(dropOldest, count);
@@ -115,13 +109,11 @@ export class Chat {
   }
 
   #change(action, ...values) {
-    if (this.busy) return;
+    if (this.isBusy()) return;
     action(this.conversation, ...values);
     this.#redraw();
     this.#note(this.conversation);
   }
-
-  // --- asking ---
 
   async #answer(answer) {
     const { conversation } = this;
@@ -147,7 +139,7 @@ export class Chat {
   async #stream({ controller: { signal }, conversation }, answer, history) {
     let saved = performance.now();
     try {
-      const response = await request("v1/chat/completions", { body: body(history, this.#model().id), signal });
+      const response = await request("v1/chat/completions", { body: bodyOf(history, this.#model().id), signal });
       for await (const events of eventBatches(response)) {
         const now = performance.now();
         for (const event of events) if (event !== "[DONE]") applyChunk(answer, JSON.parse(event), now);
@@ -170,8 +162,6 @@ export class Chat {
     this.#changed();
   }
 
-  // --- drawing and scrolling ---
-
   #redraw() {
     const { messages, numDropped = 0 } = this.conversation;
     this.#messages.replaceChildren();
@@ -185,7 +175,7 @@ export class Chat {
 
   #add(message) {
     if (message.role === "user") return this.#messages.append(userMessage(message, this));
-    message.finish ??= this.busy ? null : "stopped"; // the page was closed while it was written
+    message.finish ??= this.isBusy() ? null : "stopped"; // the page was closed while it was written
     const view = new AnswerView(message, this);
     this.#views.push(view);
     this.#messages.append(view.node);
@@ -193,13 +183,8 @@ export class Chat {
 
   #draw() {
     for (const view of this.#views) if (!view.isDone) view.update();
-    this.drawGauge();
+    drawGauge(this.conversation, this.#model().max_model_len);
     this.#follow();
-  }
-
-  /** Again when the model is known, or another one. */
-  drawGauge() {
-    this.#gauge.draw(this.conversation, this.#model().max_model_len);
   }
 
   #follow() {
@@ -219,15 +204,9 @@ export class Chat {
   }
 }
 
-function body(messages, model) {
-  const goesOn = messages.at(-1)?.role === "assistant";
-  return {
-    model,
-    messages,
-    stream: true,
-    // Usage in each chunk: a stopped answer is counted in tokens too.
-    stream_options: { include_usage: true, continuous_usage_stats: true },
-    ...(goesOn && { continue_final_message: true, add_generation_prompt: false }),
-    ...requestFields(),
-  };
+function bodyOf(messages, model) {
+  const goesOn = messages.at(-1)?.role === "assistant" && { continue_final_message: true, add_generation_prompt: false };
+  // Usage in each chunk: a stopped answer is counted in tokens too.
+  const usage = { include_usage: true, continuous_usage_stats: true };
+  return { model, messages, stream: true, stream_options: usage, ...goesOn, ...requestFields() };
 }

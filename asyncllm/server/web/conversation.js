@@ -12,8 +12,6 @@ export function newConversation() {
   return { id, title: "", updated: Date.now(), system: "", messages: [], numDropped: 0 };
 }
 
-// --- branches ---
-
 /** Takes `message` and what follows away: [they, without their branches; {before, after}]. */
 function take(conversation, message) {
   const at = conversation.messages.indexOf(message);
@@ -51,8 +49,6 @@ export function removeMessage(conversation, message) {
 }
 
 export const dropOldest = (conversation, count) => (conversation.numDropped = count);
-
-// --- what the model is told, and how much of the context that takes ---
 
 const isTold = ({ role, content, toolCalls }) => role === "user" || content || toolCalls?.length;
 

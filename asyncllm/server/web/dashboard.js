@@ -73,20 +73,18 @@ export class Dashboard {
   }
 
   #take(snapshot) {
-    if (snapshot.server) return this.#begin(snapshot.server);
-    const { monotonic, totals, rates } = snapshot;
+    const { monotonic, totals, rates, server } = snapshot;
+    if (server) {
+      this.#rates = [];
+      this.#latest = null;
+      return this.#say("live", [server.architecture, server.dtype, server.device, server.attention_backend].join(" · "));
+    }
     const before = this.#latest ?? snapshot;
     const seconds = Math.max(monotonic - before.monotonic, 1e-3);
     this.#finishedPerS = (sum(totals.finished) - sum(before.totals.finished)) / seconds;
     this.#rates = [...this.#rates, rates].slice(-HISTORY);
     this.#latest = snapshot;
     this.#drawSoon();
-  }
-
-  #begin({ architecture, dtype, device, attention_backend: backend }) {
-    this.#rates = [];
-    this.#latest = null;
-    this.#say("live", [architecture, dtype, device, backend].join(" · "));
   }
 
   /** Nothing old is shown as if it were the case; the style sheet hides the rest. */
@@ -101,8 +99,6 @@ export class Dashboard {
     this.#parts.live.textContent = text;
     this.#panel.classList.toggle("lost", state === "lost");
   }
-
-  // --- what it looks like ---
 
   #makeCharts() {
     const fill = (name) => () => this.#colour(name);

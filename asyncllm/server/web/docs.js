@@ -19,8 +19,6 @@ function readOperation(path, method, { operationId: id, tags: [tag], summary, re
   return { id, method, path, tag, summary, body, parameters, failures, ok, needsKey: Boolean(security), words };
 }
 
-// --- the list ---
-
 const currentId = () => location.hash.slice(1);
 const methodTag = (method) => el("span", { class: "method", "data-method": method }, method);
 
@@ -38,8 +36,6 @@ function drawList() {
 const listRow = ({ id, method, path }) =>
   el("li", {}, el("a", { href: `#${id}`, "aria-current": id === currentId() ? "page" : null },
     methodTag(method), el("span", { class: "path" }, path)));
-
-// --- one operation ---
 
 function draw() {
   const one = operations.find(({ id }) => id === currentId());
@@ -107,8 +103,6 @@ function keyField() {
   input.onchange = () => setKey(input.value, false);
   return el("p", { class: "key-field" }, el("label", { for: "key" }, "API key"), input);
 }
-
-// --- the frame ---
 
 const layOut = () => setPanel("list", wide.matches);
 const closeDrawer = () => wide.matches || setPanel("list", false);

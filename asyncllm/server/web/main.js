@@ -2,6 +2,7 @@
 
 import { request } from "./api.js";
 import { Chat } from "./chat.js";
+import { drawGauge } from "./context_gauge.js";
 import { newConversation } from "./conversation.js";
 import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
@@ -81,8 +82,8 @@ function openNeighbour(by) {
 
 function refresh() {
   list.draw(conversations.filter((one) => one.messages.length), chat.conversation.id);
-  document.body.classList.toggle("answering", chat.busy);
-  byId("send").setAttribute("aria-label", chat.busy ? "Stop" : "Send");
+  document.body.classList.toggle("answering", chat.isBusy());
+  byId("send").setAttribute("aria-label", chat.isBusy() ? "Stop" : "Send");
   byId("welcome").hidden = chat.conversation.messages.length > 0;
 }
 
@@ -91,7 +92,7 @@ store.onOtherTab((id) => chat.isBusy(id) || replace(id, store.loadConversation(i
 // --- the message box ---
 
 function submit() {
-  if (chat.busy || !prompt.value.trim()) return;
+  if (chat.isBusy() || !prompt.value.trim()) return;
   chat.send(prompt.value);
   setPrompt("");
 }
@@ -107,7 +108,7 @@ function fitPrompt() {
 }
 
 // While an answer is written the button stops it; Enter does nothing.
-onSubmit(byId("composer"), ({ submitter }) => (chat.busy && submitter ? chat.stop() : submit()));
+onSubmit(byId("composer"), ({ submitter }) => (chat.isBusy() && submitter ? chat.stop() : submit()));
 enterSends(prompt);
 prompt.addEventListener("input", fitPrompt);
 fileButton("attach", (name, bytes) => {
@@ -142,8 +143,6 @@ on("scrim", "click", closeDrawers);
 on("new-chat", "click", openNew);
 on("open-settings", "click", () => openSettings(chat.conversation, () => store.saveConversation(chat.conversation)));
 
-// --- keys ---
-
 const NEIGHBOURS = { ArrowUp: -1, ArrowDown: 1 };
 
 addEventListener("keydown", (event) => {
@@ -176,8 +175,6 @@ function onEscape() {
   prompt.focus();
 }
 
-// --- the model ---
-
 async function showModels() {
   try {
     ({ data: models } = await (await request("v1/models")).json());
@@ -196,7 +193,7 @@ function describeModel() {
   byId("welcome-about").textContent =
     `${context.toLocaleString("en")} tokens of context. What you write stays in this browser and on this server. Try:`;
   byId("examples").hidden = false;
-  chat.drawGauge();
+  drawGauge(chat.conversation, context);
 }
 
 on("model", "change", () => {

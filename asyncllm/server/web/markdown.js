@@ -63,8 +63,10 @@ export class MarkdownStream {
     this.#code?.block.finish();
     this.#code = null;
     this.#closeAll();
-    if (Object.keys(this.#links).length) this.#mayLink.forEach((drawn) => this.#drawAgain(drawn));
-    this.#mayLink = [];
+    for (const { raw, nodes } of Object.keys(this.#links).length ? this.#mayLink : []) {
+      nodes[0].before(...renderTokens(this.#lex(raw), { ...this.#rules, isFinal: true }));
+      for (const node of nodes) node.remove();
+    }
   }
 
   /** Moves whole lines from rest to open, as many as there is room for; false when none is left. */
@@ -113,11 +115,6 @@ export class MarkdownStream {
     return true;
   }
 
-  #drawAgain({ raw, nodes }) {
-    nodes[0].before(...renderTokens(this.#lex(raw), { ...this.#rules, isFinal: true }));
-    for (const node of nodes) node.remove();
-  }
-
   #lex(text) {
     this.parsedChars += text.length;
     const lexer = new marked.Lexer(marked.defaults);
@@ -136,8 +133,6 @@ export class MarkdownStream {
   #trim() {
     while (this.#root.childNodes.length > this.#numClosed) this.#root.lastChild.remove();
   }
-
-  // --- top-level code ---
 
   #openCode([line, { length: indent }, marks, language]) {
     this.#trim();
@@ -163,6 +158,4 @@ export class MarkdownStream {
   }
 }
 
-function isWebAddress(url) {
-  return URL.canParse(url) && /^https?:$/.test(new URL(url).protocol);
-}
+const isWebAddress = (url) => URL.canParse(url) && /^https?:$/.test(new URL(url).protocol);

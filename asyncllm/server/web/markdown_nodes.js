@@ -77,10 +77,8 @@ export const plain = (info) => decode(info.replace(ESCAPE, "$1"));
 const decode = (text) => text.replace(ENTITY, (whole, hex, decimal, name) =>
   name ? (characterEntities[name] ?? whole) : character(hex ? parseInt(hex, 16) : Number(decimal)));
 
-function character(code) {
-  const isValid = code > 0 && code <= 0x10ffff && !(code >= 0xd800 && code < 0xe000);
-  return isValid ? String.fromCodePoint(code) : "\ufffd";
-}
+const character = (code) =>
+  code > 0 && code <= 0x10ffff && !(code >= 0xd800 && code < 0xe000) ? String.fromCodePoint(code) : "\ufffd";
 
 /** A figure that code is appended to, coloured by highlight.js when it is complete. */
 export class CodeBlock {
