@@ -43,7 +43,6 @@ from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rota
 from asyncllm.models.transformers_indexed import SEEN, check_index, leave_out_index
 from asyncllm.models.transformers_legacy import (
     LEGACY,
-    HidesNothing,
     check_legacy,
     replace_attention,
 )

@@ -37,7 +37,7 @@ import uvloop
 from simulated_worker import SimulatedWorker, running_server
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import engine_core
+from asyncllm.engine import core_loader
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.http.connection import Connection
 from asyncllm.server.http.sse import SSEStream
@@ -126,7 +126,9 @@ class Stamps:
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     engine_args = EngineArgs(args.model, load_format=args.load_format, max_num_batched_tokens=8192)
     async with running_server(engine_args) as (engine, _, port):
-        stamps = Stamps(engine._running())
+        core = engine._running()
+        assert isinstance(core, EngineCore)
+        stamps = Stamps(core)
         client = await asyncio.create_subprocess_exec(
             sys.executable, str(CLIENT), "first-token", str(port), str(args.requests + NUM_WARM_UP),
             str(args.burst), str(args.input_len), str(args.output_len), str(args.running),
@@ -183,7 +185,7 @@ def main() -> None:
         SimulatedWorker.prefill_host_s, SimulatedWorker.decode_host_s = (
             us / 1e6 for us in args.host_us
         )
-        engine_core.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
+        core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     result = uvloop.run(measure(args))
     print(f"{'':12}{'p20':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name, us in result.items():

@@ -26,6 +26,7 @@ from asyncllm.kernels.declaration import DenseShape, Start
 from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.parallel.mesh import Alone
 from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import keeps_latents, model_without_memory
 from asyncllm.worker.device_state import DeviceState
@@ -41,9 +42,9 @@ ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
 
 def early_start(config: EngineConfig, device: torch.device) -> Start:
     """Before the model is built: by one without memory."""
-    dtype = getattr(torch, config.dtype)
+    dtype, mesh = getattr(torch, config.dtype), Alone(config.mesh)
     latents = keeps_latents(config, _backend(config, device))
-    model = model_without_memory(config.model, dtype, ANY_LENGTH, latents)
+    model = model_without_memory(config.model, dtype, ANY_LENGTH, latents, mesh)
     return start_of(config, model, device)
 
 
@@ -60,6 +61,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         sizes=DenseShape.of(config.model),
         is_dense=isinstance(model, DenseDecoder)
         and model.is_plain
+        and config.mesh.tp == 1
         and not is_quantized(config.model),
         attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
