@@ -50,6 +50,20 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+# Classes of transformers' table whose attention is not that of pages of past tokens, and why.
+UNSERVED = {
+    "BltForCausalLM": "attends across patches of bytes, which another model cuts",
+    "CpmAntForCausalLM": "adds a learned bias of segments to scores, and tokens before each prompt",
+    "DogeForCausalLM": "adds to scores what it makes of values, and drops the least",
+    "Gemma4AssistantForCausalLM": "attends to keys and values of another model",
+    "Gemma4UnifiedAssistantForCausalLM": "attends to keys and values of another model",
+    "MusicgenForCausalLM": "takes ids of several codebooks for each token",
+    "MusicgenMelodyForCausalLM": "takes ids of several codebooks for each token",
+    "ProphetNetForCausalLM": "attends to streams of tokens to come",
+    "ReformerModelWithLMHead": "attends to buckets of hashes",
+    "XLMWithLMHeadModel": "predicts a masked token behind the others, which no later step sees",
+    "XLNetLMHeadModel": "predicts a masked token behind the others, which no later step sees",
+}
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 Quantization = Literal["fp8", "int8", "int4"]
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
@@ -246,6 +260,8 @@ def _transformers_classes() -> set[str]:
 def _check_decoder(file: Path, hf: PretrainedConfig, text: PretrainedConfig) -> None:
     """Of models that transformers runs, before their code is imported."""
     architecture = hf.architectures[0]
+    if reason := UNSERVED.get(architecture):
+        raise ModelLoadError(f"{file}: architectures {architecture!r} {reason}: not served")
     if _value(text, "num_attention_heads") is None:
         raise _unsupported(file, architecture, "num_attention_heads is missing: it is recurrent; ")
     if value := getattr(hf, "quantization_config", None):

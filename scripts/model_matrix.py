@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_configs import VOCAB_SIZE, random_model, tiny_config
+from tiny_configs import BY_CLASS, VOCAB_SIZE, random_model, small_config, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncllm import LLM, SamplingParams
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_config import ARCHITECTURES
+from asyncllm.model_config import ARCHITECTURES, UNSERVED
 from asyncllm.models.registry import settle
 
 NUM_TOKENS = 12
@@ -118,20 +118,45 @@ def examine(architecture: str) -> tuple[str, str]:
     """(verdict, details) of one class."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    if architecture in UNSERVED and (found := refusal(architecture)) is not None:
+        return found
     try:
         config = tiny_config(architecture)
-    except Exception as error:
-        return "no tiny configuration", f"{type(error).__name__}: {error}"
+    except Exception as error:  # of no common base
+        return refusal(architecture) or (
+            "no tiny configuration",
+            f"{type(error).__name__}: {error}",
+        )
     try:
         with tempfile.TemporaryDirectory() as folder:
             worst = compare(architecture, config, Path(folder))
     except ModelLoadError as error:
-        return "refused", str(error).partition("config.json: ")[2] or str(error)
+        return "refused", _reason(error)
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}"
     if worst > TOLERANCE:
         return "wrong", f"{worst:.2g}"
     return ("native" if architecture in ARCHITECTURES else "by backend"), f"{worst:.2g}"
+
+
+def refusal(architecture: str) -> tuple[str, str] | None:
+    """Of a class whose configuration alone is refused; None where it is not, or there is none."""
+    try:
+        config = small_config(architecture, BY_CLASS.get(architecture, {}))
+    except Exception:  # of no common base
+        config = getattr(transformers, architecture).config_class()
+    config.architectures = [architecture]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        try:
+            num_groups(Path(folder))
+        except ModelLoadError as error:
+            return "refused", _reason(error)
+    return None
+
+
+def _reason(error: ModelLoadError) -> str:
+    return str(error).partition("config.json: ")[2] or str(error)
 
 
 def _child(architecture: str, results: Any) -> None:
@@ -183,7 +208,11 @@ def markdown(rows: dict[str, tuple[str, str]]) -> str:
 def _cells(name: str, verdict: str, details: str) -> str:
     if verdict in SERVED:
         return f"{SERVED[verdict]} | "
-    reason = details.replace(f"architectures {name!r} ", "").removesuffix(", which is not served")
+    reason = (
+        details.replace(f"architectures {name!r} ", "")
+        .removesuffix(", which is not served")
+        .removesuffix(": not served")
+    )
     return f"- | {verdict}: {' '.join(reason.replace('|', '/').split())[:160]}"
 
 

@@ -70,6 +70,7 @@ BY_CLASS: dict[str, dict[str, Any]] = {
     "MptForCausalLM": {"n_heads": 4, "n_layers": 3, "max_seq_len": 64},
     "RemBertForCausalLM": {"is_decoder": True},
     "RoFormerForCausalLM": {"is_decoder": True},
+    "XLNetLMHeadModel": {"d_model": 32, "n_head": 4, "d_head": 8, "n_layer": 3, "d_inner": 48},
     "XmodForCausalLM": {"default_language": "en_XX", "languages": ["de_DE", "en_XX"]},
 }  # fmt: skip
 
