@@ -252,9 +252,14 @@ def _choose_implementation(
 
 
 def _transformers_classes() -> set[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """With those of several towers, of which the one that writes is served."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return {name for table in tables for name in table.values()}
 
 
 def _check_decoder(file: Path, hf: PretrainedConfig, text: PretrainedConfig) -> None:

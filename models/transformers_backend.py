@@ -11,6 +11,7 @@ knows how; after a trial there (transformers_attention.py) its parameters get th
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ from asyncllm.models.transformers_rope import (
 )
 from asyncllm.models.transformers_weights import WeightNames
 
+logger = logging.getLogger("asyncllm")
+
 META = torch.device("meta")
 TRIAL_TOKENS = 3
 KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
@@ -74,6 +77,12 @@ class TransformersModel:
             tried = _try(model, build.max_model_len)
             self._base, self._output = tried.base, tried.output
             self._names = WeightNames(model, config.path)
+            self.left_out = tried.idle
+            for name in tried.idle:
+                self._names.leave_out(name, model.get_submodule(name))
+                model.set_submodule(name, nn.Identity())
+            if tried.idle and build.device != META:
+                logger.info("serving text alone, without %s", ", ".join(tried.idle))
             shape = HeadShape.of(tried.calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
             # On the meta device there is nothing to prove, and nobody runs it.
             fusion = None if build.device == META else _fuse(model, tried, shape, rotaries, build)
@@ -231,6 +240,8 @@ def _step_rotaries(model: nn.Module, max_model_len: int) -> Rotaries:
         types = [*module.rope_type] if isinstance(module.rope_type, dict) else [None]
         for layer_type in types:
             kind = module.rope_type[layer_type] if layer_type else module.rope_type
+            if kind == "axial":  # of images
+                continue
             try:
                 found[module, layer_type] = StepRotary(module, layer_type, max_model_len)
             except Exception as error:  # of no common base, as what the module does
@@ -248,6 +259,7 @@ class Tried:
     calls: list[AttentionCall]
     base: Any  # the module that gives the hidden states
     output: type  # of what it returns
+    idle: list[str]  # its towers that text does not pass
     takes_positions: bool  # else modules that embed them take them, or there is no use for them
     named: dict[nn.Module, dict[str, Any]]  # modules with projections -> their arguments
     angles: list[tuple[tuple[Any, str | None], Any]]  # by whom cosines and sines were given
@@ -289,6 +301,11 @@ def _try(model: Any, max_model_len: int) -> Tried:
         for module in model.modules()
         if "position_ids" in inspect.signature(module.forward).parameters
     ]
+    ran: set[nn.Module] = set()
+    hooks += [
+        module.register_forward_hook(lambda module, *_: ran.add(module))
+        for module in model.modules()
+    ]
     tokens, positions = torch.zeros(2, 1, TRIAL_TOKENS, dtype=torch.int64, device=META)
     try:
         # Views of a mask name it as their base, but not in inference mode.
@@ -320,7 +337,16 @@ def _try(model: Any, max_model_len: int) -> Tried:
     has_use = any(call.slopes is None for call in trial.calls)
     if not takes_positions and has_use and not list(position_modules(base)):
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
-    return Tried(trial.calls, base, type(output), takes_positions, named, angles)
+    idle = [] if text is model.config else list(_idle(model, base, ran))
+    return Tried(trial.calls, base, type(output), idle, takes_positions, named, angles)
+
+
+def _idle(model: nn.Module, base: nn.Module, ran: set[nn.Module]) -> Iterator[str]:
+    """Names of the base's children of which nothing ran: towers of other inputs."""
+    prefix = next(name for name, module in model.named_modules() if module is base)
+    for name, child in base.named_children():
+        if ran.isdisjoint(child.modules()) and any(True for _ in child.parameters()):
+            yield f"{prefix}.{name}".removeprefix(".")
 
 
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:
