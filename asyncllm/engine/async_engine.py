@@ -204,7 +204,7 @@ class AsyncLLMEngine:
             )
             adapter, receive, is_added = None, sink, False
             if lora_request is not None:
-                adapter = await core.acquire_adapter(lora_request)
+                adapter = await core.acquire_adapter(request, lora_request, adds=starts)
                 request.use_adapter(adapter.slot, adapter.content)
                 receive = core.lora.releasing(adapter, sink)
             try:
@@ -230,10 +230,11 @@ class AsyncLLMEngine:
 
     # --- adapters ----------------------------------------------------------------------------
 
-    async def add_lora(self, lora_request: LoRARequest) -> None:
-        """Read an adapter's files, so that requests may name it. Raises `LoRALoadError` naming the
-        tensor or the setting that is not served; the engine is as before then."""
-        await self._running().lora.add(lora_request)
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter's files, so that requests may name it; again, and in place of those of
+        the same name and path, with `load_inplace`. Raises `LoRALoadError` naming the tensor or the
+        setting that is not served; the engine is as before then."""
+        await self._running().lora.add(lora_request, reload=load_inplace)
 
     def remove_lora(self, lora_name: str) -> bool:
         """Requests that use it go on to their end. Whether it was there."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -31,7 +32,7 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import InvalidRequestError, LoRALoadError
+from asyncllm.errors import InvalidRequestError, LoRALoadError, QueueFullError
 from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
 from asyncllm.sampling_params import SamplingParams
@@ -115,10 +116,24 @@ class EngineCore:
             )
         return found
 
-    async def acquire_adapter(self, wanted: LoRARequest) -> Adapter:
-        """In a slot of the model, until it is released. Raises `InvalidRequestError`."""
+    async def acquire_adapter(
+        self, request: Request, wanted: LoRARequest, *, adds: bool
+    ) -> Adapter:
+        """In a slot of the model, until it is released. adds: it need not be known.
+
+        A request that waits for a slot counts and expires as one that waits for its first step.
+        Raises `InvalidRequestError`, `QueueFullError`.
+        """
+        limit = self._config.max_queue_seconds
         try:
-            return await self.lora.acquire(wanted)
+            with self.live.waiting(request):
+                async with asyncio.timeout(limit if limit < math.inf else None):
+                    return await self.lora.acquire(wanted, adds=adds)
+        except TimeoutError:
+            raise QueueFullError(
+                f"request {request.request_id}: waited for a slot of its adapter over "
+                f"max_queue_seconds ({limit:g})"
+            ) from None
         except LoRALoadError as error:
             raise InvalidRequestError(str(error), "lora_request") from error
 
@@ -187,6 +202,8 @@ class EngineCore:
         await asyncio.wait([self._task])
         self.live.fail_all(self.dead)
         self.steps.record(None)
+        if self.adapters is not None:
+            await self.adapters.close()
         self.input_processor.close()
         self.watchdog.close()
         await self.steps.close()
