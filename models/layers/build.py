@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.models.layers.experts_method import ExpertsMethod, UnquantizedExpertsMethod
+from asyncllm.models.layers.experts_method import (
+    ExpertsMethod,
+    ExpertsShape,
+    UnquantizedExpertsMethod,
+)
 from asyncllm.models.layers.linear_method import LinearMethod
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
@@ -15,7 +19,8 @@ from asyncllm.models.layers.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """`method_for`: a linear layer's name in the checkpoint -> its method.
+    """`method_for`: a linear layer's name in the checkpoint -> its method. `quantized_experts`: of
+    the experts below a name; None: they are in `dtype`.
 
     `max_model_len` is the number of positions the model must know, in tokens. `keeps_latents`: the
     attention takes latents (`AttentionLayer.latent_dim`).
@@ -28,9 +33,14 @@ class Build:
     max_model_len: int
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
     keeps_latents: bool = False
+    quantized_experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None = None
 
-    @property
-    def experts_method(self) -> ExpertsMethod:
+    def experts_method(self, name: str, shape: ExpertsShape) -> ExpertsMethod:
+        """Of the experts that the checkpoint has below `name`."""
+        if self.quantized_experts is not None:
+            method = self.quantized_experts(name, shape)
+            if method is not None:
+                return method
         return UnquantizedExpertsMethod(self.dtype, self.device, self.ops)
 
     def empty(self, *shape: int) -> torch.Tensor:

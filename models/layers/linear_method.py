@@ -18,6 +18,12 @@ from asyncllm.models.layers.ops import Epilogue, Normed, Ops, Out
 Weights = dict[str, torch.Tensor]
 
 
+def put(weights: Weights, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Keep what was made of weights: in place where an earlier load has made it, as graphs hold its
+    address. Returns what is kept."""
+    return weights.setdefault(name, tensor).copy_(tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearShape:
     """`parts`: module's name in the checkpoint -> its output features, in the output's order."""

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.kernels.quant_gemm.product import BYTES, CHUNK, FP4, INT4, TABLE, WORDS
+from asyncllm.kernels.quant_gemm.product import BYTES, CHUNK, FP4, INT4, PLAIN, TABLE, WORDS
 
 FORMATS = {"fp8": BYTES, "int8": BYTES, "int4": INT4, "fp4": FP4, "nf4": TABLE}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
-    """A matrix [features, columns].
+    """A matrix [features, columns], which may be those of several experts.
 
     weight: e4m3 or int8 [features, columns], or int32 words [features, chunks * WORDS]. scale,
     offset: [features, groups]; or scale int32 [features, chunks], of four groups' exponents each
@@ -45,6 +45,21 @@ class Quantized:
         return self.scale.dtype == torch.int32
 
 
+def plain_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Quantized:
+    """[features, columns] in 16 bits, for kernels that take any format."""
+    return Quantized(weight, weight, None, None, bias, None, weight.shape[1], PLAIN)
+
+
+def block_of(matrix: Quantized, most: int) -> int:
+    """Columns that a product takes at a time: of one group, where there are groups."""
+    if matrix.is_packed:
+        return CHUNK
+    block = most
+    while matrix.group is not None and matrix.group % block:
+        block //= 2
+    return block
+
+
 def is_fast(x: torch.Tensor) -> bool:
     """Codes become numbers by instructions of a GPU, in bfloat16."""
     return x.is_cuda and x.dtype == torch.bfloat16
@@ -52,10 +67,9 @@ def is_fast(x: torch.Tensor) -> bool:
 
 def to_words(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [rows, columns] below 16, columns a multiple of CHUNK -> int32 words."""
-    planes = codes.unflatten(1, (-1, 8, WORDS)).to(torch.int64)  # [rows, chunks, 8, WORDS]
-    shifts = torch.arange(0, 32, 4, device=codes.device).view(8, 1)
-    words = (planes << shifts).sum(2).flatten(1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    planes = codes.unflatten(1, (-1, 8, WORDS)).to(torch.int32)  # [rows, chunks, 8, WORDS]
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device).view(8, 1)
+    return (planes << shifts).sum(2, dtype=torch.int32).flatten(1)
 
 
 @triton.jit
@@ -72,10 +86,7 @@ def _matrix_kernel(
         word_at = feature * (chunks * 16) + column // 128 * 16 + column % 16
         word = tl.load(weight_ptr + word_at, mask, other=0)
         code = (word >> (column % 128 // 16 * 4)) & 15
-        if FORMAT == 2:
-            value = code.to(tl.float32) - 8.0
-        else:
-            value = tl.load(table_ptr + code)
+        value = code.to(tl.float32) - 8.0 if FORMAT == 2 else tl.load(table_ptr + code)
     else:
         value = tl.load(weight_ptr + feature * WIDTH + column, mask, other=0.0).to(tl.float32)
     if E8M0:

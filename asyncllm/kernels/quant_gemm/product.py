@@ -20,6 +20,7 @@ CHUNK = 128  # columns of 16 words of four bits
 WORDS = 16  # the least depth of a product of tensor cores
 # How a weight is stored: PLAIN 16 bits, BYTES int8 or e4m3, INT4 8 is zero, FP4 e2m1, TABLE.
 PLAIN, BYTES, INT4, FP4, TABLE = range(5)
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # `activate`
 
 _BEGIN = (
     "{{ .reg .b32 lo, hi, t, u, a, b; mov.b32 a, {}; mov.b32 b, {};"
@@ -177,13 +178,25 @@ def _add_columns(
 
 @triton.jit
 def multiply(
-    weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, feature, inside, up, first, end,
+    weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, start, feature, inside, up,
+    first, end,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     OFFSET: tl.constexpr, E8M0: tl.constexpr, FAST: tl.constexpr, GATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [ROWS, TILE] of features, and, GATED, of those that lie `up` behind, over blocks `first`
-    to `end` of BLOCK columns. A scale for all columns is left to `finish`."""
+    """Sums [ROWS, TILE] of the features `start` + `feature`, and, GATED, of those that lie `up`
+    behind, over blocks `first` to `end` of BLOCK columns. A scale for all columns is left to the
+    caller. rows_ptr: [ROWS, 1], where the rows begin."""
+    if FORMAT >= 2:
+        weight_ptr += start * ((WIDTH + 127) // 128 * 16)
+    else:
+        weight_ptr += start * WIDTH
+    if E8M0:
+        scale_ptr += start * ((WIDTH + 127) // 128)
+    elif GROUP > 0:
+        scale_ptr += start * ((WIDTH + GROUP - 1) // GROUP)
+        if OFFSET:
+            offset_ptr += start * ((WIDTH + GROUP - 1) // GROUP)
     ROWS: tl.constexpr = rows_ptr.shape[0]
     TILE: tl.constexpr = feature.shape[0]
     acc = tl.zeros((ROWS, TILE), tl.float32)

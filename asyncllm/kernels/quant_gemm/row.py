@@ -30,10 +30,7 @@ class RowTiles:
 def _value(words, plane: tl.constexpr, table_ptr, FORMAT: tl.constexpr):
     """float32; of int4 24 more than it is."""
     if FORMAT == 2:
-        if plane < 5:
-            bits = words << (19 - 4 * plane)
-        else:
-            bits = words >> (4 * plane - 19)
+        bits = words << (19 - 4 * plane) if plane < 5 else words >> (4 * plane - 19)
         value = ((bits & 0x00780000) | 0x41800000).to(tl.float32, bitcast=True)
     else:
         value = tl.load(table_ptr + ((words >> (4 * plane)) & 15))

@@ -10,16 +10,14 @@ import triton.language as tl
 
 from asyncllm.kernels.declaration import num_sms
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.kernels.quant_gemm.matrix import Quantized, is_fast
-from asyncllm.kernels.quant_gemm.product import CHUNK, activate, multiply
+from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast
+from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, activate, multiply
 from asyncllm.kernels.records import SILU, Activation
-
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows and features of a program, columns at a time (of four bits: CHUNK), parts of them."""
+    """Rows and features of a program, columns at a time (of four bits: a chunk), parts of them."""
 
     rows: int
     features: int
@@ -40,7 +38,8 @@ def _rows_kernel(
 ):  # fmt: skip
     """GATED: out_features are half of the matrix's. SPLITS > 1: out is float32
     [splits, rows, features], of parts of the columns."""
-    feature = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    start = tl.program_id(0).to(tl.int64) * TILE
+    feature = start + tl.arange(0, TILE)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     inside = feature < out_features
@@ -55,8 +54,8 @@ def _rows_kernel(
     per_split: tl.constexpr = (blocks + SPLITS - 1) // SPLITS
     first = split * per_split
     acc, up = multiply(
-        weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, feature, inside,
-        out_features, first, tl.minimum(first + per_split, blocks),
+        weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, start,
+        tl.arange(0, TILE), inside, out_features, first, tl.minimum(first + per_split, blocks),
         WIDTH, GROUP, BLOCK, FORMAT, OFFSET, E8M0, FAST, GATED, STAGES,
     )  # fmt: skip
     if GROUP == 0:
@@ -103,17 +102,7 @@ def choose_tiles(num_rows: int, matrix: Quantized, gated: bool, sms: int) -> Til
     features = len(matrix.weight) // (2 if gated else 1)
     programs = triton.cdiv(features, tile) * triton.cdiv(num_rows, rows)
     splits = 1 if gated else max(1, min(8, 2 * sms // programs, matrix.columns // 512))
-    return Tiles(rows, tile, block_of(matrix), splits, 4, 4)
-
-
-def block_of(matrix: Quantized, most: int = CHUNK) -> int:
-    """Columns at a time: of one group, where there are groups."""
-    if matrix.is_packed:
-        return CHUNK
-    block = most
-    while matrix.group is not None and matrix.group % block:
-        block //= 2
-    return block
+    return Tiles(rows, tile, block_of(matrix, 128), splits, 4, 4)
 
 
 def several_rows(
