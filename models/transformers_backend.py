@@ -40,13 +40,14 @@ from asyncllm.models.transformers_attention import (
     Unservable,
 )
 from asyncllm.models.transformers_experts import replace_experts
-from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rotation
+from asyncllm.models.transformers_fusion import Fusion, has_projections
 from asyncllm.models.transformers_indexed import SEEN, check_index, leave_out_index
 from asyncllm.models.transformers_legacy import (
     LEGACY,
     check_legacy,
     replace_attention,
 )
+from asyncllm.models.transformers_modules import no_rotation
 from asyncllm.models.transformers_rope import (
     HANDLER,
     STATIC_ROPE_TYPES,
