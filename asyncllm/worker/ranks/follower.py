@@ -49,7 +49,7 @@ class Follower:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._num_done = 0
+        self._num_begun = self._num_done = 0  # messages that have a place
         self._mesh: GlooMesh | None = None
         self._sending = threading.Lock()
         threading.Thread(target=self._read, name="asyncllm-rank-0", daemon=True).start()
@@ -60,11 +60,19 @@ class Follower:
             worker = self._start(self._messages.get())
             self._send(Kind.READY, worker.memory.num_pages)
             while True:
-                self._do(worker, self._messages.get())
+                self._do(worker, self._next())
                 self._num_done += 1
         except BaseException as error:
             self._send(Kind.FAILED, f"{type(error).__name__}: {error}")
             raise
+
+    def _next(self) -> Message:
+        """A message that has a place, without it. Raises `ValueError` for another's."""
+        kind, place, *content = self._messages.get()
+        if place != self._num_begun:
+            raise ValueError(f"message {place} of rank 0, where {self._num_begun} was due")
+        self._num_begun += 1
+        return kind, *content
 
     def _start(self, message: Message) -> Worker:
         kind, settings, rank, address, version, level = message
@@ -111,7 +119,7 @@ class Follower:
 
     def _is_masked(self) -> bool:
         """Of a step that needs the host, when rank 0 samples it."""
-        match self._messages.get():
+        match self._next():
             case (Kind.SAMPLE, bool(is_masked)):
                 self._num_done += 1
                 return is_masked

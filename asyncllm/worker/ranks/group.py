@@ -39,7 +39,7 @@ from asyncllm.worker.ranks.messages import (
     WorkerCommand,
     encode,
     encode_config,
-    encode_step,
+    step_content,
 )
 
 logger = logging.getLogger("asyncllm")
@@ -75,7 +75,8 @@ class WorkerGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._mesh: GlooMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
-        self._sent = threading.Lock()
+        self._sending = threading.Lock()
+        self._failing = threading.Lock()
         self._asked = 0.0
         self.failure: str | None = None
         self._on_failure: Callable[[str], object] = lambda reason: None
@@ -112,7 +113,7 @@ class WorkerGroup:
 
     def send_step(self, step: PackedStep) -> None:
         """Raises `RankLostError`."""
-        self._send(encode_step(step))
+        self.send(Kind.STEP, *step_content(step))
 
     def send_command(self, command: WorkerCommand) -> None:
         """Raises `RankLostError`."""
@@ -123,15 +124,25 @@ class WorkerGroup:
                 self.send(Kind.CAPTURE_GRAPH)
 
     def send(self, kind: Kind, *content: Any) -> None:
-        """Raises `RankLostError`."""
-        self._send(encode(kind, *content))
+        """Tell all ranks what is to be done next, in the order of the calls. Raises
+        `RankLostError`."""
+        if self.failure is not None:
+            raise RankLostError(self.failure)
+        with self._sending:
+            now = time.monotonic()
+            for progress in self._progress.values():
+                if progress.num_done == self._num_sent:  # it was idle until now
+                    progress.moved = now
+            frame = encode(kind, self._num_sent, *content)
+            self._num_sent += 1
+            self._thread.send(frame)
 
     def ask(self, kind: Kind, *content: Any) -> list[Future[str]]:
         """Each rank's answer: an error's text, or "". Raises `RankLostError`."""
         futures: list[Future[str]] = [Future() for _ in self._progress]
         for progress, future in zip(self._progress.values(), futures, strict=True):
             progress.answers.append(future)
-        self._send(encode(kind, *content))
+        self.send(kind, *content)
         return futures
 
     def check(self) -> None:
@@ -149,17 +160,6 @@ class WorkerGroup:
     @property
     def _num_calls(self) -> int:
         return 0 if self._mesh is None else self._mesh.num_calls
-
-    def _send(self, frame: bytes) -> None:
-        if self.failure is not None:
-            raise RankLostError(self.failure)
-        with self._sent:
-            now = time.monotonic()
-            for progress in self._progress.values():
-                if progress.num_done == self._num_sent:  # it was idle until now
-                    progress.moved = now
-            self._num_sent += 1
-            self._thread.send(frame)
 
     # --- end ---------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class WorkerGroup:
             self._fail(slowest, f"it gets no further with its work for {self._timeout:g} s")
 
     def _fail(self, rank: int | None, reason: str) -> None:
-        with self._sent:
+        with self._failing:
             if self.failure is not None:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
