@@ -1,7 +1,8 @@
 """The engine's public face inside an asyncio application; `EngineCore` does the work.
 
 One process, one event loop: every method is called on the loop that ran `start`. It starts no
-process, installs no signal handler, and after `aclose` leaves no thread and no device memory.
+process but the further ranks of `tensor_parallel_size`, which need no `__main__` guard, installs no
+signal handler, and after `aclose` leaves no thread, no process and no device memory.
 """
 
 from __future__ import annotations
