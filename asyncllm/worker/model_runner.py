@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionBackend, AttentionMixer, DecodeRows
@@ -23,7 +24,7 @@ from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import StepResult, TokenMasks
+from asyncllm.types import StepResult
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels, share_tokens
@@ -112,11 +113,13 @@ class ModelRunner:
             )
         end = self._executor.begin(lambda: self._forward(step, graph), shape)
 
-        def sample(masks: TokenMasks) -> LaunchedStep:
+        def sample(masked_rows: np.ndarray) -> LaunchedStep:
             edits = self._packer.pack_edits(step)  # now: the tokens will move on
             if self._group is not None:
-                self._group.send(Kind.SAMPLE, len(masks.rows) > 0)
-            return end(lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks))
+                self._group.send(Kind.SAMPLE, masked_rows.size > 0)
+            return end(
+                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masked_rows)
+            )
 
         return HostStep(sample)
 

@@ -63,8 +63,8 @@ def test_a_quantised_checkpoint(name: str, tmp_path: Path) -> None:
 
 def test_quantised_while_it_is_loaded() -> None:
     asks = [Ask("Once upon a time", greedy(12))]
-    expected = run(answers("tiny", asks, quantization="int8"))
-    expect_same(run(answers("tiny", asks, quantization="int8", tensor_parallel_size=2)), expected)
+    expected = run(answers("tiny", asks, quantization="int4"))
+    expect_same(run(answers("tiny", asks, quantization="int4", tensor_parallel_size=2)), expected)
 
 
 def test_an_fp8_kv_cache() -> None:
@@ -77,7 +77,7 @@ def test_an_fp8_kv_cache() -> None:
 def test_adapters(tmp_path: Path) -> None:
     """Two, and none, in the same steps, through one slot and two."""
     folders = [write_tiny_adapter(tmp_path / str(seed), seed) for seed in (1, 2)]
-    adapters = [None, *(LoRARequest(f.name, f) for f in folders)]
+    adapters = [None, *(LoRARequest(f.name, lora_path=f) for f in folders)]
     ask = Ask("Once upon a time", greedy(10))
 
     async def answered(**args: Any) -> list[Any]:
