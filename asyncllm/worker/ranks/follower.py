@@ -24,7 +24,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
-from asyncllm.models.parallel.gloo import GlooMesh, find_store
+from asyncllm.models.parallel.collectives import CollectiveMesh, find_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.ranks.connection import READ_BYTES, Frames
 from asyncllm.worker.ranks.messages import (
@@ -50,7 +50,7 @@ class Follower:
         self._socket = connected
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._num_begun = self._num_done = 0  # messages that have a place
-        self._mesh: GlooMesh | None = None
+        self._mesh: CollectiveMesh | None = None
         self._sending = threading.Lock()
         threading.Thread(target=self._read, name="asyncllm-rank-0", daemon=True).start()
 
@@ -87,7 +87,7 @@ class Follower:
         store = find_store(config.mesh.tp, host, port)
         self._send(Kind.JOINS)
         # The address by which rank 0 is reached is one by which this rank is reached.
-        self._mesh = GlooMesh(config.mesh, store, host)
+        self._mesh = CollectiveMesh(config.mesh, store, host, torch.device(config.device))
         return self._mesh
 
     def _do(self, worker: Worker, message: Message) -> None:

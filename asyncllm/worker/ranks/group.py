@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.models.parallel.gloo import GlooMesh, open_store
+from asyncllm.models.parallel.collectives import CollectiveMesh, open_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.connection import PeerThread
@@ -73,7 +73,7 @@ class WorkerGroup:
         self._timeout = config.distributed_timeout_seconds
         self._progress = {rank: _Progress() for rank in range(1, config.mesh.tp)}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._mesh: GlooMesh | None = None
+        self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
         self._sending = threading.Lock()
         self._failing = threading.Lock()
@@ -91,7 +91,8 @@ class WorkerGroup:
         """The mesh, when all ranks are there. Raises `RankLostError`."""
         for progress in self._progress.values():
             progress.joins.result()
-        self._mesh = GlooMesh(self._config.mesh, self._store, HOST)
+        device = torch.device(self._config.device)
+        self._mesh = CollectiveMesh(self._config.mesh, self._store, HOST, device)
         return self._mesh
 
     def wait_ready(self, num_pages: int) -> None:
@@ -165,7 +166,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End all processes; returns when they have ended."""
-        self.failure = self.failure or "the group is closed"
+        is_whole, self.failure = self.failure is None, self.failure or "the group is closed"
         self._thread.close()  # their connections: they end by that
         until = time.monotonic() + EXIT_SECONDS
         for process in self._processes:
@@ -173,7 +174,7 @@ class WorkerGroup:
                 process.wait(max(0.0, until - time.monotonic()))
             process.kill()
             process.wait()
-        if self._mesh is not None:
+        if self._mesh is not None and is_whole:
             self._mesh.close()
 
     # --- in the thread -----------------------------------------------------------------------
@@ -189,7 +190,7 @@ class WorkerGroup:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C is rank 0's
-                    env={**os.environ, **_threads_of_each(self._config)},
+                    env={**os.environ, **_environment(self._config, rank)},
                 )
             self._processes.append(process)
             settings = encode_config(self._config), rank, self._address, str(torch.__version__)
@@ -258,12 +259,20 @@ class WorkerGroup:
                 if not future.done():
                     future.set_exception(lost)
         for process in self._processes:
-            process.kill()  # rank 0 may wait for it in a step
+            process.kill()
+        if self._mesh is not None:
+            self._mesh.close()  # rank 0 may wait for it in a step
         self._on_failure(self.failure)
 
 
-def _threads_of_each(config: EngineConfig) -> dict[str, str]:
-    """Ranks on CPUs divide the cores, where nothing says otherwise."""
-    if config.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
+def _environment(config: EngineConfig, rank: int) -> dict[str, str]:
+    """A rank's device is the first that it sees; it sees them all, as NCCL asks for. Ranks on CPUs
+    divide the cores, where nothing says otherwise."""
+    if config.device == "cuda":
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+        others = [device for place, device in enumerate(devices) if place != rank]
+        return {"CUDA_VISIBLE_DEVICES": ",".join((devices[rank], *others))}
+    if "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.tp))}
