@@ -19,7 +19,10 @@ from asyncllm.worker.memory import forward_without_attention
 from tests.models.tiny_checkpoints import CONFIGS, random_reference
 from tests.parallel.thread_mesh import on_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 CUDA = torch.device("cuda")
 NUM_TOKENS = (1, 3, 40)
 TOLERANCE = 0.05  # of the largest logit, in bfloat16
@@ -35,7 +38,7 @@ def logits_of(folder: Path, mesh: Mesh) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("by_expert", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt-oss", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gemma3"])
 def test_shards_give_the_logits_of_one_rank(name: str, by_expert: bool, tmp_path: Path) -> None:
     with torch.inference_mode():
         random_reference(CONFIGS[name]).save_pretrained(tmp_path)
