@@ -116,7 +116,7 @@ class Backend:
         declared = SimpleNamespace(KERNEL=kernel, definitions=balanced_decode.definitions)
         monkeypatch.setattr(module, "balanced_decode", declared)
         monkeypatch.setattr(module, "BalancedDecode", Balanced)
-        monkeypatch.setattr(module, "PrefillPlan", lambda kinds, cache, workspace: self)
+        monkeypatch.setattr(module, "PrefillPlan", lambda *args: self)
         monkeypatch.setattr(Balanced, "launched", self.launched, raising=False)
         cache = KVCache(CacheLayout(layers, 16, BF16), 3, torch.device("cpu"))
         self.attention = module.FlashInferAttention(cache, layers)
