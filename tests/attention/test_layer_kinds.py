@@ -125,7 +125,9 @@ class Backend:
         return lambda layer, *_: self.launched.append(f"{name} {layer.index}")
 
     def _stub_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def rotate(layer: AttentionLayer, qkv: torch.Tensor, *_: Any) -> torch.Tensor:
+        def rotate(
+            layer: AttentionLayer, qkv: torch.Tensor, *_: Any, **others: Any
+        ) -> torch.Tensor:
             self.launched.append(f"rotate {layer.index}")
             return qkv[:, : layer.num_heads]
 

@@ -141,11 +141,11 @@ def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncllm.models.quantization.cuda_experts import CudaExperts
     from asyncllm.models.quantization.cuda_kernel import CudaKernel
 
-    # CUDA's products of one row take a norm whose factor is still to come.
-    product = TorchOps.product
-    monkeypatch.setattr(
-        TorchOps, "product", lambda self, x, *rest: product(self, Normed(x.whole()), *rest)
-    )
+    for name in ("product", "experts"):  # CUDA's take a norm whose factor is still to come
+        plain = getattr(TorchOps, name)
+        monkeypatch.setattr(
+            TorchOps, name, lambda self, x, *rest, call=plain: call(self, Normed(x.whole()), *rest)
+        )
     # The interpreter takes programs one after the other.
     monkeypatch.setattr(row, "choose_row_tiles", lambda matrix, gated: row.RowTiles(64, 128, 4))
     kernel = CudaKernel(DEVICE, DTYPE, TorchOps())
