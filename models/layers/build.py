@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.errors import ModelLoadError
 from asyncllm.models.layers.experts_method import (
     ExpertsMethod,
     ExpertsShape,
@@ -15,6 +16,7 @@ from asyncllm.models.layers.experts_method import (
 from asyncllm.models.layers.linear_method import LinearMethod
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
+from asyncllm.models.parallel.mesh import ALONE, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,17 @@ class Build:
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
     keeps_latents: bool = False
     quantized_experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None = None
+    mesh: Mesh = ALONE
 
     def experts_method(self, name: str, shape: ExpertsShape) -> ExpertsMethod:
-        """Of the experts that the checkpoint has below `name`."""
+        """Of the experts that the checkpoint has below `name`. Raises `ModelLoadError`."""
         if self.quantized_experts is not None:
             method = self.quantized_experts(name, shape)
             if method is not None:
+                if self.mesh.config.tp > 1:
+                    raise ModelLoadError(f"{name}: quantised experts are not divided over ranks")
                 return method
-        return UnquantizedExpertsMethod(self.dtype, self.device, self.ops)
+        return UnquantizedExpertsMethod(self.dtype, self.device, self.ops, self.mesh.config)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from asyncllm.errors import ModelLoadError
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import Load
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
@@ -61,7 +62,7 @@ class FamilyLoads:
         biases = (empty(experts, 2 * size), empty(experts, hidden)) if shape.bias else (None, None)
         gate_up, down = empty(experts, 2 * size, hidden), empty(experts, hidden, size)
         weights = ExpertWeights(gate_up, down, *biases, shape.activation)
-        return cls(weights, list(shape.load(name, weights)))
+        return cls(weights, list(shape.load(name, weights, shape.share(MeshConfig()))))
 
     def target(self, load: Load) -> str:
         """The name of the weight of which a load fills a part."""
