@@ -109,6 +109,8 @@ def build_model(
         raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
     if methods.schemes and device.type != "meta":
         logger.info(methods.describe())
+        if device.type == "cuda":
+            logger.info("persistent decode is for models in 16 bits alone")
     return model
 
 

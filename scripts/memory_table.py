@@ -23,13 +23,13 @@ from asyncllm.config import EngineArgs
 from asyncllm.models.registry import settle
 from asyncllm.worker.memory import GRAPH_RESERVE_BYTES
 
-FORMATS: list[tuple[str | None, str]] = [
+FORMATS: list[tuple[Any, Any]] = [
     (quantization, pages) for quantization in (None, "fp8", "int8", "int4")
     for pages in ("auto", "fp8")
 ]  # fmt: skip
 
 
-def row_of(name: str, quantization: str | None, pages: str, budget: float) -> dict[str, Any]:
+def row_of(name: str, quantization: Any, pages: Any, budget: float) -> dict[str, Any]:
     """Weights in bytes, and the pages and tokens that the rest of the budget holds."""
     with tempfile.TemporaryDirectory() as folder:
         write_shape(SHAPES[name], Path(folder))

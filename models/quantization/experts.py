@@ -59,9 +59,10 @@ class FamilyLoads:
         def empty(*sizes: int) -> torch.Tensor:
             return torch.empty(sizes, dtype=dtype, device="meta")
 
-        biases = (empty(experts, 2 * size), empty(experts, hidden)) if shape.bias else (None, None)
         gate_up, down = empty(experts, 2 * size, hidden), empty(experts, hidden, size)
-        weights = ExpertWeights(gate_up, down, *biases, shape.activation)
+        gate_up_bias = empty(experts, 2 * size) if shape.bias else None
+        down_bias = empty(experts, hidden) if shape.bias else None
+        weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, shape.activation)
         return cls(weights, list(shape.load(name, weights, shape.share(MeshConfig()))))
 
     def target(self, load: Load) -> str:

@@ -59,7 +59,7 @@ class Methods(NamedTuple):
         rest = f", {len(self.left)} layers: {list_keys(self.left)}" if self.left else ""
         return (
             f"weights are quantised: {', '.join(sorted(self.schemes))}; in 16 bits: embeddings, "
-            f"LM head, norms, routers{rest}; persistent decode and skinny GEMM are not used"
+            f"LM head, norms, routers{rest}"
         )
 
 
