@@ -77,15 +77,8 @@ def build_model(
     """
     methods = select_methods(model_config, dtype, device, ops)
     build = Build(
-        dtype,
-        device,
-        ops,
-        methods.linear,
-        max_model_len,
-        lora,
-        keeps_latents,
-        methods.experts,
-        mesh,
+        *(dtype, device, ops, methods.linear, max_model_len, lora, keeps_latents, mesh),
+        quantized_experts=methods.experts,
     )
     if model_config.implementation == "transformers":
         if mesh.config.tp > 1:

@@ -35,8 +35,8 @@ class Build:
     max_model_len: int
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
     keeps_latents: bool = False
-    quantized_experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None = None
     mesh: Mesh = ALONE
+    quantized_experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None = None
 
     def experts_method(self, name: str, shape: ExpertsShape) -> ExpertsMethod:
         """Of the experts that the checkpoint has below `name`. Raises `ModelLoadError`."""
@@ -44,7 +44,7 @@ class Build:
             method = self.quantized_experts(name, shape)
             if method is not None:
                 if self.mesh.config.tp > 1:
-                    raise ModelLoadError(f"{name}: quantised experts are not divided over ranks")
+                    raise ModelLoadError(f"{name}: ranks do not divide quantised experts")
                 return method
         return UnquantizedExpertsMethod(self.dtype, self.device, self.ops, self.mesh.config)
 
