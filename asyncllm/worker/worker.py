@@ -242,7 +242,8 @@ class Worker:
         without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        latents = keeps_latents(config)  # as of the layout, whatever could be imported since
+        backend = resolve_backend(config.attention_backend, self.device)
+        latents = keeps_latents(config, backend)  # as of the layout
         model = build_model(
             config.model, self._dtype, self.device, ops, model_len, lora, latents, self._mesh
         )
