@@ -92,7 +92,7 @@ def build_model(
         return TransformersModel(model_config, build)
     file, architecture = model_config.path / "config.json", model_config.architecture
     try:
-        return ARCHITECTURES[architecture](model_config, build)
+        model = ARCHITECTURES[architecture](model_config, build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs
         model_type = model_config.hf_config.model_type
         raise ModelLoadError(
@@ -100,6 +100,11 @@ def build_model(
         ) from error
     except NotImplementedError as error:  # of a method of a layer's weights
         raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
+    if methods.schemes and device.type != "meta":
+        logger.info(methods.describe())
+        if device.type == "cuda":
+            logger.info("persistent decode is for models in 16 bits alone")
+    return model
 
 
 def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:

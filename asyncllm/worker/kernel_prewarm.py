@@ -56,6 +56,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
     return Start(
         device=device,
         dtype=dtype,
+        kv_dtype=getattr(torch, config.kv_cache_dtype),
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),

@@ -130,7 +130,7 @@ class Worker:
         if lora is not None:
             self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
-        attention = build_backend(self.backend_name, cache, model.attention_layers)
+        attention = build_backend(self.backend_name, cache, model.attention_layers, self._dtype)
         self.runner = ModelRunner(
             config,
             model,

@@ -109,4 +109,4 @@ def test_a_page_has_the_latents_size() -> None:
 def test_a_backend_that_has_no_latents_refuses_them() -> None:
     cache = KVCache(CacheLayout([LAYER], BLOCK_SIZE, torch.float32), 2, CPU)
     with pytest.raises(ValueError, match=r"flash_attn does not do latents.*layer 0 has: pass auto"):
-        build_backend("flash_attn", cache, [LAYER])
+        build_backend("flash_attn", cache, [LAYER], torch.float32)
