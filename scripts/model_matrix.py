@@ -185,7 +185,8 @@ transformers {version}: tiny random weights, served in float32 on the CPU in chu
 with prefix hits and preemption, against transformers' own `generate` (log-probabilities within
 {tolerance}). "native" is our model code; "transformers' code" is the library's over our pages,
 which `--model-impl transformers` takes for native classes, too. What is not served is refused at
-the start, with class, field and value. Made by the script: do not edit.
+the start, with class, field and value. Where an index chooses tokens for sparse attention, the
+class is served up to the `max_model_len` of which it chooses all. Made by the script: do not edit.
 
 {counts}
 

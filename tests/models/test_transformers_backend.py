@@ -28,7 +28,8 @@ from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model, settle
-from asyncllm.models.transformers_backend import TransformersModel, _parameters_on_meta
+from asyncllm.models.transformers_backend import TransformersModel
+from asyncllm.models.transformers_build import _parameters_on_meta
 from asyncllm.models.transformers_modules import FUSED
 from asyncllm.models.transformers_rope import StepRotary
 from tests.engine.test_against_transformers import (
