@@ -17,6 +17,7 @@ from torch import nn
 from asyncllm.attention.base import HeadNorm
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.transformers_attention import LAYER, AttentionCall, Step
+from asyncllm.models.transformers_layers import find_layers, replace_layers
 from asyncllm.models.transformers_modules import (
     ByNorm,
     GatedMLP,
@@ -80,6 +81,10 @@ class Fusion:
     def allocate(self, device: torch.device) -> None:
         """Memory for what is merged."""
         self._merged = self._others()
+        norms, mlps = [{module for module, _ in found} for found in (self.norms, self.mlps)]
+        attentions = {plan.call.module for plan in self.attentions}
+        kinds = norms, attentions, norms, mlps
+        self.layers = find_layers(self._model, kinds, self._device)
         for siblings in [
             *(plan.siblings for plan in self.attentions),
             *(siblings for _, siblings in self.mlps),
@@ -103,6 +108,7 @@ class Fusion:
             (layer,) = getattr(plan.call.module, LAYER)
             fused = ProjectedAttention(plan.siblings, plan.out_proj, step, layer, plan.rotary, ops)
             replace_module(plan.call.module, fused)
+        replace_layers(self.layers, ops)
         for module in [m for m in self._model.modules() if type(m) is nn.Linear]:
             if module.weight.dtype == self._dtype:
                 replace_module(module, Product(module, ops))

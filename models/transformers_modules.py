@@ -99,13 +99,14 @@ class GatedMLP:
     ops: Ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = Normed(x.reshape(-1, x.shape[-1]))
-        weight, bias = self.siblings.weight, self.siblings.bias
-        gated = self.ops.product_swiglu(rows, weight, bias)
-        if gated is None:
-            gated = self.ops.swiglu(self.ops.product(rows, weight, bias))
+        gated = self.gated(Normed(x.reshape(-1, x.shape[-1])))
         out: torch.Tensor = self.module.down_proj(gated.view(*x.shape[:-1], -1))
         return out
+
+    def gated(self, rows: Normed) -> torch.Tensor:
+        weight, bias = self.siblings.weight, self.siblings.bias
+        gated = self.ops.product_swiglu(rows, weight, bias)
+        return self.ops.swiglu(self.ops.product(rows, weight, bias)) if gated is None else gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,13 @@ class ProjectedAttention:
     ops: Ops
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        qkv = _product(self.ops, hidden[0], self.siblings.weight, self.siblings.bias)
+        return self.out_proj(self.attend(Normed(hidden[0].contiguous())))[None], None
+
+    def attend(self, rows: Normed) -> torch.Tensor:
+        qkv = self.ops.product(rows, self.siblings.weight, self.siblings.bias)
         assert self.step.mixer is not None
         heads = qkv.unflatten(-1, (-1, self.layer.head_dim))
-        out = self.step.mixer.attend(self.layer, heads, self.step.rotations[self.rotary])
-        return self.out_proj(out)[None], None
+        return self.step.mixer.attend(self.layer, heads, self.step.rotations[self.rotary])
 
 
 def _product(

@@ -45,7 +45,7 @@ def holds(proves: Callable[..., bool], *arguments: Any) -> bool:
         return False
 
 
-def _twin(module: Any, device: torch.device) -> Any:
+def random_twin(module: Any, device: torch.device) -> Any:
     """The module with random weights in float32. Its configuration is shared."""
     handler = getattr(module, HANDLER, None)
     memo = {id(each): each for each in (handler, getattr(module, "config", None))}
@@ -65,34 +65,34 @@ def _twin(module: Any, device: torch.device) -> Any:
     return twin
 
 
-def _inputs(size: int, device: torch.device) -> torch.Tensor:
+def random_inputs(size: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(1)
     return torch.randn(1, PROOF_TOKENS, size, device=device, generator=generator)
 
 
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     difference = (ours - theirs).norm() <= TOLERANCE * theirs.norm()
     return ours.shape == theirs.shape and bool(difference)
 
 
 def proves_norm(module: Any, offset: float, device: torch.device) -> bool:
-    twin = _twin(module, device)
-    x = _inputs(len(twin.weight), device)
+    twin = random_twin(module, device)
+    x = random_inputs(len(twin.weight), device)
     for scale in (1.0, float(eps_of(module)) ** 0.5):  # where eps counts, too
         x32 = x * scale
         ours = x32 * (x32.square().mean(-1, keepdim=True) + eps_of(module)).rsqrt()
-        if not _equal(ours * (twin.weight + offset), twin(x32)):
+        if not equal(ours * (twin.weight + offset), twin(x32)):
             return False
     return True
 
 
 def proves_mlp(module: Any, linears: Sequence[nn.Linear], device: torch.device) -> bool:
-    twin = _twin(module, device)
-    x = _inputs(linears[0].in_features, device)
+    twin = random_twin(module, device)
+    x = random_inputs(linears[0].in_features, device)
     names = {id(linear): name for name, linear in module.named_children()}
     outs = [getattr(twin, names[id(linear)])(x) for linear in linears]
     gate, up = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
-    return _equal(twin.down_proj(F.silu(gate) * up), twin(x))
+    return equal(twin.down_proj(F.silu(gate) * up), twin(x))
 
 
 class _Reference:
@@ -115,9 +115,9 @@ def proves_attention(
     plan: AttentionPlan, linears: Sequence[nn.Linear], named: dict[str, Any], device: torch.device
 ) -> bool:
     module: Any = plan.call.module
-    twin = _twin(module, device)
+    twin = random_twin(module, device)
     setattr(twin, HANDLER, _Reference())
-    x = _inputs(linears[0].in_features, device)
+    x = random_inputs(linears[0].in_features, device)
     positions = torch.arange(PROOF_TOKENS, device=device)
     rotation = _proof_rotation(plan, positions)
     known: dict[str, Any] = {"hidden_states": x, "position_ids": positions[None]}
@@ -128,7 +128,7 @@ def proves_attention(
         cos, sin = plan.rotary.as_module(of_rotary, torch.float32)
         known["position_embeddings"] = cos.to(device), sin.to(device)
     elif named.get("position_embeddings") is not None:
-        angles = _inputs(plan.call.head_dim, device)  # which must make no difference
+        angles = random_inputs(plan.call.head_dim, device)  # which must make no difference
         known["position_embeddings"] = angles, angles
     others = {n: v for n, v in named.items() if n not in known}
     if any(map(_is_tensor, others.values())):
@@ -146,7 +146,7 @@ def proves_attention(
     q, k, v = rotated_heads(AttentionLayer(0, *heads, 1.0, head_norm=norm), qkv, rotation)
     out = _Reference().attention(twin, *(each.transpose(0, 1)[None] for each in (q, k, v)))
     ours = getattr(twin, names[id(plan.out_proj)])(out.flatten(2))
-    return isinstance(theirs, tuple) and theirs[1:] == (None,) and _equal(ours, theirs[0])
+    return isinstance(theirs, tuple) and theirs[1:] == (None,) and equal(ours, theirs[0])
 
 
 def _proof_rotation(plan: AttentionPlan, positions: torch.Tensor) -> Rotation:
