@@ -60,7 +60,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         sizes=DenseShape.of(config.model),
         is_dense=isinstance(model, DenseDecoder)
         and model.is_plain
-        and config.mesh.tp == 1
+        and config.mesh.size == 1
         and not is_quantized(config.model),
         attention_backend=resolve_backend(
             config.attention_backend, device, is_fp8=config.kv_cache_dtype != config.dtype
