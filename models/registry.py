@@ -29,7 +29,7 @@ from asyncllm.models.olmo import build_olmo2, build_olmo3
 from asyncllm.models.olmoe import build_olmoe
 from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
 from asyncllm.models.phi3 import build_phi3
-from asyncllm.models.quantization.select import linear_methods
+from asyncllm.models.quantization.select import select_methods
 from asyncllm.models.qwen2 import build_qwen2
 from asyncllm.models.qwen2_moe import build_qwen2_moe
 from asyncllm.models.qwen3 import build_qwen3
@@ -75,8 +75,11 @@ def build_model(
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
-    methods = linear_methods(model_config, dtype, device, ops)
-    build = Build(dtype, device, ops, methods, max_model_len, lora, keeps_latents, mesh)
+    methods = select_methods(model_config, dtype, device, ops)
+    build = Build(
+        *(dtype, device, ops, methods.linear, max_model_len, lora, keeps_latents, mesh),
+        quantized_experts=methods.experts,
+    )
     if model_config.implementation == "transformers":
         if mesh.config.size > 1:
             raise ModelLoadError(
