@@ -55,7 +55,7 @@ class ExpertsShape:
             experts = mesh.share(self.num_experts, "the number of experts")
         else:
             size = mesh.share(self.size, "the size of an expert")
-            has_down_bias = mesh.rank == 0
+            has_down_bias = mesh.place == 0
         return ExpertsShare(self.num_experts, experts, self.size, size, has_down_bias)
 
 
