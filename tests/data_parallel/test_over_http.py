@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncllm import AsyncLLMEngine
@@ -32,7 +33,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         "type": "json_schema", "json_schema": {"name": "it", "schema": {"enum": ["a", "b"]}}}}),
     ("/v1/responses", {"input": "Hello", "temperature": 0, "max_output_tokens": 8}),
     ("/v1/messages", {"messages": QUESTIONS[0], "temperature": 0, "max_tokens": 8}),
-    ("/inference/v1/generate", {"token_ids": [72, 101], "sampling_params": {"max_tokens": 5}}),
+    ("/inference/v1/generate", {"token_ids": [72, 101], "sampling_params": {
+        "max_tokens": 5, "temperature": 0}}),
     (CHAT, {"messages": QUESTIONS[0], "max_tokens": 100_000}),
     (CHAT, {"messages": QUESTIONS[0], "response_format": {
         "type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "no"}}}}),
@@ -130,7 +132,8 @@ async def _check_disconnect(server: Server, engine: Any) -> None:
     assert engine.stats().num_used_pages == 0
 
 
-def test_engines_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["uni", pytest.param("mp", marks=pytest.mark.slow)])
+def test_the_surface(backend: str, tmp_path: Path) -> None:
     adapter = write_tiny_adapter(tmp_path / "it", 1)
-    engine = AsyncLLMEngine(MODEL, **ENGINE, data_parallel_size=2, data_parallel_backend="uni")
+    engine = AsyncLLMEngine(MODEL, **ENGINE, data_parallel_size=2, data_parallel_backend=backend)
     run(check_surface(engine, adapter))
