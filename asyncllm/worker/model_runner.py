@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionBackend, AttentionMixer, DecodeRows
@@ -22,7 +23,7 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import StepResult, TokenMasks
+from asyncllm.types import StepResult
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels
@@ -102,9 +103,11 @@ class ModelRunner:
             )
         end = self._executor.begin(lambda: self._forward(step, graph), shape)
 
-        def sample(masks: TokenMasks) -> LaunchedStep:
+        def sample(masked_rows: np.ndarray) -> LaunchedStep:
             edits = self._packer.pack_edits(step)  # now: the tokens will move on
-            return end(lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks))
+            return end(
+                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masked_rows)
+            )
 
         return HostStep(sample)
 
