@@ -35,7 +35,8 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import Request, Sequence as RunningSequence, SequenceStatus, StepResult
+from asyncllm.types import Request, SequenceStatus, StepResult
+from asyncllm.types import Sequence as RunningSequence
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
@@ -98,7 +99,7 @@ def _in_turn(numbers: itertools.count[int]) -> Callable[[list[int]], int]:
 class Traffic:
     """Of one GPU; lengths in tokens, log-normal about their medians. Conversations are Poisson."""
 
-    conversations_per_s: float = 3.0
+    conversations_per_s: float = 5.0
     mean_turns: float = 5.0  # geometric
     pause_s: float = 6.0  # mean, from an answer to the next message
     system_tokens: int = 1024
@@ -344,7 +345,7 @@ def row(num_gpus: int, policy: str, r: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of arrivals")
     parser.add_argument("--policy", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--rate", type=float, help="conversations per second and GPU")
     parser.add_argument("--seed", type=int, default=0)

@@ -105,6 +105,4 @@ def _scaled(device: Device, decode: float, mixed: float, **changes: Any) -> Devi
 
 # The H200's, scaled until `simulate_schedule.py` gives the H100's figures of docs/PERFORMANCE.md:
 # tests/test_simulate_cluster.py compares them. 80 GB hold so many pages beside the weights.
-DEVICES["8b-h100"] = _scaled(
-    DEVICES["8b"], 1.36, 1.03, kv_bytes_per_s=2.7e12, num_pages=26_000
-)
+DEVICES["8b-h100"] = _scaled(DEVICES["8b"], 1.36, 1.03, kv_bytes_per_s=2.7e12, num_pages=26_000)

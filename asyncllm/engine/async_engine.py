@@ -203,7 +203,7 @@ class AsyncLLMEngine:
         sink: Sink,
         **options: Any,
     ) -> None:
-        given = Submission(arrival, prompt, params, sink, **options)
+        given = Submission(arrival, prompt, params, sink, adds_lora=True, **options)
 
         async def submit() -> None:
             await self.start()
@@ -223,10 +223,11 @@ class AsyncLLMEngine:
 
     # --- adapters ----------------------------------------------------------------------------
 
-    async def add_lora(self, lora_request: LoRARequest) -> None:
-        """Read an adapter's files, so that requests may name it. Raises `LoRALoadError` naming the
-        tensor or the setting that is not served; the engine is as before then."""
-        await self._running().lora.add(lora_request)
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter's files, so that requests may name it; again, and in place of those of
+        the same name and path, with `load_inplace`. Raises `LoRALoadError` naming the tensor or the
+        setting that is not served; the engine is as before then."""
+        await self._running().lora.add(lora_request, reload=load_inplace)
 
     def remove_lora(self, lora_name: str) -> bool:
         """Requests that use it go on to their end. Whether it was there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -13,7 +14,10 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.errors import ModelLoadError
 from asyncllm.host import in_own_thread
+from asyncllm.models.registry import settle
+from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.worker import Worker
 
 
@@ -64,7 +68,8 @@ class CoreLoader:
     async def _load_worker(self, progress: bool, imported: Future[None]) -> Worker:
         await self.join()  # the memory need not hold two
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
-        make = partial(Worker, self._config, progress=progress, imported=partial(_tell, imported))
+        told = partial(_tell, imported)
+        make = partial(_start_worker, self._config, progress=progress, imported=told)
         loading = self._thread.submit(make)
         self._thread.shutdown(wait=False)  # it ends with this load
         try:
@@ -72,6 +77,26 @@ class CoreLoader:
         except BaseException:
             loading.add_done_callback(_close)
             raise
+
+
+def _start_worker(
+    config: EngineConfig, *, progress: bool, imported: Callable[[], object]
+) -> Worker:
+    """Rank 0's worker, and where ranks share the model their processes. Raises as `Worker`."""
+    if config.mesh.tp == 1:
+        return Worker(config, progress=progress, imported=imported)
+    config, _ = settle(config)  # what no rank can do is said before there are processes
+    group = WorkerGroup(config)
+    try:
+        return Worker(
+            config, progress=progress, imported=imported, connect=group.connect, group=group
+        )
+    except BaseException as error:
+        failure = group.failure
+        group.close()
+        if failure is not None and isinstance(error, Exception):
+            raise ModelLoadError(failure) from error
+        raise
 
 
 def _tell(imported: Future[None]) -> None:

@@ -86,6 +86,7 @@ class Submission:
     priority: int = 0
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
+    adds_lora: bool = False  # loaded where it is not
 
 
 class OutputCollector:

@@ -57,8 +57,8 @@ class EngineGroup:
         if request_id in self._placed:  # on whichever engine
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         lora = given.lora_request
-        if lora is not None and self.lora.find(lora.lora_name) != lora:
-            await self._add_adapter(lora)
+        if lora is not None and given.adds_lora and self.lora.find(lora.lora_name) != lora:
+            await self._add_lora(lora)
         key = repr((given.cache_salt or parsed.cache_salt, lora and lora.lora_name)).encode()
         if len(ids) <= self.input_processor.max_model_len:  # else it is refused, as it came
             parsed = parsed._replace(text=text, token_ids=ids, messages=None)
@@ -86,9 +86,10 @@ class EngineGroup:
             self._end(request_id, placement)
         return True
 
-    async def _add_adapter(self, adapter: LoRARequest) -> None:
+    async def _add_lora(self, lora: LoRARequest) -> None:
+        """On all engines, as the next request for it may go to another."""
         try:
-            await self.lora.add(adapter)
+            await self.lora.add(lora)
         except LoRALoadError as error:
             raise InvalidRequestError(str(error), "lora_request") from error
 

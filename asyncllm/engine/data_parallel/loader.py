@@ -73,7 +73,7 @@ class ProcessGroupLoader:
     async def load(self, *, progress: bool) -> EngineGroup:
         """Raises `ValueError` or `ModelLoadError` for what cannot run, and leaves no process."""
         config, size = self._config, self._config.data_parallel_size
-        environments = _environments(config.device, size)
+        environments = _environments(config.device, size, config.mesh.tp)
         members = [
             RemoteCore(rank, _engine_args(self._args, rank), environment, each, self._stat_loggers)
             for rank, (environment, each) in enumerate(
@@ -131,8 +131,8 @@ def _name_of(processor: str | type) -> str:
     return f"{processor.__module__}:{processor.__qualname__}"
 
 
-def _environments(device: str, count: int) -> list[dict[str, str]]:
-    """Of each engine's process: a GPU, or a share of the cores. Raises `ValueError`."""
+def _environments(device: str, count: int, ranks: int) -> list[dict[str, str]]:
+    """Of each engine's process: `ranks` GPUs, or a share of the cores. Raises `ValueError`."""
     if device == "cpu":
         threads = os.environ.get(THREADS, str(max(num_cores() // count, 1)))
         return [{THREADS: threads}] * count
@@ -142,8 +142,9 @@ def _environments(device: str, count: int) -> list[dict[str, str]]:
     devices = [*map(str, range(torch.cuda.device_count()))]
     if visible is not None:
         devices = [name.strip() for name in visible.split(",") if name.strip()][: len(devices)]
-    if len(devices) < count:
+    if len(devices) < count * ranks:
         raise ValueError(
-            f"data_parallel_size {count}: there are {len(devices)} CUDA devices ({VISIBLE})"
+            f"data_parallel_size {count} times tensor_parallel_size {ranks} is over the "
+            f"{len(devices)} CUDA devices"
         )
-    return [{VISIBLE: devices[rank]} for rank in range(count)]
+    return [{VISIBLE: ",".join(devices[i * ranks : (i + 1) * ranks])} for i in range(count)]

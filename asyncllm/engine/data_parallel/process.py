@@ -46,8 +46,8 @@ class EngineServer:
                 self._spawn(self._submit(message))
             case wire.Abort(request_id, cause):
                 self.engine.abort(request_id, cause)
-            case wire.AddAdapter(number, adapter):
-                self._spawn(self._add_adapter(number, adapter))
+            case wire.AddAdapter():
+                self._spawn(self._add_adapter(message))
             case wire.RemoveAdapter(name):
                 self.engine.remove_lora(name)
             case wire.PinAdapter(name):
@@ -159,13 +159,13 @@ class EngineServer:
             error = wire.Error.of(refused)
         self.connection.send(wire.Accepted(name, error))
 
-    async def _add_adapter(self, number: int, adapter: wire.Adapter) -> None:
+    async def _add_adapter(self, given: wire.AddAdapter) -> None:
         error = None
         try:
-            await self.engine.add_lora(adapter.request)
+            await self.engine.add_lora(given.adapter.request, load_inplace=given.reload)
         except Exception as refused:
             error = wire.Error.of(refused)
-        self.connection.send(wire.Done(number, error))
+        self.connection.send(wire.Done(given.number, error))
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
         """As a `StatLogger`."""

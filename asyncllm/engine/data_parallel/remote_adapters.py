@@ -23,11 +23,11 @@ class RemoteAdapters:
         self.running: list[str] = []
         self.waiting: list[str] = []
 
-    async def add(self, request: LoRARequest) -> None:
+    async def add(self, request: LoRARequest, *, reload: bool = False) -> None:
         """Raises `LoRALoadError`, and then nothing has changed."""
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(wire.AddAdapter(number, wire.Adapter.of(request)))
+        self._send(wire.AddAdapter(number, wire.Adapter.of(request), reload))
         try:
             await answer
         finally:

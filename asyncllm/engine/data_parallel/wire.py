@@ -122,6 +122,7 @@ class AddAdapter(Message):
 
     number: int
     adapter: Adapter
+    reload: bool
 
 
 class RemoveAdapter(Message):
