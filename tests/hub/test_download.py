@@ -147,12 +147,16 @@ def test_nobody_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"config.json": None}, "holds no config.json"),
         (
+            {"config.json": None, "pytorch_model.bin": None, "a.gguf": b"GGUF"},
+            "holds no config.json, only GGUF files (a.gguf): download one and give its path",
+        ),
+        (
             {"model.safetensors": None},
             "holds no model.safetensors, only pickled weights (pytorch_model.bin), which are never",
         ),
         (
             {"model.safetensors": None, "pytorch_model.bin": None, "a.gguf": b"GGUF"},
-            "holds no model.safetensors, only GGUF files (a.gguf), which are not served yet",
+            "holds no model.safetensors, only GGUF files (a.gguf): download one and give its path",
         ),
         (
             {
