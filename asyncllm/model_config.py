@@ -166,7 +166,7 @@ def hub_repo(name: str, revision: str | None = None) -> Repo | None:
     if repo is None:
         raise ModelLoadError(
             f"model {name!r} is neither a folder nor built in ({', '.join(BUILTIN_MODELS)}) nor a "
-            "name on the hub (ORG/NAME or ORG/NAME@REVISION)"
+            "GGUF file nor a name on the hub (ORG/NAME or ORG/NAME@REVISION)"
         )
     return repo
 
